@@ -1,21 +1,16 @@
 """rlsys: RLHF training with one controller and Ray worker groups."""
 
+from __future__ import annotations
+
 import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     from rlsys.protocol import DataProto
 
 __all__ = ["DataProto"]
-
-if sys.argv and (
-    sys.argv[0] == "-m" or sys.argv[0].endswith("/rlsys")
-):  # a command, whose modules take a moment to import
-    sys.excepthook = lambda kind, error, trace: (
-        print("rlsys: interrupted (Ctrl-C)", file=sys.stderr)
-        if kind is KeyboardInterrupt
-        else sys.__excepthook__(kind, error, trace)
-    )
 
 
 def __getattr__(name: str) -> object:
@@ -25,3 +20,17 @@ def __getattr__(name: str) -> object:
     from rlsys.protocol import DataProto
 
     return DataProto
+
+
+def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """What ends a command while its modules are imported, in one line."""
+    if kind is KeyboardInterrupt:
+        print("rlsys: interrupted (Ctrl-C)", file=sys.stderr)
+    elif kind is ModuleNotFoundError:
+        print(f"rlsys: {error} in {sys.executable}; activate the environment (. .venv/bin/activate)", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+if sys.argv and (sys.argv[0] == "-m" or sys.argv[0].endswith("/rlsys")):
+    sys.excepthook = _report

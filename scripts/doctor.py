@@ -50,6 +50,7 @@ EXTRAS = {
     "vllm": "vLLM in the job (rollout.name=vllm), with CUDA",
     "trackers": "tensorboard and trackio in trainer.logger",
     "wandb": "Weights & Biases in trainer.logger",
+    "bitsandbytes": "AdamW whose states have 8 bits",
     "vision": "images in rows, read by Pillow",
     "mlflow": "MLflow in trainer.logger",
     "docs": "the documentation site (mkdocs)",

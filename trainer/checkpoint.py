@@ -18,14 +18,7 @@ from typing import Any
 
 import torch
 
-from rlsys.utils.atomic import (
-    commit_dir,
-    fsync_file,
-    read_checked_json,
-    staging_dir,
-    write_checked_json,
-    write_text_atomic,
-)
+from rlsys.utils.atomic import commit_dir, fsync_file, read_checked_json, staging_dir, write_checked_json, write_whole
 from rlsys.utils.errors import CheckpointError, DeadlineError
 from rlsys.utils.run_folders import LATEST, latest_step, pointer_text
 from trainer.remote_checkpoints import RemoteCheckpoints
@@ -59,7 +52,7 @@ class CheckpointStore:
         step, there = self._pointed_at(), self.remote.latest_step() if self.remote else None
         if self.remote is not None and there is not None and (step is None or there > step):
             self.remote.download(f"global_step_{there}", self.root)
-            write_text_atomic(self.root / LATEST, str(there))
+            write_whole(self.root / LATEST, str(there).encode(), durable=True)
             step = there
         return None if step is None else self._existing(self.path(step))
 
@@ -88,8 +81,6 @@ class CheckpointStore:
                 old.rename(old.with_suffix(""))
         for left in self.root.glob("global_step_*.tmp"):
             shutil.rmtree(left)
-        for left in self.root.glob(f".{LATEST}.*.tmp"):
-            left.unlink()
         with suppress(CheckpointError):  # to_resume reports a damaged pointer, where it matters
             newest = self._pointed_at()
             if newest is not None:
@@ -103,7 +94,7 @@ class CheckpointStore:
             tmp = staging_dir(final)
             yield tmp
             commit_dir(tmp, final)
-            write_text_atomic(self.root / LATEST, str(step))
+            write_whole(self.root / LATEST, str(step).encode(), durable=True)
         except Exception as error:
             shutil.rmtree(final.with_name(final.name + ".tmp"), ignore_errors=True)
             if not isinstance(error, OSError) or isinstance(error, DeadlineError):

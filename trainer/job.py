@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -35,6 +36,7 @@ EXPECTED_ERRORS = tuple(one for one in vars(errors).values() if isinstance(one, 
 STOP_S = 30.0
 DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.EACCES, errno.EPERM)
 FILE_ERRNOS = (*DISK_ERRNOS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
+os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # a child's SIGTERM is not ours, see _exit_late
 
 
 def job_main(schema: type[C], job: str) -> Callable[..., int]:
@@ -167,12 +169,17 @@ def report_errors(out: TextIO) -> Iterator[Outcome]:
 def exit_on_sigterm() -> Iterator[None]:
     """Raise SystemExit(SIGTERM) where the signal arrives, for `report_errors`; enter it again once Ray is connected.
 
-    What has not ended STOP_S later is left to the guard of the cluster: the process exits with 143 then.
+    What has not ended STOP_S later is left to the guard of the cluster: the process exits with 143 then, also where
+    this thread waits in a call of Ray, which never returns while the raylet is stopped.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = signal.signal(signal.SIGTERM, _stop)
+    received, wakeup = socket.socketpair()
+    wakeup.setblocking(False)
+    wakeup_before = signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
+    threading.Thread(target=_exit_late, args=(received,), daemon=True).start()
     try:
         yield
     except SystemExit as stop:
@@ -181,13 +188,22 @@ def exit_on_sigterm() -> Iterator[None]:
         raise SystemExit(signal.SIGTERM) from stop  # where the signal came in a call of Ray, Ray exits with 1
     finally:
         signal.signal(signal.SIGTERM, before)
+        signal.set_wakeup_fd(wakeup_before)
+        wakeup.close()
+
+
+def _exit_late(received: socket.socket) -> None:
+    """Exit STOP_S after SIGTERM is received; the numbers of signals come whatever the main thread does."""
+    with received:
+        while number := received.recv(1):
+            if number[0] == signal.SIGTERM:
+                time.sleep(STOP_S)
+                os.write(2, b"rlsys: the job did not end within %g s of SIGTERM; its processes are killed\n" % STOP_S)
+                os._exit(128 + signal.SIGTERM)
 
 
 def _stop(number: int, _: FrameType | None) -> None:
     signal.alarm(0)  # Ray's handler, where it came first, would abort the process 3 s later
     signal.signal(number, signal.SIG_IGN)
     os.write(2, b"SIGTERM: stopping\n")
-    late = threading.Timer(STOP_S, os._exit, [128 + number])
-    late.daemon = True
-    late.start()
     sys.exit(number)

@@ -46,29 +46,23 @@ def with_start_assets(config: PPOConfig) -> PPOConfig:
 def with_local_files(config: ConfigT) -> ConfigT:
     """The configuration with a folder of config.json, weights and tokenizer for every model that it names, and with
     files or folders for its rows."""
-    tree, is_changed = config.model_dump(), False
+    tree = config.model_dump()
     for name in (name for name in ("train_files", "val_files") if tree["data"].get(name)):
         streams = tree["data"].get("streaming", False)
         if streams and (name == "train_files" or any(map(is_rows_id, tree["data"][name]))):
             continue
-        local = tuple(map(_local_rows, tree["data"][name]))
-        is_changed |= local != tree["data"][name]
-        tree["data"][name] = local
+        tree["data"][name] = tuple(map(_local_rows, tree["data"][name]))
     teachers = tree.get("distillation", {}).get("teacher_models", {})
     for section in (*SECTIONS, *(f"distillation.teacher_models.{name}" for name in teachers)):
         settings: Any = tree
         for part in section.split("."):
             settings = settings.get(part, {})
         for name in (name for name in NAMES if settings.get(name)):
-            folder = local_model(settings[name], weights=name in WITH_WEIGHTS)
-            is_changed |= folder != settings[name]
+            settings[name] = local_model(settings[name], weights=name in WITH_WEIGHTS)
             if name in WITH_WEIGHTS:
-                read_config(ModelConfig(path=folder, trust_remote_code=settings["trust_remote_code"]))
-            settings[name] = folder
-    if not is_changed:
-        return config
+                read_config(ModelConfig(path=settings[name], trust_remote_code=settings["trust_remote_code"]))
     resolved: Any = config.model_validate(tree)
-    if problems := list(check_files(resolved)):
+    if resolved != config and (problems := list(check_files(resolved))):
         raise ConfigError("\n".join(problems))
     return resolved
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from rlsys.data.files import BadRow, read_rows
+from rlsys.data.bad_rows import parse_rows
+from rlsys.data.files import read_rows
 from rlsys.rewards.pool.pool import Grader, RewardItem, RewardPool, RewardResult
 from rlsys.utils.errors import ConfigError, DataError
 
@@ -33,7 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--timeout_s", type=float, default=10.0, help="seconds for a row")
     given = parser.parse_args(argv)
     try:
-        items = [_item(row, given.answer_key) for row in islice(_values(given.rows), given.limit)]
+        rows = islice(read_rows(given.rows), given.limit)
+        items, _ = parse_rows(rows, lambda row: _item(row.values, given.answer_key), bad_rows="skip")
         grader = Grader(given.file, given.name, given.reward_kwargs)
         with RewardPool(grader, num_workers=given.num_workers, timeout_s=given.timeout_s) as pool:
             pool.start()
@@ -50,13 +52,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     print(f"{len(items)} rows: {mean}; {lost.count('error')} errors, {lost.count('timeout')} timeouts")
     return 1 if lost else 0
-
-
-def _values(file: str) -> Iterator[Mapping[str, Any]]:
-    for row in read_rows(file):
-        if isinstance(row, BadRow):
-            raise DataError(str(row))
-        yield row.values
 
 
 def _item(row: Mapping[str, Any], answer_key: str) -> RewardItem:

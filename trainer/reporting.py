@@ -27,13 +27,13 @@ from rlsys.telemetry.metrics import (
     throughput_metrics,
     timing_metrics,
 )
-from rlsys.telemetry.page import write_whole
 from rlsys.telemetry.progress import Counts, Progress
 from rlsys.telemetry.recorder import StageRecorder, StageReport
 from rlsys.telemetry.report import RunReport
 from rlsys.telemetry.trace import Event, Timeline, add_arguments, arrows
 from rlsys.telemetry.tracker_adapters import TrackedRun
 from rlsys.telemetry.trackers import Tracking
+from rlsys.utils.atomic import write_whole
 
 log = get_logger(__name__)
 FLAT_STEPS = 3

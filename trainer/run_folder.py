@@ -25,7 +25,7 @@ from rlsys.config.schema.trainer import RunConfig, TrainingConfig
 from rlsys.data.first_rows import JobConfig
 from rlsys.telemetry.log import FILE_ONLY, get_logger, log_to_file, redact, redact_tree
 from rlsys.telemetry.tracker_adapters import flat_settings
-from rlsys.utils.atomic import write_text_atomic
+from rlsys.utils.atomic import write_whole
 from rlsys.utils.errors import ConfigError
 from trainer.checkpoint import CheckpointStore
 
@@ -80,7 +80,7 @@ def run_folder(config: JobConfig) -> Iterator[Begin]:
         def begin() -> None:
             header = f"# {command}\n# The settings of this command with all defaults filled in.\n"
             settings = yaml.safe_dump(_settings(config), sort_keys=False, allow_unicode=True)
-            write_text_atomic(root / CONFIG, header + settings)
+            write_whole(root / CONFIG, (header + settings).encode(), durable=True)
             with (root / STARTS).open("a") as file:
                 file.write(json.dumps(_start(config, command)) + "\n")
 

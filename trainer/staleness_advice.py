@@ -9,7 +9,7 @@ from rlsys.fleet.fleet import RolloutFleet
 from rlsys.planning.staleness_forecast import MeasuredRun, fitted_pace, staleness_advice
 from rlsys.protocol import DataProto
 from rlsys.telemetry.log import get_logger
-from rlsys.telemetry.page import write_whole
+from rlsys.utils.atomic import write_whole
 
 log = get_logger(__name__)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 
 from rlsys.config.pools import Pools, resolve_pools
@@ -138,7 +139,7 @@ def _ppo_lines(cfg: PPOConfig, facts: Mapping[str, str]) -> list[tuple[str, str]
         ("workers", _worker_words(trainer, plan.pools)),
         *((name, facts.get(name, "")) for name in ("memory", "sizes", "time", "layouts")),
         ("weights", _weights_words(trainer.max_staleness, trainer.sync_freq) + by),
-        ("output", trainer.default_local_dir),
+        ("output", str(Path(trainer.default_local_dir).absolute())),
     ]
 
 
@@ -156,7 +157,7 @@ def _supervised_lines(cfg: SupervisedConfig) -> list[tuple[str, str]]:
         ("step", f"{data.train_batch_size} rows of {data.max_length} tokens at most; {_rank_words(role)}"),
         ("length", _length_words(trainer.total_training_steps, trainer.total_epochs, data.train_batch_size)),
         ("workers", _worker_words(trainer)),
-        ("output", trainer.default_local_dir),
+        ("output", str(Path(trainer.default_local_dir).absolute())),
     ]
 
 

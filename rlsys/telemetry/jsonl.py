@@ -16,7 +16,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from rlsys.utils.atomic import write_text_atomic
+from rlsys.utils.atomic import write_whole
 
 NON_FINITE = "_non_finite"
 
@@ -81,7 +81,7 @@ def _whole_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
 
 def _truncate(path: Path, step: int) -> None:
     kept = [line.decode() for line, record in _whole_lines(path) if record.get("step", 0) <= step]
-    write_text_atomic(path, "".join(kept))
+    write_whole(path, "".join(kept).encode(), durable=True)
 
 
 def _free_name(path: Path) -> Path:

@@ -8,11 +8,9 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
 import re
 from functools import cache
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 from rlsys.telemetry.jsonl import plain_json
@@ -34,14 +32,3 @@ def ascii_json(data: Any) -> str:
     """Strict JSON in ASCII that may stand inside a script element: nothing in it can end one."""
     text = json.dumps(plain_json(data), ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c")
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Replace a file: readers see the old content or the new one; what could not be finished is removed."""
-    beside = path.with_name(path.name + ".tmp")
-    try:
-        beside.write_bytes(content)
-        os.replace(beside, path)
-    except OSError:
-        beside.unlink(missing_ok=True)
-        raise

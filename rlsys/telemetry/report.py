@@ -17,7 +17,8 @@ from typing import Any
 from urllib.parse import quote
 
 from rlsys.telemetry.jsonl import read_jsonl
-from rlsys.telemetry.page import ascii_json, page, write_whole
+from rlsys.telemetry.page import ascii_json, page
+from rlsys.utils.atomic import write_whole
 
 MAX_POINTS = 1000
 MIN_GAP_S = 15.0

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.telemetry.jsonl import encode_line
-from rlsys.telemetry.page import ascii_json, page, write_whole
+from rlsys.telemetry.page import ascii_json, page
+from rlsys.utils.atomic import write_whole
 
 Rows = Sequence[Any]
 _SHARE_WITH_TOKENS = 0.3  # of the room, for rows with a number per token; the others keep only their texts

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.telemetry.jsonl import plain_json
-from rlsys.telemetry.page import write_whole
+from rlsys.utils.atomic import write_whole
 
 Event = dict[str, Any]
 _PID_MASK = 0x7FFFFFFF

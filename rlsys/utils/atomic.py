@@ -61,15 +61,20 @@ def _digest(data: bytes) -> str:
     return blake2b(data, digest_size=DIGEST_BYTES).hexdigest()
 
 
-def write_text_atomic(path: Path, text: str) -> None:
-    """Replace the content of a file: readers see the old text or the new one, never a mixture."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+def write_whole(path: Path, content: bytes, *, durable: bool = False) -> None:
+    """Replace the content of a file: readers see the old one or the new one, never a mixture; what could not be
+    finished is removed. `durable` forces it to disk.
+    """
+    beside = path.with_name(f"{path.name}.tmp")  # one name, so that what a killed process leaves is written over
     try:
-        write_text_durable(beside, text)
+        beside.write_bytes(content)
+        if durable:
+            fsync_file(beside)
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
-    fsync_dir(path.parent)
+    if durable:
+        fsync_dir(path.parent)
 
 
 def staging_dir(final: Path) -> Path:

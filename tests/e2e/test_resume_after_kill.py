@@ -36,7 +36,7 @@ BEGIN_SAVE = "rlsys.engines.base:BaseTrainEngine.begin_save"
 FINISH_SAVE = "workers.base:EngineWorker.finish_save"
 SAVE_STATE = "trainer.loop:save_state"
 COMMIT = "trainer.checkpoint:commit_dir"
-POINTER = "trainer.checkpoint:write_text_atomic"
+POINTER = "trainer.checkpoint:write_whole"
 PRUNE = "trainer.checkpoint:CheckpointStore.prune"
 
 
@@ -69,7 +69,7 @@ def points_of_a_save() -> list[Patches]:
         Kill(SAVE_STATE),
         Kill(SAVE_STATE, when="after"),
         Kill(COMMIT, when="after"),
-        Kill("rlsys.utils.atomic:write_text_durable", when="after", inside=POINTER),
+        Kill("rlsys.utils.atomic:fsync_file", when="after", inside=POINTER),
         Kill(POINTER, when="after"),
     ]
     return [Patches(kill) for kill in kills]

@@ -51,6 +51,14 @@ def test_ctrl_c_while_a_command_is_imported_is_one_line() -> None:
     assert (ended.returncode, ended.stderr) == (-2, "rlsys: interrupted (Ctrl-C)\n")
 
 
+def test_a_python_without_our_packages_is_one_line() -> None:
+    code = "import sys; sys.argv = ['-m']; sys.modules['pydantic'] = None; import trainer.main_ppo"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=scaled_s(30), cwd=ROOT)
+    assert (ended.returncode, ended.stderr.count("\n")) == (1, 1), ended.stderr
+    assert "pydantic" in ended.stderr
+    assert "activate the environment (. .venv/bin/activate)" in ended.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "printed"),
     [

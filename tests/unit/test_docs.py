@@ -9,14 +9,18 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
 
 from rlsys.config import DPOConfig, EvalConfig, PPOConfig, RMConfig, SFTConfig
+from rlsys.config.arguments import parse_arguments
 from rlsys.config.compat.reader import compat_table
 from rlsys.config.introspect import is_open, leaves, sections
+from rlsys.config.load import load
 from rlsys.config.presets import preset_names
+from rlsys.utils.errors import ConfigError
 from tests.timing import scaled_s
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -159,6 +163,60 @@ def test_commands_exist(document: Path) -> None:
         if "--config-name" in words and words[words.index("--config-name") + 1] not in preset_names():
             wrong.append(words[words.index("--config-name") + 1])
     assert not wrong
+
+
+JOB_OF = {"train": "main_ppo", "sft": "main_sft", "rm": "main_rm", "dpo": "main_dpo", "eval": "main_eval"}
+SCHEMAS = dict(zip(JOB_OF.values(), (PPOConfig, SFTConfig, RMConfig, DPOConfig, EvalConfig), strict=True))
+MODEL = "actor_rollout_ref.model.path=model"
+FILES = {"files": "rows.jsonl", "model.path": "model", "model_path": "model", ".path": "f.py", "external_lib": "f.py"}
+"""Ends of keys whose values are files, and what stands for the files of the documents."""
+
+
+def job_commands(document: Path) -> Iterator[tuple[str, list[str]]]:
+    """The jobs that a document starts, with their arguments; variables of the shell are replaced by their values."""
+    variables: dict[str, list[str]] = {}
+    for words in commands(document):
+        name, _, value = words[-1].partition("=")
+        if name.isidentifier() and words[:-1] in ([], ["export"]):
+            variables[f"${name}"] = value.split()
+        at = next((i for i, word in enumerate(words) if word.startswith("trainer.main_")), 1)
+        job = words[at].removeprefix("trainer.") if len(words) > at else ""
+        job = JOB_OF.get(job, "") if words[0] == "rlsys" else job
+        if job in SCHEMAS:
+            arguments = [part for word in words[at + 1 :] for part in variables.get(word, [word])]
+            yield job, list(takewhile(lambda word: word not in ("|", ">", "&"), arguments))
+
+
+def with_stubs(argument: str) -> str:
+    """The argument with a file that exists."""
+    key, _, value = argument.partition("=")
+    stub = next((stub for end, stub in FILES.items() if key.endswith(end)), None)
+    return argument if stub is None or value == "null" else f"{key}={stub}"
+
+
+@pytest.mark.slow
+def test_the_jobs_of_the_documents_have_right_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files and models of the reader are replaced by stubs; nothing is started."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"max_position_embeddings": 100000}')
+    (tmp_path / "data" / "mix").mkdir(parents=True)
+    for name in ("train", "test"):
+        (tmp_path / "data" / "mix" / f"{name}.parquet").write_bytes(b"PAR1")
+    (tmp_path / "rows.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n')
+    (tmp_path / "f.py").write_text("def compute_score(data_source, solution_str, ground_truth, extra_info): ...\n")
+    wrong, count = [], 0
+    for document in DOCUMENTS:
+        for job, arguments in job_commands(document):
+            given = [with_stubs(argument) for argument in arguments if argument != "..."]
+            given += [MODEL] * any("smollm2" in argument for argument in arguments)
+            count += 1
+            try:
+                load(parse_arguments(given), SCHEMAS[job])
+            except ConfigError as error:
+                wrong.append(f"{document.name}: {job} {' '.join(arguments)}: {error}")
+    assert not wrong, "\n".join(wrong)
+    assert count > 20
 
 
 @each_document

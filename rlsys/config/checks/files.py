@@ -104,7 +104,7 @@ def _nearby(path: Path) -> str:
     if not path.parent.is_dir():
         return f" ({path.parent} does not exist)"
     names = sorted(item.name for item in path.parent.iterdir() if path.suffix in ("", item.suffix) and item.is_file())
-    near = get_close_matches(path.name, names, n=1, cutoff=0.5) or names[: bool(path.suffix)]
+    near = get_close_matches(path.name, names, n=1, cutoff=0.5)
     return f" ({path.parent.absolute()} has {near[0]})" if near else ""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import warnings
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any
@@ -21,6 +22,8 @@ from rlsys.models.stacked import Stacks, part_of, saved_aliases, saved_shapes, s
 from rlsys.models.token_model import TokenModel
 from rlsys.types import Box, Shard, WeightLayout
 from rlsys.utils.boxes import buckets, slices
+
+warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # nothing writes into outputs
 
 
 def shard_model(model: TokenModel, ranks: Ranks, shard: ShardConfig, *, compute_dtype: torch.dtype) -> None:

@@ -95,7 +95,6 @@ def test_sweeping_cleans_up_after_interrupted_saves(tmp_path: Path) -> None:
     save(store, 1)
     for name in ("global_step_2.tmp", "global_step_1.old", "global_step_7.old"):
         (tmp_path / name).mkdir()
-    (tmp_path / f".{LATEST}.5.tmp").touch()
     store.sweep()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_1", "global_step_7", LATEST]
 

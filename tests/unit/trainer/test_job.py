@@ -74,9 +74,27 @@ def test_sigterm_ends_a_job_in_order_and_in_time(
 ) -> None:
     code = STOPPED.format(cleanup_s=cleanup_s, raised=raised, contexts=", ".join(contexts))
     ended = subprocess.run([sys.executable, "-u", "-c", code], capture_output=True, text=True, timeout=scaled_s(30))
-    assert (ended.returncode, ended.stderr) == (143, "SIGTERM: stopping\n")
+    late = "rlsys: the job did not end within 1 s of SIGTERM; its processes are killed\n" if cleanup_s else ""
+    assert (ended.returncode, ended.stderr) == (143, f"SIGTERM: stopping\n{late}")
     assert ended.stdout.splitlines()[0] == "cleaned up"
     assert ended.stdout.splitlines()[-1] == last
+
+
+IN_A_CALL = """
+import ctypes, os, signal, threading
+from trainer import job
+job.STOP_S = 0.5
+libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+with job.exit_on_sigterm():
+    threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGTERM]).start()
+    libc.pthread_mutex_lock(mutex), libc.pthread_mutex_lock(mutex)
+"""
+
+
+def test_sigterm_ends_a_job_whose_main_thread_never_returns_from_a_call() -> None:
+    """As in a call of Ray while the raylet is stopped: no Python code of the main thread runs any more."""
+    ended = subprocess.run([sys.executable, "-c", IN_A_CALL], capture_output=True, text=True, timeout=scaled_s(30))
+    assert (ended.returncode, ended.stderr.count("did not end within 0.5 s of SIGTERM")) == (143, 1)
 
 
 def test_an_unexpected_error_is_one_line_after_its_traceback(caplog: pytest.LogCaptureFixture) -> None:

@@ -66,7 +66,7 @@ def test_an_evaluation_takes_a_run(run: Path, tmp_path: Path) -> None:
     config = load_config(given, EvalConfig)
     assert with_local_files(config).actor_rollout_ref.model.path == str(run / "global_step_7/actor/huggingface")
     named = load_config([f"actor_rollout_ref.model.path={tmp_path / 'source'}", given[1]], EvalConfig)
-    assert with_local_files(named) is named
+    assert with_local_files(named) == named
 
 
 def test_rows_at_an_address_are_copied_to_the_cache_and_again_where_they_change(

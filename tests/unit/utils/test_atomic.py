@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.utils.atomic import commit_dir, staging_dir, write_text_atomic
+from rlsys.utils.atomic import commit_dir, staging_dir, write_whole
 
 
 def filled(final: Path, text: str) -> Path:
@@ -38,16 +38,16 @@ def test_leftovers_of_a_killed_run_do_not_get_in(tmp_path: Path) -> None:
 def test_text_is_replaced_whole(tmp_path: Path) -> None:
     path = tmp_path / "latest"
     for text in ("1", "22"):
-        write_text_atomic(path, text)
+        write_whole(path, text.encode(), durable=True)
         assert path.read_text() == text
     assert os.listdir(tmp_path) == ["latest"]
 
 
 def test_a_failed_write_leaves_the_old_text_and_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "latest"
-    write_text_atomic(path, "old")
-    with pytest.raises(UnicodeEncodeError):
-        write_text_atomic(path, "\ud800")
+    write_whole(path, b"old")
+    with pytest.raises(TypeError):
+        write_whole(path, 5)  # type: ignore[arg-type]
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["latest"]
 
@@ -55,11 +55,11 @@ def test_a_failed_write_leaves_the_old_text_and_nothing_else(tmp_path: Path) -> 
 @pytest.mark.parametrize("delay_ms", [0, 1, 2, 5, 10])
 def test_a_reader_never_sees_a_part_although_the_writer_is_killed(tmp_path: Path, delay_ms: int) -> None:
     path = tmp_path / "latest"
-    write_text_atomic(path, "0" * 10_000)
+    write_whole(path, b"0" * 10_000)
     child = os.fork()
     if child == 0:
         for number in range(100_000):
-            write_text_atomic(path, str(number % 10) * 10_000)
+            write_whole(path, str(number % 10).encode() * 10_000, durable=True)
         os._exit(0)
     signal.sigtimedwait([], delay_ms / 1000)
     os.kill(child, signal.SIGKILL)
