@@ -126,7 +126,7 @@ def _write_picture(folder: Path, part: Mapping[str, Any]) -> int:
         return 0
     from PIL import Image
 
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     with Image.open(io.BytesIO(part["image"])) as image:
         image.thumbnail((_PICTURE_SIDE, _PICTURE_SIDE))
         small = io.BytesIO()

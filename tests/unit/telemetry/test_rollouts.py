@@ -253,16 +253,17 @@ def image_part(colour: str, side: int) -> dict[str, Any]:
 
 
 def test_a_prompt_shows_its_images_at_most_256_pixels_wide(browser: Browser, tmp_path: Path) -> None:
+    folder = tmp_path / "rollouts"
     images = [image_part("red", 60), image_part("blue", 60), image_part("red", 900)]
     parts = [[images[0]], [images[1]], [images[2], images[0]], []]
     asked = {"type": "text", "text": "Where is it?"}
     talks: list[Any] = [[{"role": "user", "content": [*part, asked]}] for part in parts]
-    dump(tmp_path, 1, inputs=["Where is it?"] * 4, messages=talks)
-    files = {path.name: Image.open(path).size for path in (tmp_path / "images").iterdir()}
+    dump(folder, 1, inputs=["Where is it?"] * 4, messages=talks)
+    files = {path.name: Image.open(path).size for path in (folder / "images").iterdir()}
     assert files == {f"{part['sha']}.png": size for part, size in zip(images, [(60, 30), (60, 30), (256, 128)])}
-    assert read_script(tmp_path / "browser" / "1.js")["prompt"] == [0, 1, 2, 3]  # one text, other images
-    (tmp_path / "images" / f"{images[1]['sha']}.png").unlink()
-    opened(browser, tmp_path)
+    assert read_script(folder / "browser" / "1.js")["prompt"] == [0, 1, 2, 3]  # one text, other images
+    (folder / "images" / f"{images[1]['sha']}.png").unlink()
+    opened(browser, folder)
     loaded = "[...document.querySelectorAll('#prompt img')].map(e => e.complete && e.naturalWidth)"
     browser.wait_for(f"{loaded}.join() === '60'")
     assert browser.run("document.getElementById('prompt').textContent").endswith("Where is it?")
