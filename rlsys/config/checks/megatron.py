@@ -79,8 +79,10 @@ def _sizes(cfg: Section, key: str, section: MegatronShardConfig, ranks: int) -> 
     elif ranks % (size := tensor * stages * context):
         yield wrong(cfg, f"{key}.context_parallel_size", why.format(f" x context {context} = {size}"), 1)
     expert_tensor = section.expert_tensor_parallel_size or tensor
-    if ranks % (expert_tensor * experts * stages):
-        yield wrong(cfg, f"{key}.expert_model_parallel_size", why.format(f"expert tensor {expert_tensor} x "), 1)
+    if ranks % (size := expert_tensor * experts * stages):
+        product = f"expert tensor {expert_tensor} x expert {experts} x pipeline {stages} = {size}"
+        why = f"{product} does not divide the {ranks} training processes"
+        yield wrong(cfg, f"{key}.expert_model_parallel_size", why, 1)
     if experts > 1 and tensor > 1 and not section.sequence_parallel:
         yield wrong(cfg, f"{key}.sequence_parallel", "experts and matrices are both sharded over ranks", True)
     if (section.virtual_pipeline_model_parallel_size or 1) > 1 and stages == 1:

@@ -533,7 +533,10 @@ RUNS = [
                 (f"{MEGATRON}.tensor_model_parallel_size = 3", "2 training"),
             ),
             ([f"{MEGATRON}.pipeline_model_parallel_size=4"], ("pipeline 4", "2 training")),
-            ([f"{MEGATRON}.expert_model_parallel_size=4"], (f"{MEGATRON}.expert_model_parallel_size = 4", "set")),
+            (
+                [f"{MEGATRON}.expert_model_parallel_size=4"],
+                (f"{MEGATRON}.expert_model_parallel_size = 4", "x expert 4 x pipeline", "does not divide the", "set"),
+            ),
             ([f"{MEGATRON}.virtual_pipeline_model_parallel_size=2"], ("one stage", "pipeline_model_parallel_size=2")),
             (
                 [f"{MEGATRON}.context_parallel_size=4"],
