@@ -109,7 +109,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
     if options.task not in HUB:
-        options.train, options.val = options.train or 4096, options.val or 256
+        options.train = 4096 if options.train is None else options.train
+        options.val = 256 if options.val is None else options.val
     try:
         if options.task in HUB:
             train, val = hub_splits(options.task, options.train, options.val)

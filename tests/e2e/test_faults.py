@@ -113,12 +113,20 @@ def test_an_interrupted_run_completes_the_checkpoint_that_is_being_written(job: 
     assert job.run(in_background).status == 0
 
 
-def test_a_full_disk_ends_the_run_and_with_more_space_the_next_run_continues(job: Job, small_disk: Path) -> None:
-    here = f"trainer.default_local_dir={small_disk}/out"
-    assert_one_error(job.run(here), 1, "CheckpointError", "global_step_2", "No space left on device")
-    assert sorted(path.name for path in (small_disk / "out").glob("global_step_*")) == ["global_step_1"]
+@pytest.mark.parametrize(
+    ("settings", "failed"),
+    [((), 2), pytest.param(("trainer.max_staleness=2", "trainer.device=cpu"), 1, marks=pytest.mark.slow)],
+    ids=["synchronous", "asynchronous"],  # whose first checkpoint has answers in flight and fills the disk
+)
+def test_a_full_disk_ends_the_run_and_with_more_space_the_next_run_continues(
+    job: Job, small_disk: Path, settings: tuple[str, ...], failed: int
+) -> None:
+    here = (f"trainer.default_local_dir={small_disk}/out", *settings)
+    assert_one_error(job.run(*here), 1, "CheckpointError", f"global_step_{failed}", "No space left on device")
+    kept = [f"global_step_{step}" for step in range(1, failed)]
+    assert sorted(path.name for path in (small_disk / "out").glob("global_step_*")) == kept
     enlarge(small_disk)
-    assert job.run(here).status == 0
+    assert job.run(*here).status == 0
     assert (small_disk / "out" / POINTER).read_text() == "3"
 
 
