@@ -109,7 +109,8 @@ def stand_ins(folder: Path, *, has_images: bool = False) -> tuple[Path, Path]:
     """A model and rows that exist, as far as a configuration looks at them."""
     model, data = folder / ("vision_model" if has_images else "model"), folder / "rows.parquet"
     model.mkdir(exist_ok=True)
-    config = {"max_position_embeddings": 1 << 20} | ({"vision_config": {"depth": 2}} if has_images else {})
+    facts = {"model_type": "qwen2_5_vl", "vision_config": {}} if has_images else {}
+    config = {"max_position_embeddings": 1 << 20, **facts}
     (model / "config.json").write_text(json.dumps(config))
     (model / "adapter_config.json").write_text("{}")
     data.write_bytes(b"PAR1")

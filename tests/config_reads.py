@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
+import trainer.job
 from rlsys.config.introspect import leaves
 from rlsys.config.schema.base import Section
 
@@ -56,15 +57,15 @@ def recorded_reads(config: Section) -> Iterator[set[str]]:
 def keys_read_by(job: ModuleType, argv: list[str]) -> set[str]:
     """Run `trainer.main_*` in this process; the keys that it reads once its configuration is loaded and checked."""
     read: set[str] = set()
-    run_job = job.run_job
+    run_job = trainer.job.run_job
 
-    def recorded(config: Section, work: str) -> int:
+    def recorded(config: Any, work: str) -> int:
         with recorded_reads(config) as keys:
             code = run_job(config, work)
         read.update(keys)
         return code
 
-    with mock.patch.object(job, "run_job", recorded):
+    with mock.patch.object(trainer.job, "run_job", recorded):
         assert job.main(argv) == 0
     return read & set(leaves(schema_of(job)))
 

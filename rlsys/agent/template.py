@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from rlsys.agent.message_images import image_urls, with_placeholders
 from rlsys.agent.trace import Span
 from rlsys.data.chat import encode_text, render
-from rlsys.models.vision import num_features
 from rlsys.utils.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -131,6 +130,8 @@ class ChatTemplate:
 
     def has_drawn_placeholders(self, span: Span) -> bool:
         """Whether there are more placeholders up to a span than its images have; later images would be put there."""
+        from rlsys.models.vision import num_features
+
         config = self.processor.config if self.processor else None
         num_wanted = sum(sum(num_features(config, one.tensors)) for one in span.all_images)
         return config is not None and span.context.count(config.image_token_id) != num_wanted

@@ -10,9 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import TYPE_CHECKING
 
-from rlsys.protocol import ImageInputs
 from rlsys.types import Finish, ModelResponse
+
+if TYPE_CHECKING:
+    from rlsys.protocol import ImageInputs
 
 
 @dataclass(frozen=True, eq=False)

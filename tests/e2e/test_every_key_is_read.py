@@ -66,7 +66,7 @@ READERS = {
     **{f"{ROLLOUT}servers.{name}": PUSH for name in ("lora_name", "weights_dir")},
     f"{ROLLOUT}parity.policy": "trainer/ppo.py:parity_probe",
     f"{ROLLOUT}on_update": "rlsys/rollout/vllm/engine.py:_stop",
-    f"{ROLLOUT}agent.max_tool_seconds": "rlsys/agent/session.py:call",
+    f"{ROLLOUT}agent.max_tool_seconds": "rlsys/agent/session.py:_call",
     f"{ROLLOUT}multi_turn.max_parallel_calls": "rlsys/agent/session.py:call_tools",
     f"{ROLLOUT}agent.max_rows": "trainer/ppo.py:next_batch",
     "trainer.resume_changed": "trainer/run_folder.py:_compared",
@@ -196,7 +196,7 @@ def supervised_runs(toy: Toy, folder: Path, job: ModuleType) -> list[list[str]]:
     files = [f"data.{part}_files={folder}/labelled.jsonl" for part in ("train", "val")]
     columns = [] if job in PAIRED else ["data.messages_key=null"]
     runs = [
-        [f"data.train_files={folder}/short.jsonl", "optim.optimizer=Muon"],
+        [f"data.train_files={folder}/short.jsonl", "optim.optimizer=Muon", "data.streaming=true"],
         [f"data.train_files={folder}/short.jsonl", *custom],
         [
             f"data.train_files={folder}/long.jsonl",

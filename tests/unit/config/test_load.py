@@ -581,10 +581,10 @@ SCHEMA_OF = {
 def test_every_preset_loads(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     schema = SCHEMA_OF.get(name, PPOConfig)
     argv = [f"--config-name={name}"]
-    if name.startswith(("smollm2", "agent")):
-        model = "models/SmolLM2-135M-Instruct/config.json"
-        rows = [f"data/{task}/{split}.parquet" for task in ("mix", "python") for split in ("train", "test")]
-        for file in (*rows, model):
+    if name.startswith(("smollm2", "agent", "vision")):
+        models = ("models/SmolLM2-135M-Instruct/config.json", "data/vision/model/config.json")
+        rows = [f"data/{task}/{split}.parquet" for task in ("mix", "python", "vision") for split in ("train", "test")]
+        for file in (*rows, *models):
             (folder / file).parent.mkdir(parents=True, exist_ok=True)
             (folder / file).write_text('{"max_position_embeddings": 8192}')
         monkeypatch.setenv("RLSYS_CACHE", str(folder))

@@ -38,7 +38,7 @@ class Group:
             raise RuntimeError(f"{self.role} is broken")
         Group.log.append(f"init {self.role}")
 
-    def save_checkpoint(self, path: str) -> None:
+    def save_checkpoint(self, path: str, background: bool = False) -> None:
         Group.log.append(f"save {Path(path).name}")
 
     def drain_stages(self) -> StageReport:
