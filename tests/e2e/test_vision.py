@@ -56,6 +56,7 @@ def test_a_run_on_images_validates_and_leaves_a_model_with_its_processor(tmp_pat
     HFRollout.from_path(tmp_path / "merged").close()
 
 
+@pytest.mark.slow
 def test_episodes_on_images_have_the_log_probs_of_the_trainer(tmp_path: Path) -> None:
     workflow = "actor_rollout_ref.rollout.workflow=MultiTurnWorkflow"
     more = [workflow, "data.max_response_length=96", "trainer.test_freq=-1"]

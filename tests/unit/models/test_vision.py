@@ -30,7 +30,12 @@ def engine_of(config: dict[str, Any], rows: int = 4, *, lora: int = 0, **options
     return FSDPEngine(model, optim=OptimConfig(lr=1e-2), shard=shard, training=MicroBatches(rows=rows), **options)
 
 
-@pytest.mark.parametrize("family", MODELS)
+def some(*families: str) -> list[Any]:
+    """All families, those that are not named in the slow suite."""
+    return [pytest.param(one, marks=[] if one in families else [pytest.mark.slow]) for one in MODELS]
+
+
+@pytest.mark.parametrize("family", some("qwen3_vl", "smolvlm"))
 def test_packed_rows_have_the_log_probs_of_transformers_own_forward(family: str) -> None:
     rows = vision_rows(MODELS[family])
     expected = reference(random_model(MODELS[family]).double(), rows)
@@ -52,10 +57,7 @@ def grads(config: dict[str, Any], rows: int, sp_size: int = 1, **options: Any) -
     return gradients(engine)
 
 
-SOME = [pytest.param(family, marks=[] if family == "qwen3_vl" else [pytest.mark.slow]) for family in MODELS]
-
-
-@pytest.mark.parametrize("family", SOME)
+@pytest.mark.parametrize("family", some("qwen3_vl"))
 def test_gradients_depend_neither_on_the_packs_nor_on_the_ranks(family: str) -> None:
     (expected,) = run_ranks(1, grads, MODELS[family], 4)
     assert any("vision" in name or "visual" in name for name in expected)
@@ -73,7 +75,7 @@ def trained_names(config: dict[str, Any], options: dict[str, Any]) -> set[str]:
     return set(grads(config, 4, **options))
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "smolvlm"])
+@pytest.mark.parametrize("family", some("qwen3_vl"))
 def test_a_frozen_tower_and_excluded_modules_are_not_trained(family: str) -> None:
     (trained,) = run_ranks(1, trained_names, MODELS[family], {"freeze_vision_tower": True})
     assert trained
@@ -99,7 +101,7 @@ def resumed(config: dict[str, Any], folder: Path) -> bool:
     return same(whole(engine), whole(other))
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "smolvlm"])
+@pytest.mark.parametrize("family", some("smolvlm"))
 def test_a_resumed_engine_continues_bit_for_bit(family: str, tmp_path: Path) -> None:
     assert run_ranks(1, resumed, MODELS[family], tmp_path) == [True]
 
