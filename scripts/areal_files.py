@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from verl_commands import problems_of, stand_ins  # pyrefly: ignore
+from verl_commands import print_shares, problems_of, stand_ins  # pyrefly: ignore
 
 from rlsys.config.schema.base import Section
 from rlsys.config.schema.jobs import DPOConfig, PPOConfig, RMConfig, SFTConfig
@@ -69,11 +69,7 @@ def main() -> None:
             if args.verbose:
                 print(f"{'accepted' if not problems else 'refused'}: {file.relative_to(root)}")
                 print("".join(f"    {problem}\n" for problem in problems), end="")
-    share = accepted.total() / max(total.total(), 1)
-    print(f"{accepted.total()} of {total.total()} files are accepted ({share:.0%})")
-    print("by kind: " + ", ".join(f"{kind} {accepted[kind]} of {count}" for kind, count in total.most_common()))
-    print("".join(f"  {count:3d} {reason}\n" for reason, count in reasons.most_common()), end="")
-    print("not counted: " + ", ".join(f"{count} {reason}" for reason, count in apart.most_common()))
+    print_shares("files", total, accepted, reasons, apart)
 
 
 if __name__ == "__main__":

@@ -150,6 +150,17 @@ def kind_of(text: str, schema: type[Section]) -> str:
     return next((kind for kind, words in KINDS.items() if re.search(words, text)), "FSDP")
 
 
+def print_shares(
+    what: str, total: Counter[str], accepted: Counter[str], reasons: Counter[str], apart: Counter[str]
+) -> None:
+    """The share that is accepted, by kind, how many meet each reason, and what is not counted."""
+    share = accepted.total() / max(total.total(), 1)
+    print(f"{accepted.total()} of {total.total()} {what} are accepted ({share:.0%})")
+    print("by kind: " + ", ".join(f"{kind} {accepted[kind]} of {count}" for kind, count in total.most_common()))
+    print("".join(f"  {count:3d} {reason}\n" for reason, count in reasons.most_common()), end="")
+    print("not counted: " + ", ".join(f"{count} {reason}" for reason, count in apart.most_common() if count))
+
+
 def main() -> None:
     """Print the shares and the reasons."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -188,11 +199,7 @@ def main() -> None:
                 if args.verbose:
                     print(f"{'accepted' if not problems else 'refused'}: {script.relative_to(root)}")
                     print("".join(f"    {problem}\n" for problem in problems), end="")
-    share = accepted.total() / max(total.total(), 1)
-    print(f"{accepted.total()} of {total.total()} commands are accepted ({share:.0%})")
-    print("by kind: " + ", ".join(f"{kind} {accepted[kind]} of {count}" for kind, count in total.most_common()))
-    print("".join(f"  {count:3d} {reason}\n" for reason, count in reasons.most_common()), end="")
-    print("not counted: " + ", ".join(f"{count} {reason}" for reason, count in apart.most_common() if count))
+    print_shares("commands", total, accepted, reasons, apart)
 
 
 if __name__ == "__main__":

@@ -7,12 +7,10 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlsys.data.images import ImageError, load_image
+from rlsys.data.images import IMAGE_PARTS, ImageError, load_image
 
 Messages = Sequence[Mapping[str, Any]]
 TEXTS = ("text", "input_text", "output_text")
-KEYS = {"image_url": "image_url", "input_image": "image_url", "image": "image"}
-"""The types of image parts in OpenAI's APIs and in chat templates, and the key of the image in each."""
 
 
 def image_part(value: Any) -> dict[str, Any]:
@@ -37,12 +35,14 @@ def png_url(data: Any) -> str:
 
 def plain_content(content: Sequence[Mapping[str, Any]]) -> str | list[dict[str, Any]]:
     """The content parts of a message: as one text, or as text and image_url parts. ValueError for others."""
-    if other := {part.get("type") for part in content} - {*TEXTS, *KEYS}:
+    if other := {part.get("type") for part in content} - {*TEXTS, *IMAGE_PARTS}:
         raise ValueError(f"content of type {', '.join(map(str, other))} is not supported, only text and images")
     if all(part["type"] in TEXTS for part in content):
         return "".join(part["text"] for part in content)
     return [
-        {"type": "text", "text": part["text"]} if part["type"] in TEXTS else image_part(part.get(KEYS[part["type"]]))
+        {"type": "text", "text": part["text"]}
+        if part["type"] in TEXTS
+        else image_part(part.get(IMAGE_PARTS[part["type"]]))
         for part in content
     ]
 

@@ -24,6 +24,9 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
 """Formats that Pillow decodes; others start programs (EPS) or hold what is not an image (HDF5)."""
 
 KEYS = ("bytes", "image", "image_url", "url", "path")
+IMAGE_PARTS = {"image_url": "image_url", "input_image": "image_url", "image": "image"}
+"""Types of content parts that are images, in OpenAI's APIs and chat templates, and the key of the image in each."""
+
 _BASE64 = re.compile(r"[A-Za-z0-9+/_\-\s]{64,}={0,2}\s*")
 
 

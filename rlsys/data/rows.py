@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rlsys.config.schema.algorithm import GradingConfig
 from rlsys.config.schema.data import PromptsConfig
 from rlsys.data.chat import IMAGE_MARKER, Message
+from rlsys.data.images import IMAGE_PARTS
 
 if TYPE_CHECKING:
     from rlsys.protocol import ImageInputs
@@ -20,8 +21,6 @@ ROLES = ("system", "user", "assistant", "tool", "developer", "ipython")
 MAX_PROMPT_CHARS = 4_000_000
 OTHER_MEDIA = ("videos", "audios")
 OWN_COLUMNS = ("data_source", "reward_model", "extra_info", "ability")
-INLINE_IMAGES = {"image": "image", "image_url": "image_url", "input_image": "image_url"}
-"""The types of content parts that are images, and the key of the image in each."""
 QUESTIONS = ("question", "problem", "query", "instruction", "input", "text")
 ANSWERS = ("answer", "solution", "target", "label", "completion", "output", "response")
 SOURCES = ("source", "dataset", "task")
@@ -152,9 +151,9 @@ def _text_of(content: Any, inline: list[Any]) -> Any:
         texts = []
         for part in content:
             kind = part.get("type")
-            if kind in INLINE_IMAGES:
+            if kind in IMAGE_PARTS:
                 texts.append(IMAGE_MARKER)
-                value = part.get(INLINE_IMAGES[kind])
+                value = part.get(IMAGE_PARTS[kind])
                 inline.append(... if value is None else value)
             elif kind in ("text", "input_text"):
                 texts.append(_text_of(part.get("text") or "", inline))
