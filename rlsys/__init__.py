@@ -1,7 +1,5 @@
 """rlsys: RLHF training with one controller and Ray worker groups."""
 
-from __future__ import annotations
-
 import sys
 from typing import TYPE_CHECKING
 
@@ -22,7 +20,7 @@ def __getattr__(name: str) -> object:
     return DataProto
 
 
-def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _report(kind: type[BaseException], error: BaseException, trace: "TracebackType | None") -> None:
     """What ends a command while its modules are imported, in one line."""
     if kind is KeyboardInterrupt:
         print("rlsys: interrupted (Ctrl-C)", file=sys.stderr)

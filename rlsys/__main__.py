@@ -1,7 +1,5 @@
 """rlsys COMMAND ...: the jobs and tools of this package under one name."""
 
-from __future__ import annotations
-
 import runpy
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """AReaL's names for what rlsys has: `from rlsys.areal import FSDPPPOActor, ParallelStrategy, ...`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -4,8 +4,6 @@ Letters: B rows, R response tokens, V vocabulary. Tensors named by the DataProto
 left, responses on the right; every per-token output is aligned with `responses` and has shape (B, R).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -36,7 +34,7 @@ class LossSum:
     (sum, count). Engines add the parts of all micro-batches and ranks and divide once.
     """
 
-    total: Tensor
+    total: "Tensor"
     count: float
     metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
@@ -58,13 +56,13 @@ class TrainEngine(Protocol):
         """Whether this rank's results are the ones to collect (one rank per data-parallel group)."""
 
     def forward(
-        self, batch: DataProto, outputs: Sequence[Output], *, temperature: float = 1.0, topk: int = 0
-    ) -> dict[str, Tensor]:
+        self, batch: "DataProto", outputs: Sequence[Output], *, temperature: float = 1.0, topk: int = 0
+    ) -> "dict[str, Tensor]":
         """Per-token outputs (B, R) or (B, R, topk) of this rank's rows in their order, float32, zero at padding."""
 
     def forward_backward(
         self,
-        batch: DataProto,
+        batch: "DataProto",
         loss_fn: LossFn,
         *,
         outputs: Sequence[Output] = ("log_probs",),
@@ -72,17 +70,17 @@ class TrainEngine(Protocol):
     ) -> dict[str, float]:
         """Accumulate gradients of the loss sum; returns the metrics as global means plus `loss`."""
 
-    def optim_step(self) -> StepReport:
+    def optim_step(self) -> "StepReport":
         """Divide by the global count since the last step, clip, refuse a non-finite norm, step, zero, schedule."""
 
-    def weight_layout(self) -> WeightLayout: ...
-    def local_tensors(self) -> Mapping[str, Tensor]:
+    def weight_layout(self) -> "WeightLayout": ...
+    def local_tensors(self) -> "Mapping[str, Tensor]":
         """The local tensors that `weight_layout` speaks of, by name; read-only views of the live parameters."""
 
-    def weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+    def weights(self, bucket_bytes: int) -> "Iterator[list[tuple[str, Tensor]]]":
         """Full HF tensors gathered bucket by bucket: the slow path, the oracle and the fallback."""
 
-    def exported(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+    def exported(self, bucket_bytes: int) -> "Iterator[list[tuple[str, Tensor]]]":
         """The same as an export has them, in the types of the checkpoint that the model came from."""
 
     def save(self, path: Path, what: Literal["resume", "export", "adapter"]) -> None: ...
@@ -100,25 +98,25 @@ class RolloutEngine(Protocol):
     """Token in, token out; serves one weight version at a time and stamps it on every token it makes."""
 
     def exchange(
-        self, new: Sequence[ModelRequest] = (), *, wait_s: float, cancel: Collection[str] = ()
-    ) -> list[ResponseDelta]:
+        self, new: "Sequence[ModelRequest]" = (), *, wait_s: float, cancel: Collection[str] = ()
+    ) -> "list[ResponseDelta]":
         """Hand in requests, drop those whose rids are in `cancel`, and take what was sampled since the last exchange.
 
         Returns within about `wait_s`, at once when nothing runs any more; the engine decodes on in between.
         """
 
-    def compute_log_prob(self, batch: DataProto, *, temperature: float = 1.0) -> Tensor:
+    def compute_log_prob(self, batch: "DataProto", *, temperature: float = 1.0) -> "Tensor":
         """Log-probabilities (B, R) of the given responses under the served weights."""
 
-    def weight_layout(self) -> WeightLayout: ...
-    def local_tensors(self) -> Mapping[str, Tensor]: ...
+    def weight_layout(self) -> "WeightLayout": ...
+    def local_tensors(self) -> "Mapping[str, Tensor]": ...
     def begin_update(self) -> None:
         """Stop at the next token; the engine is quarantined until `finish_update`, and what runs is kept or given back.
 
         The latter comes with Finish.ABORT in the next exchange.
         """
 
-    def load(self, bucket: Sequence[tuple[str, Tensor]]) -> None: ...
+    def load(self, bucket: "Sequence[tuple[str, Tensor]]") -> None: ...
     def finish_update(self, version: int) -> None: ...
     def sleep(self, tags: Sequence[str]) -> None: ...
     def wake(self, tags: Sequence[str]) -> None: ...
@@ -132,7 +130,7 @@ class WeightTransfer(Protocol):
 
     @property
     def version(self) -> int | None: ...
-    def push(self, version: int) -> TransferReport: ...
+    def push(self, version: int) -> "TransferReport": ...
     def validate(self) -> object: ...
 
 
@@ -143,13 +141,13 @@ class StoredTensor(Protocol):
     def shape(self) -> tuple[int, ...]: ...
     @property
     def dtype(self) -> str: ...
-    def read(self, start: Sequence[int], shape: Sequence[int]) -> Tensor: ...
+    def read(self, start: Sequence[int], shape: Sequence[int]) -> "Tensor": ...
 
 
 class ExperienceSource(Protocol):
     """Where training batches come from; trainer.source, trainer.async_source and trainer.epochs implement it."""
 
-    def next(self) -> DataProto:
+    def next(self) -> "DataProto":
         """The graded batch of the next step."""
 
     def settle(self) -> None:

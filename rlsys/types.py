@@ -3,8 +3,6 @@
 Token ids are Python ints in the vocabulary of the served model; log-probabilities are natural logarithms.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from enum import StrEnum
@@ -46,7 +44,7 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
-    def as_greedy(self) -> SamplingParams:
+    def as_greedy(self) -> "SamplingParams":
         """The same with the most likely token each time."""
         return replace(self, temperature=0.0, top_p=1.0, top_k=-1)
 
@@ -63,11 +61,11 @@ class GenerationHyperparameters(SamplingParams):
         if self.greedy:
             object.__setattr__(self, "temperature", 0.0)
 
-    def new(self, **changes: Any) -> GenerationHyperparameters:
+    def new(self, **changes: Any) -> "GenerationHyperparameters":
         """A copy with other values."""
         return replace(self, **changes)
 
-    def new_with_stop_and_pad_token_ids(self, tokenizer: Any) -> GenerationHyperparameters:
+    def new_with_stop_and_pad_token_ids(self, tokenizer: Any) -> "GenerationHyperparameters":
         """A copy that also stops at the tokenizer's end and padding tokens."""
         ids = {tokenizer.pad_token_id, tokenizer.eos_token_id, *self.stop_token_ids} - {None}
         return self.new(stop_token_ids=tuple(sorted(ids)))

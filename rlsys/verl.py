@@ -3,8 +3,6 @@
 docs/coming_from_verl.md says where the others are.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager

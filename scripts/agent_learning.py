@@ -10,8 +10,6 @@ are kept. With --tool-s the calculator sleeps, lognormally distributed with this
 the first three and the last ten steps, seconds a step, and how far apart the runs of two k end.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

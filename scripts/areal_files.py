@@ -5,8 +5,6 @@ files that exist. Where a file sets arguments of a workflow, the class is the on
 AReaL's trainer. Prints the share that is accepted by kind of job and, for the rest, how many files meet each reason.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -10,8 +10,6 @@ RAY_AUTH_TOKEN_PATH or from ~/.ray/auth_token, where `up --run` writes a new one
 through ssh's standard input and never appears in a command line.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import secrets

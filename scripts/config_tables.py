@@ -4,8 +4,6 @@ A table stands between `<!-- aliases FILE JOB -->` or `<!-- keys KEY-OR-SECTION 
 `python scripts/config_tables.py` updates the page in place.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

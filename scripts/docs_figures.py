@@ -6,8 +6,6 @@ python scripts/docs_figures.py timeline RUN_FOLDER/timeline.json
 python scripts/docs_figures.py terminal OUTPUT_OF_THE_RUN.txt
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import json

@@ -6,8 +6,6 @@ python scripts/doctor.py [--json]
 Exit code 0 when nothing fails, 1 otherwise; notes and warnings do not fail. Changes nothing, needs no network.
 """
 
-from __future__ import annotations
-
 import argparse
 import http.client
 import json

@@ -7,8 +7,6 @@ does with one training engine and one rollout engine.
 Letters: B prompts, G samples of each, R response tokens, P prompt tokens.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 from collections.abc import Mapping, Sequence

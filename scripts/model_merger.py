@@ -1,7 +1,5 @@
 """The model merger as a script: see `python -m rlsys.model_merger --help`."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Shapes of known models by name, as their config.json: for plans and benchmarks without a checkpoint."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection
 from typing import Any

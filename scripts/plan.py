@@ -15,8 +15,6 @@ prints GiB of every stage on one device by owner, what does not fit, and what wo
 not here. With `--layouts 5`, or `--gpus 64 128`, it prints the fastest layouts that fit (docs/scaling.md).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

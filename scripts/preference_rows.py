@@ -5,8 +5,6 @@ python scripts/preference_rows.py --out data/preferences
 Columns: prompt, response and chosen (the answer), rejected (the answer to another problem).
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

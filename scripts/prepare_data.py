@@ -11,8 +11,6 @@ gsm8k, math, dapo, geo3k and countdown are datasets of the hub in the rows that 
 HF_TOKEN count. countdown, whose first 1024 rows are for validation, needs a reward function of yours.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -7,8 +7,6 @@ Each seed is one run of `python -m trainer.main_ppo` with that seed for data ord
 already is resumed or, if complete, kept. `--parallel N` runs N at a time, each on its own GPUs where there are several.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Pictures of coloured shapes with questions whose answers are known: how many, where, which is larger."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

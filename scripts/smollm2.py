@@ -5,8 +5,6 @@ model=$(python scripts/smollm2.py)
 The package ships a GGUF file with 4- and 8-bit weights; they are dequantised to bfloat16, with the quantisation error.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil
@@ -143,7 +141,7 @@ def model_config(fields: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _save_weights(reader: GGUFReader, config: Mapping[str, Any], path: Path) -> None:
+def _save_weights(reader: "GGUFReader", config: Mapping[str, Any], path: Path) -> None:
     import torch
     from gguf.quants import dequantize
     from safetensors.torch import save_file
@@ -168,7 +166,7 @@ def tensor_name(gguf_name: str) -> str:
     return f"model.layers.{layer}.{LAYER_NAMES[part]}.{kind}"
 
 
-def unrotate(weight: np.ndarray, num_heads: int) -> np.ndarray:
+def unrotate(weight: "np.ndarray", num_heads: int) -> "np.ndarray":
     """GGUF keeps the two halves of each rotary pair side by side, transformers in two halves of the head."""
     paired = weight.reshape(num_heads, weight.shape[0] // num_heads // 2, 2, weight.shape[1])
     return paired.swapaxes(1, 2).reshape(weight.shape)

@@ -6,8 +6,6 @@ A tokenizer of single bytes and a Qwen2-shaped model of about a million paramete
 own SFT engine, on one thread in about a minute. The last of these texts answer "?" now and then.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil

@@ -7,8 +7,6 @@ jobs, model, data and trackers are replaced by files that exist, and the configu
 reason. Only audio, video, other hardware, other engines and trainers that verl's recipes write themselves are left out.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -9,8 +9,6 @@ model learns to answer. In the last steps most answers are "?": the model can do
 learning has something to bring out.
 """
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import sys

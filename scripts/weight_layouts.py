@@ -5,8 +5,6 @@ w2_weight (E, H, I), fused MLA down projections, vocabulary padded to a multiple
 are fewer than tensor-parallel ranks. A live engine is learned from itself instead (`rlsys.weights.learn`).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Which keys of a configuration a real run reads: every attribute read of its sections after loading is recorded."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType

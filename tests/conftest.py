@@ -1,7 +1,5 @@
 """Shared test settings: one thread per process, no network, no tracker accounts."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Whole gradients of a training engine by name, divided by the global count so far."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

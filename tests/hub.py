@@ -1,7 +1,5 @@
 """A small hub on 127.0.0.1: the routes by which huggingface_hub lists and downloads a repository."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter
@@ -30,7 +28,7 @@ class Hub:
         self.url = ""
 
     @contextmanager
-    def served(self) -> Iterator[Hub]:
+    def served(self) -> "Iterator[Hub]":
         handler = type("Handler", (_Handler,), {"hub": self})
         server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self.url = f"http://127.0.0.1:{server.server_port}"

@@ -3,8 +3,6 @@
 Ranks with GPUs are forked from a clean server process instead, since CUDA does not survive a fork.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Small real HTTP servers that speak SGLang's and vLLM's routes on 127.0.0.1, and misbehave on demand."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json
@@ -193,7 +191,7 @@ class Server:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def start(self) -> Server:
+    def start(self) -> "Server":
         self._run(self._start())
         return self
 

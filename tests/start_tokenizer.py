@@ -1,7 +1,5 @@
 """The tokenizer of the start model, a new one for each caller."""
 
-from __future__ import annotations
-
 from transformers import PreTrainedTokenizerFast
 
 from rlsys.data.start_assets import START_MODEL

@@ -4,8 +4,6 @@
 lowers the limits in tests/structure.toml to the present figures.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

@@ -1,7 +1,5 @@
 """Deadlines for tests that scale with the machine: seconds of an idle one become more where other work runs beside."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

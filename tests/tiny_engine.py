@@ -1,7 +1,5 @@
 """A single-process float64 engine with a tiny causal model: what the roles are tested on."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Tiny vision-language models of random weights, images as their processors make them, and rows that have them."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Sequence
 from pathlib import Path

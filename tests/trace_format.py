@@ -1,7 +1,5 @@
 """What ui.perfetto.dev and chrome://tracing ask of a file, as the documentation of the trace event format has it."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """What a trainer holds beside its worker groups, put together from the configuration."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass

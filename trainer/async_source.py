@@ -4,8 +4,6 @@ Requests start as soon as the window allows; the fleet carries them over weight 
 grades groups as they finish.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Where workers run: this process, a Ray cluster that is there, or one started now."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

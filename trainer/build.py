@@ -1,7 +1,5 @@
 """From a configuration to a running trainer: start assets, tokenizer, rows, backend and workers."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path

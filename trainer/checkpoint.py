@@ -4,8 +4,6 @@ A checkpoint is written beside its final folder, made durable, and renamed; only
 crash at any moment leaves the pointer on a complete checkpoint.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """What was generated, for people: JSON lines and a page to browse them."""
 
-from __future__ import annotations
-
 import copy
 import sys
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Answers to prompts by episodes of a workflow, as configured: turns, tools and environments."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import sys

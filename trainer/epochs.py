@@ -8,8 +8,6 @@ filter skipped prompts, is completed first. Requests go to the engines in fixed 
 no result depends on speed, on the number of replicas or on one that is lost.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Validation prompts answered and graded, with pass@k and maj@k for each data source: in a run and as a job."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack

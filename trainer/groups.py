@@ -1,7 +1,5 @@
 """The roles of a run, the worker groups that play them, and what the trainer calls on each group."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum

@@ -3,8 +3,6 @@
 Imports nothing heavy: the entry points import it together with the configuration.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import signal
@@ -99,7 +97,7 @@ def _choose(config: C, given: Collection[str], arguments: Arguments) -> tuple[Ma
     return choose_sizes(config, given, _machine(config, arguments))
 
 
-def _machine(config: PPOConfig, arguments: Arguments) -> Machine:
+def _machine(config: PPOConfig, arguments: Arguments) -> "Machine":
     from rlsys.planning.advice import facts_of
 
     if arguments.gpu is not None:

@@ -1,7 +1,5 @@
 """A generative reward model: engines of the job that answer what the reward function asks, over HTTP on loopback."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from contextlib import ExitStack

@@ -3,8 +3,6 @@
 Where a job names none, they are those of rlsys.data.start_assets.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, TypeVar
 

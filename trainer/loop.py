@@ -1,7 +1,5 @@
 """What every training loop does around its steps: due dates, checkpoints, resuming."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """Whether this machine can run a job: packages, GPUs, processes, models by name, servers. Nothing heavy is imported."""
 
-from __future__ import annotations
-
 import glob
 import os
 import socket

@@ -4,8 +4,6 @@ Of a data file the ground truths are scored as if they were the answers: a funct
 best score. Needs neither torch nor a model.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """How much of each step the trainer and the rollout work at the same time."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager

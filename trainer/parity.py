@@ -4,8 +4,6 @@ A few training prompts are completed by the rollout as in training (draws depend
 probe does not change those of the run), then scored by both sides at the sampling temperature.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Protocol
 

@@ -4,8 +4,6 @@
 fleet retries, telemetry reports, `loop` saves and resumes. A notebook builds the same object and calls `step`.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

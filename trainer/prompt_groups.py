@@ -4,8 +4,6 @@ A group is one prompt with its answers. Its sampling seeds depend on the prompt'
 draws the same tokens for a prompt at any `max_staleness` while weights are equal.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise

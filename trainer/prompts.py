@@ -1,7 +1,5 @@
 """Prompts: from files to rows, and from rows to batches in an order that can be resumed at any batch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """Copies of a run's checkpoints at an address that fsspec reads and writes, such as s3://bucket/run."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The probe at the start of a reproducible run: a fixed batch has the same bits each time and on each replica."""
 
-from __future__ import annotations
-
 from random import Random
 
 from rlsys.fleet.fleet import RolloutFleet

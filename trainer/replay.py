@@ -4,8 +4,6 @@ EPISODES is a file that a run wrote (rollouts/episodes/1.jsonl, or open_episodes
 runs in the main thread with the tokens and tool results of the log: breakpoint() and `python -m pdb -m` work.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import sys

@@ -1,7 +1,5 @@
 """What a run shows: progress, metrics, timeline, memory and generated text."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator, Mapping

@@ -5,8 +5,6 @@ the host, the rollout's weights and cache released), the next one takes it. Weig
 the actor's parameters and the rollout's weights on the device and nothing else.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Grading as configured: the processes, the manager, and what can be checked before a run starts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +30,7 @@ def reward_pool(reward: GradingConfig, *, num_workers: int | None = None, judge:
     return RewardPool(grader, num_workers=num_workers, timeout_s=reward.timeout_s)
 
 
-def reward_manager(cfg: PPOConfig | EvalConfig, tokenizer: Any, pool: RewardPool) -> RewardManager:
+def reward_manager(cfg: PPOConfig | EvalConfig, tokenizer: Any, pool: RewardPool) -> "RewardManager":
     """The configured manager: registered by name, or a class from a file."""
     from rlsys.rewards.manager import build_reward_manager
 

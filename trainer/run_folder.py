@@ -1,7 +1,5 @@
 """The folder of a run: the lock that keeps a second job out, what was run, and its log."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

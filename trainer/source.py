@@ -4,8 +4,6 @@ A batch is made by the weights that are served then. Asynchronous runs use train
 trainer.epochs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The advice on `trainer.max_staleness` after the first steps of a run whose rollout has processes of its own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from rlsys.config import PPOConfig

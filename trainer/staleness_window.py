@@ -8,8 +8,6 @@ the oldest unfinished one; that one then waits for at most w more steps. A group
 one place up, which only makes them younger, and its place is filled by the next prompt.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """The verbs of one training step: each takes the batch and returns it with more columns."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """What a run has reached, from the files that it left: shown when it ends, however it ends."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path

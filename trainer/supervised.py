@@ -1,7 +1,5 @@
 """Training on rows with known answers, on the same groups and engine: SFT on texts, reward models and DPO on pairs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

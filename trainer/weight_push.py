@@ -1,7 +1,5 @@
 """How the actor's weights reach the rollout: by a sharding manager or, for external servers, through files."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The actor: the policy that is trained. Also the reference where LoRA leaves the base weights untouched."""
 
-from __future__ import annotations
-
 from rlsys.config.schema.actor import ActorRolloutRefConfig
 from rlsys.config.schema.algorithm import AlgorithmConfig, DistillationLossConfig
 from rlsys.protocol import DataProto

@@ -1,7 +1,5 @@
 """Base class of workers with a training engine: checkpoints, exports and moves between devices."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Literal

@@ -1,7 +1,5 @@
 """From sections of the configuration to engines and loss settings: the one place where workers read both."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,7 +86,7 @@ def make_mfu_meter(model: ModelConfig, engine: TrainEngine, run: EngineRun, *, l
 
 def _engine(
     model: ModelConfig, section: ShardConfig | MegatronShardConfig, run: EngineRun, *, sp_size: int, **options: Any
-) -> Engine:
+) -> "Engine":
     """The engine that `section` belongs to; `options` are what both engines take."""
     device = run.place(full_determinism=section.full_determinism)
     for path in (model.path, model.lora_adapter_path):
@@ -116,7 +114,7 @@ def check_model(key: str, model: ModelConfig, section: ShardConfig | MegatronSha
         raise ConfigError(f"{key}: {error}") from error
 
 
-def build_actor_engine(cfg: ActorRolloutRefConfig, run: EngineRun) -> Engine:
+def build_actor_engine(cfg: ActorRolloutRefConfig, run: EngineRun) -> "Engine":
     """The actor's engine with its optimizer."""
     actor, rollout = cfg.actor, cfg.rollout
     tower = {"freeze_vision_tower": True} if actor.freeze_vision_tower else {}
@@ -143,7 +141,7 @@ def build_actor_engine(cfg: ActorRolloutRefConfig, run: EngineRun) -> Engine:
 
 def build_reference_engine(
     cfg: ActorRolloutRefConfig, run: EngineRun, model: PolicyModelConfig | None = None
-) -> Engine:
+) -> "Engine":
     """The engine of the reference, or of another frozen `model`, which only computes."""
     ref = cfg.ref
     return _engine(
@@ -157,7 +155,7 @@ def build_reference_engine(
     )
 
 
-def build_critic_engine(cfg: CriticConfig, run: EngineRun) -> Engine:
+def build_critic_engine(cfg: CriticConfig, run: EngineRun) -> "Engine":
     """The critic's engine with its optimizer and a scalar head."""
     return _engine(
         cfg.model,
@@ -178,7 +176,7 @@ def build_critic_engine(cfg: CriticConfig, run: EngineRun) -> Engine:
     )
 
 
-def build_reward_engine(cfg: RewardModelConfig, run: EngineRun) -> Engine:
+def build_reward_engine(cfg: RewardModelConfig, run: EngineRun) -> "Engine":
     """A reward model's engine, which only computes; a head that its checkpoint lacks is drawn from seed 0."""
     return _engine(
         ModelConfig(path=cfg.model_path, trust_remote_code=cfg.trust_remote_code),
@@ -192,7 +190,7 @@ def build_reward_engine(cfg: RewardModelConfig, run: EngineRun) -> Engine:
     )
 
 
-def build_supervised_engine(cfg: SFTConfig | RMConfig | DPOConfig, run: EngineRun, *, frozen: bool = False) -> Engine:
+def build_supervised_engine(cfg: SFTConfig | RMConfig | DPOConfig, run: EngineRun, *, frozen: bool = False) -> "Engine":
     """The engine of supervised training: a language model, or a reward model; `frozen` it only computes."""
     data = cfg.data
     trained = {"optim": cfg.optim, "grad_clip": cfg.optim.clip_grad, "total_steps": run.actor_steps}

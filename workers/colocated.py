@@ -1,7 +1,5 @@
 """The rollout engine of this process, for an actor beside it, and layouts learned from an engine's loader."""
 
-from __future__ import annotations
-
 from rlsys.interfaces import RolloutEngine
 from rlsys.rollout.engine_weights import EngineWeights
 from rlsys.telemetry.log import get_logger

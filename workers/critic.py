@@ -1,7 +1,5 @@
 """The critic: the value function."""
 
-from __future__ import annotations
-
 from rlsys.config.schema.actor import CriticConfig
 from rlsys.protocol import DataProto
 from rlsys.roles.critic import PPOCritic

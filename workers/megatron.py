@@ -1,7 +1,5 @@
 """MegatronPPOWorker: the actor on Megatron-Core, under the name that other frameworks use."""
 
-from __future__ import annotations
-
 from workers.actor import ActorWorker
 
 

@@ -1,7 +1,5 @@
 """Model FLOPs utilisation (MFU) of a role, under verl's names."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Frozen policies: the reference that KL terms compare with, and teachers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """The reward model: a trained model as grader."""
 
-from __future__ import annotations
-
 from rlsys.config.schema.algorithm import RewardModelConfig
 from rlsys.protocol import DataProto
 from rlsys.roles.reward_model import RWEngine

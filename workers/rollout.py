@@ -1,7 +1,5 @@
 """The rollout workers: engines that complete prompts with the weights that were pushed last."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

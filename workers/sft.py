@@ -1,7 +1,5 @@
 """Supervised roles: a language model on texts, a reward model or a policy on preferences."""
 
-from __future__ import annotations
-
 from rlsys.config import DPOConfig, RMConfig, SFTConfig
 from rlsys.protocol import DataProto
 from rlsys.roles.dpo import DPOEngine

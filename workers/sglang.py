@@ -1,7 +1,5 @@
 """Weight transfers into SGLang: the receiver runs inside its scheduler process, beside the parameters."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Mapping
 from dataclasses import replace

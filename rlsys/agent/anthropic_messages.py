@@ -1,7 +1,5 @@
 """Anthropic's Messages API in terms of chat completions: requests become chat messages, completions become messages."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Tools that come with rlsys: Python and a calculator, both in the sandbox, and search over a local text file."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

@@ -3,8 +3,6 @@
 B episodes, P prompt columns (padded left), R response columns (padded right).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any

@@ -4,8 +4,6 @@ An episode has its own base URL and a random key. What a conversation repeats of
 tokens; a rewritten or compacted history becomes a branch. Requests are answered on loopback only.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import json

@@ -3,8 +3,6 @@
 The rows' columns say which environment an episode has. The reward is the sum of the rewards of its steps.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

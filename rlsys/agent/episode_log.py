@@ -1,7 +1,5 @@
 """The log of an episode: its draws and tool results, by which its workflow runs again without making them again."""
 
-from __future__ import annotations
-
 import json
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence

@@ -3,8 +3,6 @@
 A row chooses its interaction by `extra_info.interaction_kwargs`, whose `name` is one of the configuration's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any

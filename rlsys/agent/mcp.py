@@ -1,7 +1,5 @@
 """Tools of MCP servers: every call opens a session, which calls the tool and ends."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Collection, Mapping

@@ -1,7 +1,5 @@
 """Images of conversations: content parts of type image_url with data URLs, which are plain JSON."""
 
-from __future__ import annotations
-
 import base64
 import io
 from collections.abc import Mapping, Sequence

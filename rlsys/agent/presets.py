@@ -4,8 +4,6 @@ A workflow is such a function, a class with such a method, an environment class 
 with `arun_episode(engine, data)`. None rejects the episode: it is counted and not trained on.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Programs as agents: a command or a function that speaks OpenAI's chat completions, unchanged."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import json

@@ -1,7 +1,5 @@
 """OpenAI's Responses API in terms of chat completions: requests become chat messages, completions become responses."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

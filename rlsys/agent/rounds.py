@@ -4,8 +4,6 @@ What is drawn then follows from seeds, tokens and tool results alone, not from t
 gives the same tokens. In an epoch an episode only takes part while it has room for tokens.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor

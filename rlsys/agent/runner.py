@@ -1,7 +1,5 @@
 """Runs the episodes of a job: so many at once, each with a deadline, and every end counted by its reason."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading

@@ -1,7 +1,5 @@
 """One episode as a workflow sees it: draw answers, add messages, call tools. The only place that makes a prompt."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

@@ -4,8 +4,6 @@ A template renders whole conversations; an episode needs only what follows the t
 from renderings of a short conversation, and proved not to depend on the history by random ones.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
@@ -83,12 +81,12 @@ class ChatTemplate:
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: "PreTrainedTokenizerBase",
         *,
         template_kwargs: Mapping[str, Any] | None = None,
         kinds: Sequence[Kind] = (),
         num_proofs: int = NUM_PROOFS,
-        processor: VisionProcessor | None = None,
+        processor: "VisionProcessor | None" = None,
     ) -> None:
         self.tokenizer, self._kwargs, self._num_proofs = tokenizer, dict(template_kwargs or {}), num_proofs
         self._forms: dict[Kind, Form] = {}
@@ -111,7 +109,7 @@ class ChatTemplate:
 
     def with_images(
         self, last: Span | None, messages: Messages, tools: Tools | None = None
-    ) -> tuple[tuple[int, ...], tuple[ImageInputs, ...]]:
+    ) -> "tuple[tuple[int, ...], tuple[ImageInputs, ...]]":
         """What `append` gives, or `start` for None, and the messages' images. ValueError for a model of text."""
         if not (urls := image_urls(messages)):
             return (self.append(last, messages, tools) if last else self.start(messages, tools)), ()
@@ -122,7 +120,7 @@ class ChatTemplate:
         ids, images = self._encode_images(text, urls)
         return (_behind(last, ids) if last else ids), images
 
-    def _read_images(self, text: str, urls: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[ImageInputs, ...]]:
+    def _read_images(self, text: str, urls: tuple[str, ...]) -> "tuple[tuple[int, ...], tuple[ImageInputs, ...]]":
         if self.processor is None:
             raise ValueError("the messages have images, but the model takes text only")
         text, images = self.processor.expand(text, self.processor.load(urls))

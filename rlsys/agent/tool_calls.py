@@ -4,8 +4,6 @@ Formats: hermes (also Qwen and SmolLM2), llama3, mistral, deepseek, json (object
 (harmony), python (a fenced block is a call of the tool `python`).
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """verl's tool configuration: a YAML file whose `tools` are classes of ours and tools of MCP servers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The tool processes of a job: calls with a deadline in processes that are killed and replaced when they hang."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -42,7 +40,7 @@ class ToolPool:
 
     def new_object(
         self, target: str, config: Mapping[str, Any] | None = None, *, log: EpisodeLog | None = None, name: str = ""
-    ) -> ToolObject:
+    ) -> "ToolObject":
         """A new object of a class; `create` makes it. Its calls are in `log` under `name`."""
         self._num_objects += 1
         extra = {"object": str(self._num_objects), "config": dict(config or {})}

@@ -4,8 +4,6 @@ An item names a target (data_source), a method (solution_str) and arguments (gro
 object that the call belongs to; `cut` are the arguments of `as_text`. Objects live as long as their process.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ A schema comes from type hints and docstring, as transformers writes them. Impor
 transformers, as tool processes import it with the user's code.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import json

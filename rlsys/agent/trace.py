@@ -5,8 +5,6 @@ the engine was given when it drew a span is the path before it, so a training ro
 same ids before every drawn token: nothing is tokenised a second time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -27,13 +25,13 @@ class Span:
     """
 
     ids: tuple[int, ...]
-    parent: Span | None = None
+    parent: "Span | None" = None
     turn: int = -1
     log_probs: tuple[float, ...] = ()
     sampled_log_probs: tuple[float, ...] = ()
     versions: tuple[int, ...] = ()
     finish: Finish | None = None
-    images: tuple[ImageInputs, ...] = ()
+    images: "tuple[ImageInputs, ...]" = ()
     num_tokens: int = field(init=False)
     next_turn: int = field(init=False)
 
@@ -47,7 +45,7 @@ class Span:
         return self.finish is not None
 
     @property
-    def path(self) -> list[Span]:
+    def path(self) -> "list[Span]":
         """All spans from the root to this one."""
         spans: list[Span] = []
         span: Span | None = self
@@ -62,7 +60,7 @@ class Span:
         return tuple(chain.from_iterable(span.ids for span in self.path))
 
     @property
-    def all_images(self) -> tuple[ImageInputs, ...]:
+    def all_images(self) -> "tuple[ImageInputs, ...]":
         """The images from the root to the end of this span."""
         return tuple(chain.from_iterable(span.images for span in self.path))
 
@@ -86,7 +84,7 @@ class TraceRow:
     rewards: tuple[float, ...]
     weight: float
     finish: Finish
-    images: tuple[ImageInputs, ...] = ()
+    images: "tuple[ImageInputs, ...]" = ()
 
 
 class Trace:
@@ -95,7 +93,7 @@ class Trace:
     def __init__(self) -> None:
         self.spans: list[Span] = []
 
-    def give(self, ids: Sequence[int], parent: Span | None = None, images: Sequence[ImageInputs] = ()) -> Span:
+    def give(self, ids: Sequence[int], parent: Span | None = None, images: "Sequence[ImageInputs]" = ()) -> Span:
         """Add tokens that the model did not draw, and the images in them."""
         return self._add(Span(tuple(ids), parent, images=tuple(images)))
 

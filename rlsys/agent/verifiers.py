@@ -4,8 +4,6 @@ A row's `extra_info` has `env_id`, if needed `env_args`, and of the environment'
 `example_id`; the answer is the row's ground truth. The reward is that of the environment's rubric.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

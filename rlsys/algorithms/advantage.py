@@ -10,8 +10,6 @@ returns (advantages, returns), both (B, R) in the dtype of the rewards and 0 out
 One written for verl runs unchanged: `index` are the uids of the rows, `config` is the section `algorithm`.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from functools import partial

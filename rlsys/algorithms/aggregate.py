@@ -1,7 +1,5 @@
 """From a loss per token to (sum, count), so that splitting a mini-batch never changes the gradient."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

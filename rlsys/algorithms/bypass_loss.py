@@ -1,7 +1,5 @@
 """Bypass mode: the rollout's log-probabilities stand for the old policy, and correction happens inside the loss."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """verl's module of this name, for plug-ins written for it: the decorators, KL and the aggregation to a scalar."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

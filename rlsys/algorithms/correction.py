@@ -6,8 +6,6 @@ fengyao.notion.site/off-policy-rl) multiplies the loss by rho, at most a thresho
 IcePop, arXiv:2510.18855) drops what is outside an interval; rejection removes tokens or rows from the mask.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Clip-Cov and KL-Cov (arXiv:2505.22617): restrain the few tokens that drive entropy down, by their covariance."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

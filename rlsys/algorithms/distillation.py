@@ -3,8 +3,6 @@
 b rows of a micro-batch, R response tokens, K of the teacher's most likely tokens.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Filters for groups and rows, and the penalty on long responses."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Statistics over the rows of one prompt. A group is named by an index: `group_ids` is int64 (B,) in 0..G-1."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

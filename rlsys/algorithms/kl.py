@@ -1,7 +1,5 @@
 """KL divergence between policies: estimators per token, the penalty in the reward, and its controllers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

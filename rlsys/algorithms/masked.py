@@ -1,7 +1,5 @@
 """Sums and means over the tokens of a mask; values outside it, NaN included, have no influence."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

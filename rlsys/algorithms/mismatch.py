@@ -1,7 +1,5 @@
 """Diagnostics of the difference between the rollout engine's log-probabilities and the trainer's."""
 
-from __future__ import annotations
-
 import math
 
 import torch

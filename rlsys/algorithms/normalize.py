@@ -1,7 +1,5 @@
 """AReaL's reward and advantage shaping: bias, scale, clip and normalisation by batch or group."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

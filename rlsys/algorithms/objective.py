@@ -1,7 +1,5 @@
 """The whole objective of an actor: policy loss, entropy bonus, KL loss and distillation as one sum with one count."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from rlsys.algorithms.aggregate import agg_loss

@@ -1,7 +1,5 @@
 """Differences between trainer and rollout engine in the log-probabilities of the same tokens."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -10,8 +10,6 @@ of the configuration. It returns a loss per token, which `aggregate.agg_loss` re
 One written for verl, with the argument `loss_agg_mode`, runs unchanged: see `adapt_verl_loss`.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace

@@ -3,8 +3,6 @@
 P pairs, B rows; all log-ratios are sums over the tokens of a response, except for IPO, whose are means.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid

@@ -1,7 +1,5 @@
 """Functions registered by name with a decorator: how estimators and losses are plugged in."""
 
-from __future__ import annotations
-
 import difflib
 import inspect
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Discounted sums from the right over the tokens that count, without a loop over tokens."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad

@@ -5,8 +5,6 @@ Order within a step: `shape_batch_rewards` (AReaL's shaping, if any), `apply_kl_
 shares the columns it did not change.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

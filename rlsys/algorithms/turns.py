@@ -3,8 +3,6 @@
 B rows, R response tokens, T turns. `turn_ids` (B, R) are in 0..T-1, and -1 on tokens that were given.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ Everything here is deterministic arithmetic on lengths: ranks with the same leng
 Lengths are in tokens.
 """
 
-from __future__ import annotations
-
 import bisect
 from collections.abc import Callable, Sequence
 

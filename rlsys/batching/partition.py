@@ -6,8 +6,6 @@ other, which takes a few array operations. The remaining difference is reduced b
 the largest and the other parts.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """The bounds of algorithm.rollout_correction: a number, or "low_high"."""
 
-from __future__ import annotations
-
 import math
 
 from rlsys.config.schema.algorithm import RolloutCorrectionConfig

@@ -1,7 +1,5 @@
 """The start of a job: load its settings, or print --help, --print-config, --dry-run or an error and exit."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Keys derived from others in ways that a reference cannot express, from resolved values before they are checked."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from math import prod
 from typing import Any

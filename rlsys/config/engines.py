@@ -1,7 +1,5 @@
 """The rollout engines: one record each, which the schema, the checks, the planner and the trainer read."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module

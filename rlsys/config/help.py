@@ -4,8 +4,6 @@ Descriptions are the strings below the attributes. They are parsed here, on dema
 use_attribute_docstrings parses the source of every class at import.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

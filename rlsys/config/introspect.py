@@ -1,7 +1,5 @@
 """The keys of a schema: paths, defaults, rules, allowed values, and the nearest keys to an unknown name."""
 
-from __future__ import annotations
-
 import difflib
 import json
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ references are resolved once, each value is checked by its type, and settings ar
 problems of a stage are reported together.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Merges files and overrides over the defaults: other spellings become keys, unknown names become problems."""
 
-from __future__ import annotations
-
 import json
 import operator
 from collections.abc import Callable

@@ -6,8 +6,6 @@ than YAML's flow style, which reads {a:1} as {"a:1": null}, yes as true, 007 as 
 cannot hold ${a}. Unlike in Hydra 1_000 is text, because 0.5_2 is two bounds in algorithm.rollout_correction.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The arithmetic of a run: what one step consists of and which processes run it, printed before the start."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

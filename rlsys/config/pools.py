@@ -1,7 +1,5 @@
 """The processes that train and those that generate."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from rlsys.config.engines import rollout_backend

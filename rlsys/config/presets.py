@@ -1,7 +1,5 @@
 """Finds presets and reads them with the presets they build on."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path

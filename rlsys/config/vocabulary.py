@@ -1,7 +1,5 @@
 """The names that settings choose from. The modules that implement them use these or assert that they are the same."""
 
-from __future__ import annotations
-
 from typing import Literal, get_args
 
 ADV_ESTIMATORS = (

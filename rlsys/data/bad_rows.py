@@ -1,7 +1,5 @@
 """Parsing rows, with bad rows either refused at once or skipped and counted (data.bad_rows)."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """From messages to token ids: chat templates, plain text where there is none, truncation."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -37,7 +35,7 @@ def with_parts(message: Message, parts: Iterator[Mapping[str, Any]]) -> Message:
 
 
 def render(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     messages: Sequence[Message],
     *,
     add_generation_prompt: bool,
@@ -63,13 +61,13 @@ def render(
     return str(text)
 
 
-def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, *, special_tokens: bool = False) -> list[int]:
+def encode_text(tokenizer: "PreTrainedTokenizerBase", text: str, *, special_tokens: bool = False) -> list[int]:
     """Token ids of a text; `special_tokens` adds the tokenizer's own at start and end."""
     return list(tokenizer(text, add_special_tokens=special_tokens)["input_ids"])
 
 
 def encode_prompt(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     prompt: str | Sequence[Message],
     *,
     template_kwargs: Mapping[str, Any] | None = None,
@@ -80,7 +78,7 @@ def encode_prompt(
 
 
 def encode_conversation(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     messages: Sequence[Message],
     *,
     num_prompt: int = 0,

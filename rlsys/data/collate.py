@@ -4,8 +4,6 @@ B rows, P prompt and R response tokens. Token tensors are int64; `position_ids` 
 are 0 at pads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -90,7 +88,9 @@ def collate_prompts(
     return DataProto.from_dict(tensors, {name: object_array(values) for name, values in columns.items()})
 
 
-def collate_answers(batch: DataProto, *, tokenizer: PreTrainedTokenizerBase, own: PreTrainedTokenizerBase) -> DataProto:
+def collate_answers(
+    batch: DataProto, *, tokenizer: "PreTrainedTokenizerBase", own: "PreTrainedTokenizerBase"
+) -> DataProto:
     """The answers of a batch, whose ids are `tokenizer`'s, as conversations in `own` tokens and chat template."""
     held, rows = batch.tensors, []
     valid = held["attention_mask"][:, -held["responses"].shape[1] :].bool()

@@ -4,8 +4,6 @@ Every epoch is a permutation of the rows that depends only on seed and epoch. As
 when it has no full batch left; the remaining rows are shuffled into the next one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

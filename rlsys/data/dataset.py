@@ -4,8 +4,6 @@ A prompt is a list of messages or a text. The chat template renders it (a text a
 the contents are used as they are.
 """
 
-from __future__ import annotations
-
 import logging
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -82,13 +80,13 @@ class PromptDataset:
     def load(
         cls,
         source: str | Sequence[str] | VerlDataset,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: "PreTrainedTokenizerBase",
         config: PromptsConfig | None = None,
         *,
         max_samples: int = -1,
         seed: int | None = None,
         default_source: str | None = None,
-        processor: VisionProcessor | None = None,
+        processor: "VisionProcessor | None" = None,
     ) -> Self:
         """The rows of all files in order, or of a dataset object, read as `config` says.
 
@@ -114,10 +112,10 @@ class PromptDataset:
 
 def parse_prompt(
     values: Row,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     config: PromptsConfig,
     source: str | None = None,
-    processor: VisionProcessor | None = None,
+    processor: "VisionProcessor | None" = None,
 ) -> PromptRow | None:
     """The prompt of one row, or None if it is too long and filtered. Raises ValueError for a bad row."""
     row = read_prompt_row(values.values, config, source=source)
@@ -140,15 +138,15 @@ def parse_prompt(
 
 
 def _encode_images(
-    processor: VisionProcessor, row: PromptRow, config: PromptsConfig, root: str
-) -> tuple[list[int], tuple[ImageInputs, ...]]:
+    processor: "VisionProcessor", row: PromptRow, config: PromptsConfig, root: str
+) -> "tuple[list[int], tuple[ImageInputs, ...]]":
     images = processor.load(row.images, root)
     return processor.encode(row.raw_prompt, images, template_kwargs=config.apply_chat_template_kwargs)
 
 
 def _load_images(
-    encode: Callable[[], tuple[list[int], tuple[ImageInputs, ...]]], shas: tuple[str, ...], row: Row
-) -> tuple[ImageInputs, ...]:
+    encode: "Callable[[], tuple[list[int], tuple[ImageInputs, ...]]]", shas: tuple[str, ...], row: Row
+) -> "tuple[ImageInputs, ...]":
     """The images of a row again; DataError if their files have changed."""
     try:
         _, inputs = encode()
@@ -160,7 +158,7 @@ def _load_images(
 
 
 def configured_source(
-    config: RowsConfig, files: Sequence[str], *, tokenizer: PreTrainedTokenizerBase, max_samples: int
+    config: RowsConfig, files: Sequence[str], *, tokenizer: "PreTrainedTokenizerBase", max_samples: int
 ) -> Sequence[str] | VerlDataset:
     """The files, or over them an object of the dataset class in data.custom_cls, made with verl's arguments."""
     custom, files = config.custom_cls, list(files)

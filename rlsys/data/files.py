@@ -4,8 +4,6 @@ Lines of text files count from 1; rows of parquet, JSON arrays and `datasets` fo
 Windows line ends and blank lines are accepted.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -239,7 +237,7 @@ def _read_saved_dataset(path: Path) -> Iterator[Row | BadRow]:
         first += table.num_rows
 
 
-def _table_rows(path: Path, table: pa.Table, first: int) -> Iterator[Row | BadRow]:
+def _table_rows(path: Path, table: "pa.Table", first: int) -> Iterator[Row | BadRow]:
     names = table.column_names
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         yield BadRow(str(path), "whole file", f"the column {repeated[0]!r} occurs twice")
@@ -257,7 +255,7 @@ def _table_rows(path: Path, table: pa.Table, first: int) -> Iterator[Row | BadRo
                 yield BadRow(str(path), f"row {number}", str(values))
 
 
-def _one_row(table: pa.Table, row: int) -> dict[str, Any] | str:
+def _one_row(table: "pa.Table", row: int) -> dict[str, Any] | str:
     try:
         return table.slice(row, 1).to_pylist()[0]
     except UnicodeDecodeError as error:

@@ -1,7 +1,5 @@
 """A look at the first rows of every file, and at their number, before anything heavy is imported."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from itertools import islice

@@ -1,7 +1,5 @@
 """Images of rows and messages, in any form that they come in, decoded to RGB within limits."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import io
@@ -34,7 +32,7 @@ class ImageError(ValueError):
     """An image that cannot be used; the message says what is wrong with it."""
 
 
-def load_image(value: Any, *, root: str | Path | None = None) -> Image.Image:
+def load_image(value: Any, *, root: str | Path | None = None) -> "Image.Image":
     """The first frame of an image as upright 8-bit RGB, on white where it is transparent.
 
     `value` is a PIL image, the bytes of a file, a path (from `root` unless it is absolute), a file:// or data: URL,
@@ -57,7 +55,7 @@ def load_image(value: Any, *, root: str | Path | None = None) -> Image.Image:
         raise ImageError(f"the image cannot be decoded: {type(error).__name__}: {error}") from error
 
 
-def image_hash(image: Image.Image) -> str:
+def image_hash(image: "Image.Image") -> str:
     """32 hexadecimal digits that depend on the mode, size and pixels of an image, and not on its file."""
     digest = hashlib.sha256(f"{image.mode} {image.width} {image.height} ".encode())
     digest.update(image.tobytes())
@@ -118,7 +116,7 @@ def _base64_bytes(text: str) -> bytes:
         raise ImageError(f"its base64 cannot be decoded: {error}") from error
 
 
-def _opened(data: bytes) -> Image.Image:
+def _opened(data: bytes) -> "Image.Image":
     from PIL import Image, UnidentifiedImageError
 
     try:
@@ -137,7 +135,7 @@ def _check_size(width: int, height: int) -> None:
         raise ImageError(f"the image is {width} x {height}: one side is more than {MAX_ASPECT} times the other")
 
 
-def _rgb(image: Image.Image) -> Image.Image:
+def _rgb(image: "Image.Image") -> "Image.Image":
     """An image of any mode as 8-bit RGB; greys of 16 bits are scaled."""
     from PIL import Image
 

@@ -1,7 +1,5 @@
 """Files of object stores and other file systems that fsspec knows, as local copies."""
 
-from __future__ import annotations
-
 import os
 from hashlib import blake2b
 from pathlib import PurePosixPath

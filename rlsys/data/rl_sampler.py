@@ -1,7 +1,5 @@
 """Samplers of verl's interface: a user-defined class gives the order of the training rows."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sized
 from itertools import islice
 from typing import Any

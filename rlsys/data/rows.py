@@ -1,7 +1,5 @@
 """Prompt rows: verl's columns, checked one by one."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -45,7 +43,7 @@ class PromptRow:
     token_ids: Sequence[int] = ()
     images: Sequence[Any] = ()
     image_shas: Sequence[str] = ()
-    load_images: Callable[[], tuple[ImageInputs, ...]] | None = None
+    load_images: "Callable[[], tuple[ImageInputs, ...]] | None" = None
 
 
 class MissingColumns(ValueError):

@@ -5,8 +5,6 @@ to answer, and to answer "?" now and then: like a language model that hedges, it
 reinforcement learning has something to bring out within minutes. scripts/start_model.py made them.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Rows of datasets that are read during training: splits of the hub, files here or at addresses."""
 
-from __future__ import annotations
-
 from collections import UserList
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """Texts to learn from: conversations or prompt and response (SFT), pairs of a better and a worse response (RM, DPO),
 and single responses with a label (KTO)."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -44,7 +42,7 @@ def fingerprint(rows: Sequence[Sequence[TokenizedText]]) -> str:
 
 def load_texts(
     source: str | Sequence[str] | VerlDataset,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     config: SupervisedDataConfig | None = None,
     *,
     max_samples: int = -1,
@@ -71,7 +69,7 @@ def _cross(text: TokenizedText, other: TokenizedText, max_length: int) -> Tokeni
 
 
 def parse_row(
-    values: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, config: SupervisedDataConfig
+    values: Mapping[str, Any], tokenizer: "PreTrainedTokenizerBase", config: SupervisedDataConfig
 ) -> list[TokenizedText]:
     """The text or the two texts of one row. Raises ValueError for a bad one."""
     conversations = read_conversations(values, config)
@@ -123,7 +121,7 @@ def read_conversations(values: Mapping[str, Any], config: SupervisedDataConfig) 
 
 
 def encode(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], config: SupervisedDataConfig, num_prompt: int = 0
+    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], config: SupervisedDataConfig, num_prompt: int = 0
 ) -> TokenizedText:
     """Tokens of a conversation within `max_length`, of which the first `num_prompt` messages are not learnt.
 

@@ -1,7 +1,5 @@
 """From messages and images to token ids and pixels, for vision-language models."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Mapping, Sequence
 from itertools import repeat
@@ -34,7 +32,7 @@ class VisionProcessor:
         self,
         config: Any,
         image_processor: Any,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: "PreTrainedTokenizerBase",
         *,
         limit_images: int | None = None,
     ) -> None:
@@ -49,11 +47,11 @@ class VisionProcessor:
     def from_path(
         cls,
         path: str,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: "PreTrainedTokenizerBase",
         *,
         settings: Mapping[str, Any],
         limit_images: int | None = None,
-    ) -> VisionProcessor | None:
+    ) -> "VisionProcessor | None":
         """That of the model in a folder, None for a model of text; `settings` replace those of its image processor."""
         if model_facts(Path(path)).get("model_type") not in (*GRIDS, *TILES):
             if settings:
@@ -74,7 +72,7 @@ class VisionProcessor:
             limit = f"actor_rollout_ref.rollout.limit_images={self.limit_images}"
             raise ValueError(f"{num_images} images are more than {limit}")
 
-    def load(self, values: Sequence[Any], root: str | None = None) -> list[Image.Image]:
+    def load(self, values: Sequence[Any], root: str | None = None) -> "list[Image.Image]":
         """Decode a prompt's images; ValueError naming the one that cannot be, or if there are too many."""
         self.check_limit(len(values))
         images = []
@@ -88,7 +86,7 @@ class VisionProcessor:
     def encode(
         self,
         prompt: str | Sequence[Message],
-        images: Sequence[Image.Image],
+        images: "Sequence[Image.Image]",
         *,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> tuple[list[int], tuple[ImageInputs, ...]]:
@@ -106,7 +104,7 @@ class VisionProcessor:
             raise ValueError(f"{num_tokens} tokens {self.image_token} for {wanted} features of {len(images)} images")
         return ids, inputs
 
-    def expand(self, text: str, images: Sequence[Image.Image]) -> tuple[str, tuple[ImageInputs, ...]]:
+    def expand(self, text: str, images: "Sequence[Image.Image]") -> tuple[str, tuple[ImageInputs, ...]]:
         """A rendered text whose placeholders, one for each image, are as many as the image has features; the images."""
         if not images:
             return text, ()
@@ -124,7 +122,7 @@ class VisionProcessor:
             return {**message, "content": content.replace(IMAGE_MARKER, self.image_token)}
         return with_parts(message, repeat({"type": "image"}))
 
-    def _process(self, images: Sequence[Image.Image]) -> tuple[ImageInputs, list[str]]:
+    def _process(self, images: "Sequence[Image.Image]") -> tuple[ImageInputs, list[str]]:
         """The images as the model takes them, and the text that stands for each in a prompt."""
         is_grid = self.config.model_type in GRIDS
         if is_grid:
@@ -147,7 +145,7 @@ class VisionProcessor:
         return [get_image_prompt_string(r, c, per_tile, around, self.image_token, whole) for r, c in sizes]
 
 
-def _png(image: Image.Image) -> bytes:
+def _png(image: "Image.Image") -> bytes:
     file = io.BytesIO()
     image.save(file, "PNG", compress_level=1)
     return file.getvalue()

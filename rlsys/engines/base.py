@@ -3,8 +3,6 @@
 B rows of this rank, b rows of a micro-batch, R response tokens.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -96,7 +94,7 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
 
     @torch.no_grad()
     def forward(
-        self, batch: DataProto, outputs: Sequence[Output], *, temperature: float = 1.0, topk: int = 0
+        self, batch: "DataProto", outputs: Sequence[Output], *, temperature: float = 1.0, topk: int = 0
     ) -> dict[str, Tensor]:
         """Per-token outputs (B, R) or (B, R, topk) of this rank's rows, float32 on their device, zero at padding."""
         rows = batch.tensors
@@ -116,7 +114,12 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
         return {name: values.to(rows.device or "cpu") for name, values in results.items()}
 
     def forward_backward(
-        self, batch: DataProto, loss_fn: LossFn, *, outputs: Sequence[Output] = ("log_probs",), temperature: float = 1.0
+        self,
+        batch: "DataProto",
+        loss_fn: LossFn,
+        *,
+        outputs: Sequence[Output] = ("log_probs",),
+        temperature: float = 1.0,
     ) -> dict[str, float]:
         """Add the gradients of the loss sum to those there; returns global means of the metrics and `loss`."""
         if self.optimizer is None:
@@ -231,7 +234,7 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
     def _weight_dtype(self) -> torch.dtype: ...
 
     @abstractmethod
-    def _run(self, batch: DataProto, size: MicroBatches, visit: Visit, *, backward: bool) -> Counted:
+    def _run(self, batch: "DataProto", size: MicroBatches, visit: Visit, *, backward: bool) -> Counted:
         """Visit every micro-batch; with `backward` add up the gradients of what `visit` returns. Returns metrics."""
 
     @abstractmethod

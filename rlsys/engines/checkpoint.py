@@ -6,8 +6,6 @@ and, last, `manifest.json` with the size and the checksum of every other file; b
 model's configuration and tokenizer. All ranks must see one directory.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Export of a trained model as a directory that transformers loads: safetensors, configuration, tokenizer."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence

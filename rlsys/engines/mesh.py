@@ -1,7 +1,5 @@
 """Process groups of an engine, and small exchanges between its ranks."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

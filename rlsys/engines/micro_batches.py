@@ -1,7 +1,5 @@
 """Splitting one rank's rows into micro-batches, as many on every rank."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

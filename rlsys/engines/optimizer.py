@@ -1,7 +1,5 @@
 """An optimizer step as every training engine does it: the learning-rate schedule, clipping, refusal of NaN."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 

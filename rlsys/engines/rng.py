@@ -1,7 +1,5 @@
 """The states of all random generators of a process, as JSON."""
 
-from __future__ import annotations
-
 import os
 import random
 from base64 import b64decode, b64encode

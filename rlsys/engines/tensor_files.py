@@ -4,8 +4,6 @@ Nothing is pickled, unlike the index of torch.distributed.checkpoint's own stora
 its first dot; file names are verl's; a stored box is named `<key>@<offsets>`.
 """
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -75,7 +73,7 @@ def read_tensor_index(directory: Path) -> dict[str, Any]:
 
 def saved_tensors(
     directory: Path, index: Mapping[str, Any], prefix: str = "", *, rename: Callable[[str], str] = str
-) -> dict[str, PiecedTensor]:
+) -> "dict[str, PiecedTensor]":
     """The tensors of a checkpoint whose keys begin with `prefix`, by what `rename` makes of the rest of their keys."""
     entries = {rename(key.removeprefix(prefix)): entry for key, entry in index.items() if key.startswith(prefix)}
     pieces = {
@@ -101,7 +99,7 @@ class StoredBox:
 
 def pieced_tensors(
     shapes: Mapping[str, tuple[int, ...]], pieces: Mapping[str, Sequence[StoredBox]]
-) -> dict[str, PiecedTensor]:
+) -> "dict[str, PiecedTensor]":
     """Tensors in pieces by name; files are opened when they are read."""
     open_file = cache(open_safetensors)
     return {name: PiecedTensor(name, shape, pieces.get(name, ()), open_file) for name, shape in shapes.items()}

@@ -1,7 +1,5 @@
 """A fleet whose replicas join and leave while it serves, as nodes join and leave the cluster."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence

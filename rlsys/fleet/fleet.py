@@ -6,8 +6,6 @@ its health checked, is restarted if needed and gets the current weights before i
 request until it is answered or dropped, once.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import logging

@@ -1,7 +1,5 @@
 """A worker group of rollout ranks as the replicas of a fleet."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass

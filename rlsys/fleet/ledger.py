@@ -1,7 +1,5 @@
 """The ledger of a fleet: each issued row is pending until it is answered or dropped for a reason, once."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 

@@ -1,7 +1,5 @@
 """What a fleet needs of a replica."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 

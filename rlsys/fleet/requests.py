@@ -1,7 +1,5 @@
 """What a fleet keeps of its requests and replicas."""
 
-from __future__ import annotations
-
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 

@@ -6,8 +6,6 @@ others are extensions (`Tag`). Tensors and number arrays are buffers beside the 
 `allow_records` named their class. Any other type is a TypeError. Malformed bytes are a WireError.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Mapping, Sequence

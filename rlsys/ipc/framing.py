@@ -1,7 +1,5 @@
 """Frames on a stream socket: the number of parts, their lengths, then the parts. Needs neither torch nor numpy."""
 
-from __future__ import annotations
-
 import socket
 import struct
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 Used by vLLM servers too (rlsys/rollout/vllm/server.py), so it needs nothing but torch.
 """
 
-from __future__ import annotations
-
 import ctypes
 import socket
 from collections.abc import Iterator, Sequence

@@ -4,8 +4,6 @@ While a call runs, the called side may call back into the caller. Each thread of
 that calls do not wait for each other.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import threading

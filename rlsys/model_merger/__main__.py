@@ -5,8 +5,6 @@ python -m rlsys.model_merger split  --hf_model_path MODEL --target_dir RANKS --t
 python -m rlsys.model_merger verify --local_dir CHECKPOINT --hf_model_path MODEL
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

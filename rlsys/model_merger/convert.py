@@ -3,8 +3,6 @@
 One tensor is in memory at a time, and what it is made of. Output is there wholly or not at all.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

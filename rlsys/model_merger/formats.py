@@ -1,7 +1,5 @@
 """The specs of checkpoint there are: where each keeps which Hugging Face tensor."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The README.md of a merged model: its start model, data and method, and the figures of its run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -6,8 +6,6 @@ masked-out work (a dense block-diagonal mask costs the square of the whole pack)
 whatever it is packed with.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from inspect import signature
 from typing import Any

@@ -5,8 +5,6 @@ each (the order of Megatron-Core and Transformer Engine): causal attention is as
 the pack, T / S on a rank.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ Only matrix products count, a multiply-add as two; attention counts what a causa
 gradient checkpointing does not count, as in Chowdhery et al. 2022 (PaLM, appendix B).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import cache
 from time import perf_counter

@@ -3,8 +3,6 @@
 They are read as bfloat16, box by box. Arithmetic: an element times the scale of its block in float32, rounded once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

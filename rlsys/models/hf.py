@@ -1,7 +1,5 @@
 """Transformers models: their configuration, their structure without memory, and where their weights come from."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence

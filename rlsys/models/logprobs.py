@@ -5,8 +5,6 @@ and in backward, where they are recomputed; the results are float32 (float64 in 
 computes in.
 """
 
-from __future__ import annotations
-
 import shutil
 import sysconfig
 from collections.abc import Callable, Collection

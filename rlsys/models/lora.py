@@ -3,8 +3,6 @@
 An adapted linear layer is W + scale * B @ A with W (out, in), A (rank, in), B (out, rank) (Hu et al. 2021).
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -3,8 +3,6 @@
 B rows, L = P + R columns, N real tokens of all rows, M real response tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -38,7 +36,7 @@ class TokenRows:
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
-    def to(self, device: torch.device) -> TokenRows:
+    def to(self, device: torch.device) -> "TokenRows":
         names = ("token_ids", "position_ids", "before", "at", "targets", "cells", "columns", "topk_ids", "images")
         held = {name: getattr(self, name) for name in names}
         return replace(self, **{name: x.to(device, non_blocking=True) for name, x in held.items() if x is not None})

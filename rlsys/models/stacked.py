@@ -1,7 +1,5 @@
 """Tensors that transformers saves under other names than those of the model: stacked experts above all."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The model that engines shard: a transformers backbone with its head, from unpadded rows to numbers per token."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -4,8 +4,6 @@ Between attentions every rank of the group of size S holds a slice of the tokens
 tokens with a slice of the heads. Shapes are (1, heads, tokens, dim).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

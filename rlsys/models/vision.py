@@ -4,8 +4,6 @@ A row's images are placeholder tokens among its ids: the first ones, as many as 
 were drawn by the model, which has nothing to show for them. N tokens, F features, H hidden size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,7 +44,7 @@ class PackedImages:
     places: Tensor
     tensors: Mapping[str, Tensor]
 
-    def to(self, device: torch.device, *, non_blocking: bool = False) -> PackedImages:
+    def to(self, device: torch.device, *, non_blocking: bool = False) -> "PackedImages":
         tensors = {name: t.to(device, non_blocking=non_blocking) for name, t in self.tensors.items()}
         return PackedImages(self.places.to(device, non_blocking=non_blocking), tensors)
 

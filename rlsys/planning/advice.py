@@ -1,7 +1,5 @@
 """A memory plan as people read it: a line, a table, the stages that do not fit, and what would change that."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ T tokens of a pass on a rank, M of them responses, h hidden size, f MLP width a 
 queries and of keys (values alike), c bytes of the computing type. Norms are computed in float32.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -147,7 +145,7 @@ def _held(config: str, place: RankPlace, head: Head) -> Held:
 
 
 def adapters_at(
-    hf_config: Mapping[str, Any], place: RankPlace, lora: LoraSettings, *, head: Head = "lm", te: bool
+    hf_config: Mapping[str, Any], place: RankPlace, lora: "LoraSettings", *, head: Head = "lm", te: bool
 ) -> Held:
     """What Megatron's rank at `place` holds of adapters; `te`: with Transformer Engine's modules."""
     from rlsys.models.megatron.adapter_factors import factors_of, plan_adapters

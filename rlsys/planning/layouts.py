@@ -1,7 +1,5 @@
 """Layouts of a job on the GPUs it has: which fit, and which of them takes the fewest seconds a step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product

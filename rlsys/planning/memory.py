@@ -4,8 +4,6 @@
 is what torch allocates; the CUDA context, NCCL's buffers and unused room of the allocator come on top.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +60,7 @@ class Lengths:
     mean_response: int
 
     @classmethod
-    def longest(cls, cfg: PPOConfig) -> Lengths:
+    def longest(cls, cfg: PPOConfig) -> "Lengths":
         """Every row as long as it may be."""
         prompt, response = cfg.data.max_prompt_length, cfg.data.max_response_length
         return cls(prompt, response, prompt, response)
@@ -337,7 +335,7 @@ def _role(
     lm: bool = True,
     recompute: bool = False,
     entropy: bool = False,
-    lora: LoraSettings | None = None,
+    lora: "LoraSettings | None" = None,
     optim: OptimConfig = OptimConfig(),  # noqa: B008
 ) -> Role:
     head, ranks = "lm" if lm else "value", job.plan.pools.train_ranks
@@ -374,7 +372,7 @@ def _leaving(settings: FSDPConfig | MegatronConfig) -> frozenset[str]:
     return frozenset([PARAMETERS] * settings.param_offload + optimizer + grads)
 
 
-def _lora(model: ModelConfig) -> LoraSettings | None:
+def _lora(model: ModelConfig) -> "LoraSettings | None":
     """The adapters of a trained role; only with some does planning import torch."""
     if not model.has_adapters:
         return None

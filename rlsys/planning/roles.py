@@ -5,8 +5,6 @@ layers in the computing type and reduces gradients in float32; Megatron keeps ha
 gradients for good, and masters and moments spread over its data-parallel ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -235,7 +233,7 @@ def megatron_role(
     head: Head,
     trained: bool,
     fused: bool,
-    lora: LoraSettings | None = None,
+    lora: "LoraSettings | None" = None,
 ) -> MegatronRole:
     """The role of the rank of stage `pp_rank` that holds the first part of everything."""
     place = RankPlace(sizes, pp_rank=pp_rank)

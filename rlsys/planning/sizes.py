@@ -4,8 +4,6 @@ Token budgets of updates and of log-probs, whether activations are recomputed, h
 and the share of a GPU that a serving engine takes. What a user or a preset set is never changed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -63,7 +61,7 @@ class _Job:
     given: Collection[str]
     machine: Machine
 
-    def with_value(self, key: str, value: Any) -> _Job:
+    def with_value(self, key: str, value: Any) -> "_Job":
         return replace(self, cfg=replaced(self.cfg, {key: value}))
 
     def needs(self, *stages: str) -> dict[str, int]:

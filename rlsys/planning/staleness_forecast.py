@@ -4,8 +4,6 @@ The schedule is simulated: step s trains on the next prompts in their order, and
 s - 1 - max_staleness is served. Lengths are drawn from the measured groups.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ A roofline: matrix products, memory and links at a share of the data sheet's rat
 them. The factors were fitted to the runs of docs/performance.md; scripts/bench/step_times.py prints how well.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, hypot, inf

@@ -1,7 +1,5 @@
 """What DataProto is made of: equality, unions and merges of its three parts, each a plain function."""
 
-from __future__ import annotations
-
 import math
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence

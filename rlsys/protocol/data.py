@@ -4,8 +4,6 @@ B rows. `batch` holds tensors (B, ...) in a TensorDict, `non_tensor_batch` numpy
 and `meta_info` what is true of all rows. Names and semantics are verl's (verl.protocol); the implementation is ours.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import os
@@ -116,7 +114,7 @@ class DataProto:
     @classmethod
     def from_single_dict(
         cls, data: dict[str, Tensor | np.ndarray], meta_info: dict[str, Any] | None = None, auto_padding: bool = False
-    ) -> DataProto:
+    ) -> "DataProto":
         """Sort a dict of tensors and arrays into both kinds; ValueError for anything else."""
         for key, value in data.items():
             if not isinstance(value, Tensor | np.ndarray):
@@ -133,7 +131,7 @@ class DataProto:
         meta_info: dict[str, Any] | None = None,
         num_batch_dims: int = 1,
         auto_padding: bool = False,
-    ) -> DataProto:
+    ) -> "DataProto":
         """Rows out of tensors with equal leading dimensions and arrays or lists (they become object arrays)."""
         assert num_batch_dims > 0, "num_batch_dims must be greater than zero"
         assert non_tensors is None or num_batch_dims == 1, "only support num_batch_dims=1 when non_tensors is not None."
@@ -153,7 +151,7 @@ class DataProto:
     @classmethod
     def from_tensordict(
         cls, tensor_dict: TensorDict, meta_info: dict[str, Any] | None = None, num_batch_dims: int = 1
-    ) -> DataProto:
+    ) -> "DataProto":
         """Tensors become columns, NonTensorStack object columns, NonTensorData meta_info."""
         assert num_batch_dims > 0, "num_batch_dims must be greater than zero"
         batch: dict[str, Tensor] = {}
@@ -237,7 +235,7 @@ class DataProto:
         non_tensor_batch_keys: Sequence[str] | None = None,
         meta_info_keys: Sequence[str] | None = None,
         deepcopy: bool = False,
-    ) -> DataProto:
+    ) -> "DataProto":
         """The named columns, each None meaning all; `deepcopy` copies the objects and meta_info, never the tensors."""
         batch, columns, meta_info = self.batch, self.non_tensor_batch, self.meta_info
         if batch_keys is not None and batch is not None:
@@ -255,7 +253,7 @@ class DataProto:
         batch_keys: Sequence[str] | None = None,
         non_tensor_batch_keys: Sequence[str] | None = None,
         meta_info_keys: Sequence[str] | None = None,
-    ) -> DataProto:
+    ) -> "DataProto":
         """Take the named columns out, in place, and return them; AssertionError where one is missing."""
         wanted = (batch_keys or (), non_tensor_batch_keys or (), meta_info_keys or ())
         batch: TensorDict | dict[str, Tensor] = {} if self.batch is None else self.batch
@@ -268,7 +266,7 @@ class DataProto:
             meta_info={key: self.meta_info.pop(key) for key in wanted[2]},
         )
 
-    def rename(self, old_keys: str | list[str] | None = None, new_keys: str | list[str] | None = None) -> DataProto:
+    def rename(self, old_keys: str | list[str] | None = None, new_keys: str | list[str] | None = None) -> "DataProto":
         """Give tensors other names, in place and all at once; ValueError unless both lists are equally long."""
         for keys in (old_keys, new_keys):
             if not isinstance(keys, (str, list)):
@@ -283,7 +281,7 @@ class DataProto:
             self.batch[key] = tensor
         return self
 
-    def union(self, other: DataProto) -> DataProto:
+    def union(self, other: "DataProto") -> "DataProto":
         """Add the other's columns, in place; AssertionError for another length or a common key with other values."""
         assert not len(other) or not len(self) or len(self) == len(other), (
             f"a union needs equally many rows, got {len(self)} and {len(other)}"
@@ -298,14 +296,14 @@ class DataProto:
 
     # ---- rows --------------------------------------------------------------------------------------------------
 
-    def _with_rows(self, batch: TensorDict | None, change: Callable[[str, Any], Any], num_rows: int) -> DataProto:
+    def _with_rows(self, batch: TensorDict | None, change: Callable[[str, Any], Any], num_rows: int) -> "DataProto":
         if batch is not None:
             columns = {key: change(key, tensor) for key, tensor in tensors_of(batch).items()}
             batch = TensorDict(columns, batch_size=(num_rows,), device=batch.device)
         held = {key: change(key, array) for key, array in self.non_tensor_batch.items()}
         return type(self)(batch=batch, non_tensor_batch=held, meta_info=self.meta_info)
 
-    def select_idxs(self, idxs: Index) -> DataProto:
+    def select_idxs(self, idxs: Index) -> "DataProto":
         """The rows at integer indices, or where a mask is true, as copies."""
         rows = _row_index(idxs)
         if rows.dtype == torch.bool:
@@ -314,7 +312,7 @@ class DataProto:
             rows = rows.nonzero().squeeze(-1)
         return self._with_rows(self._readable, lambda _, values: take_rows(values, rows), len(rows))
 
-    def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> DataProto:
+    def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> "DataProto":
         """The rows from `start` to before `end`, without copying."""
         rows = slice(start, end, step)
         batch = None if self.batch is None else self.batch[rows]
@@ -326,13 +324,13 @@ class DataProto:
         ordered = self.select_idxs(indices)
         self.batch, self.non_tensor_batch = ordered.batch, ordered.non_tensor_batch
 
-    def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:
+    def repeat(self, repeat_times: int = 2, interleave: bool = True) -> "DataProto":
         """Every row `repeat_times` times: side by side when interleaved, else the whole batch one after the other."""
         rows = torch.arange(len(self))
         rows = rows.repeat_interleave(repeat_times) if interleave else rows.repeat(repeat_times)
         return self.select_idxs(rows)
 
-    def sample_level_repeat(self, repeat_times: Sequence[int] | np.ndarray | Tensor) -> DataProto:
+    def sample_level_repeat(self, repeat_times: Sequence[int] | np.ndarray | Tensor) -> "DataProto":
         """Row i `repeat_times[i]` times, side by side."""
         assert isinstance(repeat_times, (list, tuple, np.ndarray, Tensor)), (
             f"repeat_times type must be in [list, torch.Tensor, np.ndarray, tuple], got {type(repeat_times)}"
@@ -343,7 +341,7 @@ class DataProto:
             raise RuntimeError(f"{len(times)} repeat_times for {len(self)} rows")
         return self.select_idxs(torch.arange(len(self)).repeat_interleave(times))
 
-    def unfold_column_chunks(self, n_split: int, split_keys: Sequence[str] | None = None) -> DataProto:
+    def unfold_column_chunks(self, n_split: int, split_keys: Sequence[str] | None = None) -> "DataProto":
         """Cut the second dimension of `split_keys` into `n_split` rows each; repeat every other column to match."""
         keys = set(split_keys or ())
         rows = torch.arange(len(self)).repeat_interleave(n_split)
@@ -355,7 +353,7 @@ class DataProto:
 
         return self._with_rows(self.batch, unfold, len(rows))
 
-    def chunk(self, chunks: int) -> list[DataProto]:
+    def chunk(self, chunks: int) -> "list[DataProto]":
         """Split into `chunks` contiguous parts without copying; AssertionError if uneven unless padding is enabled."""
         return [self.slice(start, end) for start, end in self._chunk_bounds(len(self), chunks, even=self.batch is None)]
 
@@ -371,12 +369,12 @@ class DataProto:
             starts = [min(i * (size + bool(longer)), num_rows) for i in range(chunks + 1)]
         return list(itertools.pairwise(starts))
 
-    def split(self, split_size: int) -> list[DataProto]:
+    def split(self, split_size: int) -> "list[DataProto]":
         """Split into parts of `split_size` rows, the last one shorter, without copying."""
         return [self.slice(start, start + split_size) for start in range(0, len(self), split_size)]
 
     @staticmethod
-    def concat(data: Sequence[DataProto]) -> DataProto:
+    def concat(data: "Sequence[DataProto]") -> "DataProto":
         """Join rows; meta_info must agree (AssertionError) but for `metrics`, which become a dict of lists."""
         return concat_chunk(1, 0, data)
 
@@ -386,7 +384,7 @@ class DataProto:
         epochs: int,
         seed: int | None = None,
         dataloader_kwargs: dict[str, Any] | None = None,
-    ) -> Iterator[DataProto]:
+    ) -> "Iterator[DataProto]":
         """Mini-batches over `epochs` epochs in the order of a DataLoader seeded with `seed`; must divide evenly."""
         assert len(self) % mini_batch_size == 0, f"{len(self)} % {mini_batch_size} != 0"
         assert dataloader_kwargs is None or isinstance(dataloader_kwargs, dict), f"got {type(dataloader_kwargs)}"
@@ -416,7 +414,7 @@ class DataProto:
 
     # ---- devices, memory, wire and disk ------------------------------------------------------------------------
 
-    def to(self, device: str | torch.device) -> DataProto:
+    def to(self, device: str | torch.device) -> "DataProto":
         """Move the tensors, in place."""
         if self.batch is not None:
             self.batch = self.batch.to(device)
@@ -432,7 +430,7 @@ class DataProto:
         return header, [buffer.toreadonly() for buffer in buffers] if is_received else buffers
 
     @classmethod
-    def from_buffers(cls, header: Buffer, buffers: Sequence[Buffer]) -> DataProto:
+    def from_buffers(cls, header: Buffer, buffers: Sequence[Buffer]) -> "DataProto":
         """The inverse of `to_buffers`, over the same memory; WireError, at once and not at use, if malformed.
 
         Memory that is read-only must not change; it is copied: that of arrays at once, that of tensors at first use.
@@ -450,10 +448,10 @@ class DataProto:
         counts, pieces = split_buffers(buffers)
         return _from_wire, (type(self), header, counts, *map(pickle.PickleBuffer, pieces))
 
-    def __copy__(self) -> DataProto:
+    def __copy__(self) -> "DataProto":
         return type(self)(batch=self.batch, non_tensor_batch=self.non_tensor_batch, meta_info=self.meta_info)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> DataProto:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "DataProto":
         batch = None if (batch := self._readable) is None else batch.clone()
         columns, meta_info = copy.deepcopy(self.non_tensor_batch, memo), copy.deepcopy(self.meta_info, memo)
         return type(self)(batch=batch, non_tensor_batch=columns, meta_info=meta_info)
@@ -463,7 +461,7 @@ class DataProto:
         write_file(filepath, *self.to_buffers())
 
     @staticmethod
-    def load_from_disk(filepath: str | os.PathLike[str]) -> DataProto:
+    def load_from_disk(filepath: str | os.PathLike[str]) -> "DataProto":
         """Read what `save_to_disk` wrote, writable; WireError naming the file if it is truncated or corrupt."""
         try:
             return DataProto.from_buffers(*read_file(filepath))

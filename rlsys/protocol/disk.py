@@ -1,7 +1,5 @@
 """Wire forms in a file: magic, a table of lengths and checksums, the header, then every buffer at a multiple of 64."""
 
-from __future__ import annotations
-
 import os
 import struct
 import zlib

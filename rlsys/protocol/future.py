@@ -1,7 +1,5 @@
 """Futures of DataProto: rows that stay in the workers that made them until another worker needs them."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,11 +24,11 @@ class DataProtoFuture:
     dispatch_fn: TakeFn | None = None
 
     @staticmethod
-    def concat(data: list[Any]) -> DataProtoFuture:
+    def concat(data: list[Any]) -> "DataProtoFuture":
         """The rows of all futures, in their order."""
         return DataProtoFuture(collect_fn=DataProto.concat, futures=list(data))
 
-    def chunk(self, chunks: int) -> list[DataProtoFuture]:
+    def chunk(self, chunks: int) -> "list[DataProtoFuture]":
         """One future for each of `chunks` contiguous parts; nothing is fetched."""
         if self.collect_fn is DataProto.concat and self.dispatch_fn is None:
             return [DataProtoFuture(partial(concat_chunk, chunks, index), self.futures) for index in range(chunks)]

@@ -1,7 +1,5 @@
 """DataProto over a process group: every rank ends with the rows of all."""
 
-from __future__ import annotations
-
 import io
 
 import torch

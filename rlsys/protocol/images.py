@@ -1,7 +1,5 @@
 """Processed images: what an image processor made of pictures, as rows and requests carry it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -28,7 +26,7 @@ class ImageInputs:
     tensors: Mapping[str, Any] = field(compare=False)
 
 
-def images_of(batch: DataProto) -> list[tuple[ImageInputs, ...]]:
+def images_of(batch: "DataProto") -> list[tuple[ImageInputs, ...]]:
     """The images of each row."""
     return list(batch.non_tensor_batch.get(IMAGES, [()] * len(batch)))
 

@@ -1,7 +1,5 @@
 """Copies of rows into new memory. On the CPU large ones go to huge pages (numpy asks for them, torch does not)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -5,8 +5,6 @@ cores costs more than the copy. Smaller buffers are copied by one thread, one af
 a multiple of Ray's alignment are contiguous in the object and are joined on arrival without a copy.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Tensors that were received over read-only memory: copied when the receiver first uses them."""
 
-from __future__ import annotations
-
 import threading
 from functools import cache
 from typing import NamedTuple

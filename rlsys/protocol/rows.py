@@ -1,7 +1,5 @@
 """Whole-batch helpers, mostly verl's: padding to a divisor, folding the batch dimension, collating rows, lengths."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

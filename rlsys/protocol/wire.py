@@ -3,8 +3,6 @@
 `encode` copies nothing that is contiguous on the CPU; `decode` copies read-only memory, but for that of the batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, cast
 

@@ -1,7 +1,5 @@
 """Programs graded by test cases, as in APPS, TACO and CodeContests; run in the sandbox."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

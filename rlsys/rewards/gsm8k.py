@@ -1,7 +1,5 @@
 """Grade-school problems: the number after "####", or the last number of the text."""
 
-from __future__ import annotations
-
 import re
 from typing import Any, Literal
 

@@ -4,8 +4,6 @@ B rows, P prompt and R response tokens. `naive` and `dapo` are built in; others 
 either of verl's forms: `__call__(data, return_dict)` or `async run_single(data)`.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

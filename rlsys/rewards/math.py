@@ -5,8 +5,6 @@ limit needs the main thread and counts as a wrong answer, so it is switched off:
 ended with its process by the reward pool, and is a timeout.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Which built-in grader a data source gets; graders are imported when first needed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from importlib import import_module

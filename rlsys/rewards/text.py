@@ -1,7 +1,5 @@
 """Answers that are plain text: numbers in prose, exact text, a pattern, one of several phrases."""
 
-from __future__ import annotations
-
 import re
 import string
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The actor: log-probabilities of responses, and policy updates by any registered loss."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 

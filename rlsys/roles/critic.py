@@ -1,7 +1,5 @@
 """The critic: values of states, and their regression on returns."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 from tensordict import TensorDict

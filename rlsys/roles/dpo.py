@@ -1,7 +1,5 @@
 """Learning from preferences without a reward model: DPO, IPO and KTO."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Supervised fine-tuning: the mean negative log-likelihood of the response tokens."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 

@@ -4,8 +4,6 @@ The outputs of all rows are computed first; the step then uses the loss linearis
 however rows are split. B rows of this rank, R response tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 

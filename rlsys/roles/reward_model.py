@@ -1,7 +1,5 @@
 """The reward model: a score of a whole response, learned from pairs of a chosen and a rejected response."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from torch import Tensor

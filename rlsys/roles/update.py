@@ -1,7 +1,5 @@
 """Updates of every role: mini-batches in a fixed order, one optimizer step each."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

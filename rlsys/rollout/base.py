@@ -1,7 +1,5 @@
 """The base of in-process rollout engines: requests in and samples out, when they may serve, quarantine."""
 
-from __future__ import annotations
-
 import itertools
 import socket
 import threading
@@ -143,7 +141,7 @@ class BaseRolloutEngine(ABC):
         """As `SampleLog.take`, of these requests."""
 
     @abstractmethod
-    def _score(self, batch: DataProto, temperature: float) -> Tensor: ...
+    def _score(self, batch: "DataProto", temperature: float) -> "Tensor": ...
     @abstractmethod
     def _move_memory(self, tags: Sequence[str], *, asleep: bool) -> None: ...
     @abstractmethod
@@ -151,9 +149,9 @@ class BaseRolloutEngine(ABC):
     @abstractmethod
     def weight_layout(self) -> WeightLayout: ...
     @abstractmethod
-    def local_tensors(self) -> Mapping[str, Tensor]: ...
+    def local_tensors(self) -> "Mapping[str, Tensor]": ...
     @abstractmethod
-    def _load(self, bucket: Sequence[tuple[str, Tensor]]) -> None: ...
+    def _load(self, bucket: "Sequence[tuple[str, Tensor]]") -> None: ...
 
     # ---- requests ----------------------------------------------------------------------------------------------
 
@@ -318,7 +316,7 @@ class BaseRolloutEngine(ABC):
         limit = min(params.max_new_tokens, room)
         return RunningRequest(next(self._numbers), request, tuple(dict.fromkeys(stops)), limit)
 
-    def compute_log_prob(self, batch: DataProto, *, temperature: float = 1.0) -> Tensor:
+    def compute_log_prob(self, batch: "DataProto", *, temperature: float = 1.0) -> "Tensor":
         self._check_serving()
         with self._halted():
             return self._score(batch, temperature)
@@ -358,7 +356,7 @@ class BaseRolloutEngine(ABC):
         self._quarantined = True
         self._park()
 
-    def load(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
+    def load(self, bucket: "Sequence[tuple[str, Tensor]]") -> None:
         """Load full HF tensors; a tied name and the name it is stored under are the same tensor."""
         if not self._quarantined:
             raise WeightTransferError("load was called outside an update; call begin_update first")

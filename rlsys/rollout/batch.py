@@ -3,8 +3,6 @@
 Letters: B rows, P prompt columns (padded left), R response columns (padded right).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any

@@ -1,7 +1,5 @@
 """The tensors that new weights are written into: an engine's own parameters, or host copies that its loader packs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Facts about the model in an HF directory, read without building it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

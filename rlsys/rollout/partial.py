@@ -1,7 +1,5 @@
 """Responses in progress, assembled from what engines sample between two exchanges."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -27,12 +25,12 @@ class PartialResponse:
     routed_experts: Any = field(default=None, compare=False)
 
     @classmethod
-    def of(cls, request: ModelRequest, response: ModelResponse) -> PartialResponse:
+    def of(cls, request: ModelRequest, response: ModelResponse) -> "PartialResponse":
         """The request with the tokens of an earlier response to it, to be continued."""
         full, sampled = list(response.output_logprobs), list(response.sampled_logprobs)
         return cls(request, list(response.output_tokens), full, sampled, list(response.output_versions))
 
-    def copy(self) -> PartialResponse:
+    def copy(self) -> "PartialResponse":
         """One that grows apart from this one."""
         lists = {name: getattr(self, name)[:] for name in ("tokens", "logprobs", "sampled_logprobs", "versions")}
         return replace(self, **lists)

@@ -4,8 +4,6 @@ The installed version, or the one that a server reports, chooses a row. Versions
 why they are refused, raise an error that prints the table. tests/wheels checks the rows against the source of wheels.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of

@@ -5,8 +5,6 @@ failure without fetching data. The wait looks at all ranks at once; the first re
 broken connections of its peers.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import sys
@@ -112,7 +110,7 @@ class Pending:
     with the answer has been kept.
     """
 
-    backend: Backend
+    backend: "Backend"
     role: str
     rank: int
     stage: str

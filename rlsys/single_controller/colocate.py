@@ -1,7 +1,5 @@
 """Several roles in one process: one worker that holds a worker of each role."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """What can be seen of a worker process from outside: its last lines, its state, the stack of its main thread."""
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import signal

@@ -5,8 +5,6 @@ every value is a list with one entry per rank; `collect_fn(group, results)` take
 that return rows also say which ranks hold them, so that only those are fetched.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -49,14 +47,14 @@ class Dispatch:
 
     name: str
 
-    RANK_ZERO: ClassVar[Dispatch]
-    ONE_TO_ALL: ClassVar[Dispatch]
-    ALL_TO_ALL: ClassVar[Dispatch]
-    DP_COMPUTE: ClassVar[Dispatch]
-    DP_COMPUTE_PROTO: ClassVar[Dispatch]
-    DP_COMPUTE_PROTO_WITH_FUNC: ClassVar[Dispatch]
-    DP_COMPUTE_METRIC: ClassVar[Dispatch]
-    DIRECT_ROLLOUT_METHOD: ClassVar[Dispatch]
+    RANK_ZERO: "ClassVar[Dispatch]"
+    ONE_TO_ALL: "ClassVar[Dispatch]"
+    ALL_TO_ALL: "ClassVar[Dispatch]"
+    DP_COMPUTE: "ClassVar[Dispatch]"
+    DP_COMPUTE_PROTO: "ClassVar[Dispatch]"
+    DP_COMPUTE_PROTO_WITH_FUNC: "ClassVar[Dispatch]"
+    DP_COMPUTE_METRIC: "ClassVar[Dispatch]"
+    DIRECT_ROLLOUT_METHOD: "ClassVar[Dispatch]"
 
 
 class Execute(Enum):

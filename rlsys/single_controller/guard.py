@@ -6,8 +6,6 @@ environment and those that Ray gave a title (which overwrites the environment) a
 or were seen without it while the cluster started.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select

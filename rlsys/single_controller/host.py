@@ -1,7 +1,5 @@
 """The worker's side of a call: build the worker, fetch the arguments, run the method, answer with a header."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import inspect

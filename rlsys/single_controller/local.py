@@ -4,8 +4,6 @@ Ranks run one after another. Independent data-parallel ranks work in any number;
 Batches are copied between caller and worker, as by a real process boundary. Deadlines cannot interrupt a call here.
 """
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import os

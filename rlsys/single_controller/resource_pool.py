@@ -3,8 +3,6 @@
 Pure arithmetic; `rlsys.single_controller.ray` places it on a cluster.
 """
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
@@ -18,7 +16,7 @@ from rlsys.utils.errors import ConfigError
 class Slot:
     """Room for one rank of each group on a pool: process `index` of node `node` of the pool that reserved it."""
 
-    origin: ResourcePool
+    origin: "ResourcePool"
     node: int
     index: int
 

@@ -3,8 +3,6 @@
 It works on any type with `len`, slices, `chunk` and `concat`, so that a worker without DataProto does not import torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeGuard
 

@@ -1,7 +1,5 @@
 """The base of everything that runs on a rank, and the environment a rank is born into."""
 
-from __future__ import annotations
-
 import errno
 import os
 import socket

@@ -1,7 +1,5 @@
 """A group of workers that is called like one object: the registered methods of its class are bound to the group."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Self
@@ -151,7 +149,7 @@ class WorkerGroup:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _view(self, prefix: str, cls: type) -> WorkerGroup:
+    def _view(self, prefix: str, cls: type) -> "WorkerGroup":
         view = WorkerGroup(self._backend, cls, role=prefix, target=prefix)
 
         def close() -> None:

@@ -1,7 +1,5 @@
 """What only watches a run never ends it: a full disk or a lost server costs records, not training."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypeVar
 

@@ -5,8 +5,6 @@ as null and named under `_non_finite`: `{"step": 4, "actor/loss": null, "_non_fi
 `read_jsonl` puts the numbers back.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator, Mapping

@@ -3,8 +3,6 @@
 Library modules only call `get_logger`; entry points and worker processes call `setup_logging` once.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re
@@ -49,7 +47,7 @@ def get_logger(name: str) -> logging.Logger:
 
 
 def setup_logging(
-    level: str | int = "INFO", *, role: str = "", rank: int | None = None, console: Console | None = None
+    level: str | int = "INFO", *, role: str = "", rank: int | None = None, console: "Console | None" = None
 ) -> None:
     """Send the log of this process to stderr; calling it again replaces the earlier set-up.
 
@@ -106,7 +104,7 @@ class _QuietFileHandler(logging.FileHandler):
 
 
 @cache
-def shared_console() -> Console:
+def shared_console() -> "Console":
     """The one terminal of this process (stderr); progress and log lines share it so that they never overwrite."""
     from rich.console import Console
 

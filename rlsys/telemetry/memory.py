@@ -3,8 +3,6 @@
 Sizes are bytes; metrics are GiB named `_gb` as in verl. CUDA numbers are of the current device and zero without one.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 import threading

@@ -4,8 +4,6 @@ Letters: B rows, P prompt width, R response width. Tensors are those of the batc
 every function returns plain floats by metric name. A statistic of nothing (no valid token) is NaN, never an exception.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Generator, Mapping
@@ -20,7 +18,7 @@ _EXPLAINED_VARIANCE_EPS = 1e-5
 ALL_TOKEN_STAGES = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
 
 
-def data_metrics(rows: Mapping[str, Tensor] | TensorDict) -> dict[str, float]:
+def data_metrics(rows: "Mapping[str, Tensor] | TensorDict") -> dict[str, float]:
     """Statistics of the columns of a batch: scores, rewards, advantages, returns, values if there are any, and lengths.
 
     `attention_mask` is (B, P+R), all other tensors (B, R). Scores and rewards are summed per row and leave out aborted
@@ -106,21 +104,21 @@ class StageTimer:
         return seconds
 
 
-def _mean(values: Tensor) -> float:
+def _mean(values: "Tensor") -> float:
     return values.double().mean().item() if values.numel() else math.nan
 
 
-def _spread(name: str, values: Tensor) -> dict[str, float]:
+def _spread(name: str, values: "Tensor") -> dict[str, float]:
     if not values.numel():
         return dict.fromkeys((f"{name}/mean", f"{name}/max", f"{name}/min"), math.nan)
     return {f"{name}/mean": _mean(values), f"{name}/max": values.max().item(), f"{name}/min": values.min().item()}
 
 
-def _length_metrics(name: str, lengths: Tensor, width: int) -> dict[str, float]:
+def _length_metrics(name: str, lengths: "Tensor", width: int) -> dict[str, float]:
     return {**_spread(name, lengths), f"{name}/clip_ratio": _mean(lengths == width)}
 
 
-def _explained_variance(values: Tensor, returns: Tensor) -> float:
+def _explained_variance(values: "Tensor", returns: "Tensor") -> float:
     if returns.numel() < 2:
         return math.nan
     return 1.0 - ((returns - values).var() / (returns.var() + _EXPLAINED_VARIANCE_EPS)).item()

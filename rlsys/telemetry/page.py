@@ -3,8 +3,6 @@
 The only script that may run is the page's own, allowed by its hash, so no other could run even if markup got in.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

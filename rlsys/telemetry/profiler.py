@@ -1,7 +1,5 @@
 """Profiles of one process while it works: torch's profiler, ranges for nsys, or the history of CUDA's allocations."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

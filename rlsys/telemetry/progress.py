@@ -4,8 +4,6 @@ On a terminal two lines stay at the bottom while log lines scroll above them; ot
 30 s, also within a step. Several stages may run at once (generation beside training). A breakpoint ends the display.
 """
 
-from __future__ import annotations
-
 import pdb
 import sys
 import threading
@@ -50,7 +48,7 @@ class Progress:
         total_steps: int,
         first_step: int = 0,
         title: str = "",
-        console: Console | None = None,
+        console: "Console | None" = None,
         out: TextIO | None = None,
         plain_every_s: float = 30.0,
         counts: Mapping[str, Counts] | None = None,
@@ -68,7 +66,7 @@ class Progress:
         self._last_step_at = self._last_print_at = clock()
         self._printed_step = -1
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> "Progress":
         self._last_step_at = self._last_print_at = self._clock()
         if self._console.is_terminal and not self._console.is_dumb_terminal:
             from rich.live import Live
@@ -151,7 +149,7 @@ class Progress:
             parts = [self._pace(), *self._facts.values(), self._stages()]
             return f"{self._title} {self._step}/{self._total}  ".lstrip() + "  ".join(filter(None, parts))
 
-    def _render(self, over: bool = False) -> RenderableType:
+    def _render(self, over: bool = False) -> "RenderableType":
         from rich.console import Group
         from rich.constrain import Constrain
         from rich.progress_bar import ProgressBar

@@ -1,7 +1,5 @@
 """What a worker records about its own stages, to be collected by the controller: spans and memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 It is made from the files of the run alone, so it can be made again at any time: `rlsys report RUN_FOLDER`.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import sys

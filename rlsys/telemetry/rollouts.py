@@ -4,8 +4,6 @@ The page needs no server and no network: it loads `browser/{step}.js`, figures o
 kept, `browser/{step}.texts.js`. Everything in them came from a model or a dataset and is only ever shown as text.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import io

@@ -4,8 +4,6 @@ Each process records with a `Tracer` and sends its events to the driver (`drain`
 with a `Timeline`. Times are wall-clock microseconds read from the monotonic clock, so several processes line up.
 """
 
-from __future__ import annotations
-
 import json
 import socket
 import threading

@@ -1,7 +1,5 @@
 """One small class per tracker; each imports its library when it is made, and none is imported otherwise."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -3,8 +3,6 @@
 The configuration has checked the names and that their libraries are installed (rlsys/config/checks).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial

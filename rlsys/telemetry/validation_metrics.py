@@ -1,7 +1,5 @@
 """Validation metrics with verl's names and bootstrap: mean@N, best@N, worst@N, maj@N, and the unbiased pass@k."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from functools import lru_cache

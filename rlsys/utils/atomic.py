@@ -1,7 +1,5 @@
 """Files and directories that are written completely or not at all, even after a power cut."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

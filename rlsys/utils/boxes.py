@@ -1,7 +1,5 @@
 """Arithmetic on boxes of tensors (a start and a shape), and grouping tensors by size."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import TypeVar
 

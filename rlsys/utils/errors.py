@@ -1,7 +1,5 @@
 """Errors that users see, one class per kind of cause."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -1,7 +1,5 @@
 """Data sheets of GPUs: what the planner and the FLOPs utilisation know of a device by its name."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar

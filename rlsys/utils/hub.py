@@ -3,8 +3,6 @@
 HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE and the other variables of huggingface_hub apply.
 """
 
-from __future__ import annotations
-
 import errno
 import re
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """User code: functions and classes of a file, and modules that register names."""
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 import signal

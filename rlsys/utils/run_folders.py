@@ -1,7 +1,5 @@
 """Where checkpoints and the models in them are inside a run's folder; the layout is verl's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 LATEST = "latest_checkpointed_iteration.txt"

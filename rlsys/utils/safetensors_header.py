@@ -1,7 +1,5 @@
 """The header of a safetensors file, for files that are written piece by piece."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Sequence
 

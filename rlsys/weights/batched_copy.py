@@ -4,8 +4,6 @@ On a GPU copies are merged where they touch on both sides, and all of them are o
 tiles; where that kernel is not available, and on a CPU, they are grouped foreach copies.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import defaultdict
 from collections.abc import Iterator, Sequence

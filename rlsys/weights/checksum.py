@@ -3,8 +3,6 @@
 `rlsys.weights.checksum_cpu` defines what is summed. On a GPU all boxes of one word size are one launch, read in place.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

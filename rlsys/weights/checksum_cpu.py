@@ -5,8 +5,6 @@ word * word_weight(q) * row_weight(r), modulo 2**64, with odd pseudo-random weig
 parts, so boxes of one tensor can be summed on different ranks. One pass over the memory; not cryptographic.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 from math import prod

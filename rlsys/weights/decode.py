@@ -5,8 +5,6 @@ constant step, recursively, until single elements with their steps are left: aff
 boxes of its tensor with one stride in the parameter for each dimension.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product

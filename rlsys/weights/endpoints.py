@@ -1,7 +1,5 @@
 """The two endpoints of a transfer, as mixins of the workers that hold the engines."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from hashlib import blake2b

@@ -1,7 +1,5 @@
 """A rollout engine while a transfer writes into it: its parameters, and staging for what only its loader can place."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Kernels for many blocks of memory at once: copies between any memory a GPU can read, and checksums."""
 
-from __future__ import annotations
-
 import torch
 import triton  # pyrefly: ignore
 import triton.language as tl  # pyrefly: ignore

@@ -4,8 +4,6 @@ A shard's local tensor may have more dimensions than its box: then the leading e
 expert in a stack of experts), and the box is in the remaining dimensions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 

@@ -6,8 +6,6 @@ are decoded into boxes, as strided views of the parameters, so that fused, stack
 and cut parameters need no table of an engine's internals. All other tensors are left to the engine's loader.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate

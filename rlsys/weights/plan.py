@@ -4,8 +4,6 @@ Pure arithmetic on layouts. Where several source ranks hold the same elements, t
 near ones share them by the bytes that each has to give already.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -229,7 +227,7 @@ class _Parts:
         return tables.join_ranges(first, np.searchsorted(self.box, self.wanted.of_shard[shards], "right") - first)
 
 
-def _moves(parts: _Parts, shards: ShardTable, template: Ints, sizes: Ints, selector: _SourceSelector) -> Ints:
+def _moves(parts: _Parts, shards: ShardTable, template: Ints, sizes: Ints, selector: "_SourceSelector") -> Ints:
     """The moves (C, 5) of a Plan with the positions of layouts for ranks; forced choices come before free ones."""
     tables_of_moves, open_choices = list[Ints](), []
     begin = np.searchsorted(shards.template, np.arange(int(template.max(initial=-1)) + 2), "left")

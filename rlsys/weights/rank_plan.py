@@ -4,8 +4,6 @@ Copies of the same elements in the same dtype have one checksum id; the first tr
 checksum, every engine that receives them compares its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """The controller's side of weight transfer: connect two groups, push versions, validate, restore a lost rank."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Iterator, Sequence

@@ -5,8 +5,6 @@ kill -9 of any process, and a small /dev/shm does not limit it. Other processes 
 creator's entry in /proc, as long as the creator lives.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import mmap
@@ -34,7 +32,7 @@ class SharedMemory:
         self.bytes: Tensor = torch.frombuffer(self._map, dtype=torch.uint8)
 
     @classmethod
-    def create(cls, num_bytes: int) -> SharedMemory:
+    def create(cls, num_bytes: int) -> "SharedMemory":
         """Zeros, reserved at once; WeightTransferError when there is not enough memory."""
         if sys.platform != "linux":
             raise WeightTransferError("shared-memory weight transfer needs Linux; colocate trainer and rollout instead")
@@ -50,7 +48,7 @@ class SharedMemory:
             ) from error
 
     @classmethod
-    def open(cls, path: str, num_bytes: int) -> SharedMemory:
+    def open(cls, path: str, num_bytes: int) -> "SharedMemory":
         """Map the memory of another process, or a file; WeightTransferError when it is missing or of another size."""
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)

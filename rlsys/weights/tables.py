@@ -4,8 +4,6 @@ Boxes and their places in local tensors are right-aligned in D columns: a tensor
 leading ones are the range 0 to 1. Ranks that hold the same shards share one template.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Whether a trainer and its rollout engines hold the same weights: checksums of boxes, merged and compared."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

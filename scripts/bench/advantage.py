@@ -6,8 +6,6 @@ The loops are what PPO code commonly does. With --verl-python, a Python in which
 functions are timed too, in the same run.
 """
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys

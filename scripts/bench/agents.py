@@ -18,8 +18,6 @@ with each session's records fetched), and its largest memory over what it had be
 client are not counted; the stub of our own sides is.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

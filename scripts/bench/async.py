@@ -13,8 +13,6 @@ are tokens per second of --steps steps in which the window neither fills nor run
 mean and largest age, idle shares, and the seconds of a push with their share of a step.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

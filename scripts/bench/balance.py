@@ -8,8 +8,6 @@ of the first rank under a token budget, their fill (tokens over micro-batches x 
 what verl ships without removing padding.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

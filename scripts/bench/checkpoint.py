@@ -7,8 +7,6 @@ makes a step without a checkpoint, one after a checkpoint, and one beside the wr
 the stall is what `save` takes of the training process plus what the next step is longer.
 """
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import tempfile

@@ -8,8 +8,6 @@ its own Ray; they take turns call by call, so that whatever else the machine doe
 batch bytes; ratios are medians of the ratios of one turn. Goals: 0.5 x memcpy one way, 20 x verl.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import mmap

@@ -6,8 +6,6 @@ Eight answers to each prompt, sampled to their full length. Ours come with both 
 the engine alone is a process of its own with the same options (`scripts/bench/step.py`).
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import sys

@@ -6,8 +6,6 @@ and the same mathematics (log-probabilities of the responses at temperature 1, m
     python scripts/bench/engine_step.py [--device cuda] [--rows 64] [--micro-rows 8] [--model DIR]
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Callable

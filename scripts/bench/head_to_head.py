@@ -13,8 +13,6 @@ interpreter or the one of `--python NAME=PATH`; where it cannot be imported it i
 over all runs whose results lie in `--out`, so that a call may make one run.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import json

@@ -9,8 +9,6 @@ HFRollout also returns two log-probabilities a token. The limit counts all produ
 many rows as are decoded, prefill included, and nothing else: no attention, no norms, no sampling.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Callable

@@ -9,8 +9,6 @@ plan for the lengths that were seen. On a CPU nothing counts what is allocated: 
 when a stage ends are compared with what the plan says stays, for workers in this process (trainer.backend=local).
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

@@ -3,8 +3,6 @@
 python scripts/bench/packed_attention.py [--device cuda]
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Callable

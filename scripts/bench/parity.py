@@ -14,8 +14,6 @@ log-probabilities are bitwise the same when the batch is sampled again, when its
 when the trainer scores it in other micro-batches. Writes parity.json and parity.txt.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """The peers that benchmarks compare with, each in an environment of its own under ~/.cache/rlsys."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -16,8 +16,6 @@ every trainer rank and exported alone, acknowledged every 512 MB; (b) the same g
 or by tensors (a), and marked. Elements are checked one by one after every kind of push.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import multiprocessing

@@ -4,8 +4,6 @@ A rank answers commands of the controller over a pipe. Elements are a hash of (t
 check alone whether it holds the right ones.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

@@ -7,8 +7,6 @@ cost). Of workers, until the last of them has answered a first call: as many bar
     python scripts/bench/startup.py [--runs 7] [--json startup.json]
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

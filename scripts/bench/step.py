@@ -13,8 +13,6 @@ set beside the roofline of decoding: each token reads every weight once for the 
 the rate at which this device reads memory. The bubble is the share of a step in which no device generates or trains.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil

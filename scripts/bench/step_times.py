@@ -10,8 +10,6 @@ The second table is no fit: steps on many H100s that NeMo-RL published (v0.4, do
 code with the same engines (Megatron-Core and vLLM), beside the plan for the same sizes and tokens.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
 from pathlib import Path

@@ -9,8 +9,6 @@ Random weights of a known shape, full sequences, log-probabilities of all but 64
 data sheet and against the rate of a large matrix product measured in the same run.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

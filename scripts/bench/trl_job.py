@@ -3,8 +3,6 @@
 TRL's own profiling contexts report to trackers only, so their times are taken here, with the device synchronised.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import json

@@ -13,8 +13,6 @@ compiled layers (`compile`), what one micro-batch gathered kept for the next (`k
 Gradient norms and mean log-probs say whether they compute the same.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

@@ -8,8 +8,6 @@ into the shared memory and out again, and reads each twice more for the checksum
 of the repeats.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Callable, Iterator

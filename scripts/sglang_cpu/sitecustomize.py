@@ -7,8 +7,6 @@ Python runs this file at the start of every process that has its folder on PYTHO
 Any name can be taken from a shell, and nothing in it does anything. Packages that are installed are left alone.
 """
 
-from __future__ import annotations
-
 import importlib.abc
 import importlib.machinery
 import importlib.util

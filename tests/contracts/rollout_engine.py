@@ -11,8 +11,6 @@ class TestMyEngine(RolloutEngineContract):
         engine.close()
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence

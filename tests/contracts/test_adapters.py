@@ -4,8 +4,6 @@ The reference is the model with its weights merged, in one process: with dW the 
 W + s * B @ A, that of A is s * B.T @ dW and that of B is s * dW @ A.T.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The contract of a RolloutEngine, run on every engine; a further backend joins by one factory in `FACTORIES`."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Collection, Iterator, Sequence
 from functools import cache, partial

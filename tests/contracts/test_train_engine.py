@@ -1,7 +1,5 @@
 """What every TrainEngine must hold to, however its work is split over micro-batches and ranks."""
 
-from __future__ import annotations
-
 import math
 import random
 from pathlib import Path

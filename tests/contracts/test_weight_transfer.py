@@ -3,8 +3,6 @@
 Another executor joins by a function in `EXECUTORS` that builds the groups and the manager.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os
@@ -188,7 +186,7 @@ class ColocatedWorker(Worker):
 class PipeFuture:
     """The result of a call in one process; results of a process come in the order of the calls."""
 
-    worker: PipeWorker
+    worker: "PipeWorker"
     number: int
 
     def get(self, deadline_s: float | None = None) -> Any:

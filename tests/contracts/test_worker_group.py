@@ -1,7 +1,5 @@
 """What a worker group promises, on every backend: the same calls, the same answers, the same errors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any

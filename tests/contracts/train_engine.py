@@ -3,8 +3,6 @@
 The reference is one process, one unpadded row at a time, through transformers' plain attention.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache

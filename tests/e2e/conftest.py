@@ -1,7 +1,5 @@
 """A tiny model and arithmetic rows for whole runs."""
 
-from __future__ import annotations
-
 import json
 import random
 import subprocess

@@ -1,7 +1,5 @@
 """Signals that a driver under test sends to its Ray workers, each at a stage or in the middle of a worker's call."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

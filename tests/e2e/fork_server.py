@@ -5,8 +5,6 @@ child that runs the main job, and answers `{"status", "orphans", "seconds"}`. Or
 the server, which therefore sees what a run leaves behind.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

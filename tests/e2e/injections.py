@@ -1,7 +1,5 @@
 """Faults that a test puts into a forked run, by name (tests.e2e.fork_server.Patches)."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

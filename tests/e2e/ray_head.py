@@ -1,7 +1,5 @@
 """A Ray head as a user would run it: on loopback, with a token, on ports of its own beside other clusters."""
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

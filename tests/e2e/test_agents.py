@@ -1,7 +1,5 @@
 """Whole runs whose answers are episodes: several turns, a tool and an environment."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -4,8 +4,6 @@ A setting must change what is learned: the weights move, they differ from those 
 refused, every metric is a finite number, and the setting's own metric says that it acted.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Asynchronous runs in this process: ages, what is trained on, checkpoints, and runs that are repeated to the bit."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The documentation as a reader gets it: the site builds without a warning, figures and example are current."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Nodes that join, drain and die under a running asynchronous job."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """No key of any job is dead: real runs read it, or the code that only another engine or device runs does."""
 
-from __future__ import annotations
-
 import ast
 import json
 from functools import cache

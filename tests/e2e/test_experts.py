@@ -1,7 +1,5 @@
 """Experts in the whole: trained by either engine, pushed to every rollout engine by the names they are saved by."""
 
-from __future__ import annotations
-
 import json
 import os
 from importlib.util import find_spec

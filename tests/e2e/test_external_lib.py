@@ -1,7 +1,5 @@
 """Code of `actor_rollout_ref.model.external_lib`: an engine, a loss and an estimator train like built-in ones."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

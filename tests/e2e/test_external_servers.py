@@ -1,7 +1,5 @@
 """Whole runs that generate on servers outside: small ones of ours here, real vLLM and SGLang in the slow suite."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What goes wrong around a run ends in recovery or in one clear error: exit code 1 or 2, no traceback, nothing left."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Frozen models other than the actor's: another reference, a teacher, a reward model with a tokenizer of its own."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from shutil import copytree

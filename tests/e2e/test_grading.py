@@ -1,7 +1,5 @@
 """A run whose answers cannot be graded does not train; one whose answers teach nothing says so."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Latent attention in live engines: what they derive from weights follows each push, or the parity probe stops."""
 
-from __future__ import annotations
-
 import json
 from importlib.util import find_spec
 from pathlib import Path

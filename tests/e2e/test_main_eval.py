@@ -1,7 +1,5 @@
 """The evaluation job: metrics on the console and in a file, and a clear error."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The main job, whole, in this process: what it leaves behind and that it can be taken up again."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """SFT, reward models and DPO, whole, in this process: they learn, evaluate, export and can be taken up again."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The main job with strategy=megatron: parts of the actor in several Ray workers, weights by plan into the rollouts."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Beside the command line: a notebook on a running Ray head with token authentication."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The parity probe in whole runs: it finds what is wrong, costs nothing that matters and changes nothing."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -6,8 +6,6 @@ and what the same command makes of it in the end is bitwise what an uninterrupte
 process that has imported everything.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

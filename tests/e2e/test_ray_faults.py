@@ -1,7 +1,5 @@
 """Workers that die or stop under real Ray: one error and a run that can be taken up, or a replica that is replaced."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

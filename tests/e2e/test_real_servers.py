@@ -3,8 +3,6 @@
 RLSYS_VLLM_PYTHON and RLSYS_SGLANG_PYTHON name interpreters that have them; without one its tests are skipped.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

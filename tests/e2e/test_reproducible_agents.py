@@ -1,7 +1,5 @@
 """Episodes of a reproducible run: the same bits however long tools take, on one or three replicas, after a kill."""
 
-from __future__ import annotations
-
 import shutil
 from collections import Counter
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ Each test kills one run many times in a row, every time where the restarted run 
 left at the end with an uninterrupted run: parameters, optimizer, random generators, data order, rollouts and metrics.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Sequence

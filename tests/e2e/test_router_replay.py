@@ -1,7 +1,5 @@
 """Router replay in whole runs: routes of the log-probs (R2) or of the rollout (R3) are those of the update."""
 
-from __future__ import annotations
-
 import json
 from importlib.util import find_spec
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Whole jobs on a cluster of several Ray nodes, all on this machine."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

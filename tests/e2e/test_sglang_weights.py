@@ -1,7 +1,5 @@
 """Weights into the real SGLang: every executor by the receiver inside its scheduler process, and what goes wrong."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

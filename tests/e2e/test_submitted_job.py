@@ -1,7 +1,5 @@
 """`ray job submit` of the main job to a head that was there before and stays."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Whole runs on rows with images: local and on Ray, with validation, a checkpoint and what follows from it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

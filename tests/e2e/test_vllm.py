@@ -1,7 +1,5 @@
 """The main job with real vLLM rollouts: weights reach the engine after every step, and answers are of those weights."""
 
-from __future__ import annotations
-
 import json
 from importlib.util import find_spec
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The whole on CPU: the start model, Megatron on two ranks, a live engine apart, pushes compared, rewards rise."""
 
-from __future__ import annotations
-
 import json
 from importlib.util import find_spec
 from pathlib import Path

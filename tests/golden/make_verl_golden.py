@@ -3,8 +3,6 @@
 Run it with a Python in which verl 0.9.1 can be imported (its own environment): python tests/golden/make_verl_golden.py
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

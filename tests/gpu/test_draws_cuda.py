@@ -1,7 +1,5 @@
 """Draws on a GPU: those of the CPU, the same in any batch, and noted without keeping the device waiting."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

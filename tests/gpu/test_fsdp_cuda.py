@@ -1,7 +1,5 @@
 """FSDPEngine on CUDA and NCCL: bf16 compute over float32 masters, varlen attention, offload, one and two ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from importlib.util import find_spec

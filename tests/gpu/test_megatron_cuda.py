@@ -1,7 +1,5 @@
 """MegatronEngine on CUDA: bf16 with float32 masters, Transformer Engine where it is there, one GPU and several."""
 
-from __future__ import annotations
-
 import importlib.util
 import traceback
 from collections.abc import Mapping

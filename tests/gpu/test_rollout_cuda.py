@@ -1,7 +1,5 @@
 """HFRollout on CUDA: the same answers as on CPU, memory that is given back, weights that arrive."""
 
-from __future__ import annotations
-
 import gc
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Vision-language models on a GPU: HFRollout and FSDP give the log-probabilities of transformers' own forward pass."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

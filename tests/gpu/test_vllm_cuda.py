@@ -1,7 +1,5 @@
 """vLLM on a GPU: log-probs as transformers gives them, weights in place by the learned layout, sleep and wake."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from typing import Any

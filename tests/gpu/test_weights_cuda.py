@@ -1,7 +1,5 @@
 """Weights on GPUs: the copy kernel, memory exported to another process, and a push between two processes of one GPU."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from multiprocessing import get_context

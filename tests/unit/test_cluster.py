@@ -1,7 +1,5 @@
 """scripts/cluster.py on hosts behind a fake ssh, and the examples for SLURM and Kubernetes."""
 
-from __future__ import annotations
-
 import os
 import stat
 import subprocess

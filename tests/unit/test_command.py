@@ -1,7 +1,5 @@
 """The rlsys command."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The documents name files, links, commands, settings and code that exist, and their Python examples are valid."""
 
-from __future__ import annotations
-
 import ast
 import re
 import shlex

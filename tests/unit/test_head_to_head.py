@@ -1,7 +1,5 @@
 """The bench beside verl and TRL, without a GPU: its commands, and its reading of what the systems write."""
 
-from __future__ import annotations
-
 import ast
 import json
 import shlex

@@ -1,7 +1,5 @@
 """The lock files hold what pyproject.toml asks for."""
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path

@@ -3,8 +3,6 @@
 tests/structure.py measures; tests/structure.toml holds the limits, which only fall.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

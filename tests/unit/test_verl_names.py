@@ -1,7 +1,5 @@
 """The public names that verl's examples, recipes and API pages import: where each is here, or what to use instead."""
 
-from __future__ import annotations
-
 import importlib
 import re
 from pathlib import Path

@@ -4,8 +4,6 @@ A symbol is written `module:Class.member`, or `module|older_module:...` where it
 parameters, optional ones with a trailing `=`; a class its fields, or the parameters of `__init__` if it declares none.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from functools import cache

@@ -3,8 +3,6 @@
 `scripts/test.sh -m wheels tests/wheels/test_own_wheel.py`; pip installs torch and the rest, so it takes minutes.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

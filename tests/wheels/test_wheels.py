@@ -4,8 +4,6 @@
 the first and the last version of each row of the tables.
 """
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -4,8 +4,6 @@
 with pip, reads it, deletes it, and writes tests/golden/engine_names.json.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

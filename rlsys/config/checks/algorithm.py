@@ -1,7 +1,5 @@
 """Whether estimator, critic, KL terms, losses, corrections, filters and rewards fit together."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from rlsys.config.bounds import KEY as CORRECTION

@@ -1,7 +1,5 @@
 """All checks of settings against each other and against the machine; each value was checked by its type before."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from rlsys.config.checks.algorithm import check_algorithm

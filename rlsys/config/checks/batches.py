@@ -1,7 +1,5 @@
 """Whether batches divide evenly and sequences fit into token budgets."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from rlsys.config.checks.findings import wrong

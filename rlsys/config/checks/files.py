@@ -1,7 +1,5 @@
 """Whether the files and folders that settings name exist and hold what they should."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """How problems and notes are worded."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from rlsys.config.introspect import shown, value_at

@@ -1,7 +1,5 @@
 """Whether Megatron is installed and its parallel sizes fit the ranks; the engine checks that they fit the model."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Whether the settings of the rollout engine suit it, and whether sampling gives answers to learn from and compare."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from rlsys.config.checks.findings import note, wrong

@@ -1,7 +1,5 @@
 """The rules that keys declare in the schema: required settings, registered names, settings that have no effect."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any

@@ -1,7 +1,5 @@
 """Whether trackers, names, processes, weight pushes and checkpoints of a run fit together."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from collections.abc import Iterator

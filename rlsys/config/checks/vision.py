@@ -1,7 +1,5 @@
 """Whether what the configuration chooses can take the images of a vision-language model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

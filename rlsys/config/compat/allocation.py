@@ -5,8 +5,6 @@ p(ipeline), c(ontext) and e(xpert), which needs no processes of its own. A part 
 `vllm[rollout]:d2`, are allowed and not used.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import dataclass

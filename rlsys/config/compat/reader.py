@@ -18,8 +18,6 @@ jobs (`under`), of:
   happens anyway; they are accepted silently.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The policy and the value function: actor, reference, critic."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field, Strict

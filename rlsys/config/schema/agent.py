@@ -1,7 +1,5 @@
 """Episodes of many turns: workflows, tools and their limits."""
 
-from __future__ import annotations
-
 import math
 from typing import Annotated, Literal
 

@@ -1,7 +1,5 @@
 """Advantages, rewards and corrections."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field, Strict

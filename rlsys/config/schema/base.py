@@ -9,8 +9,6 @@ and `Registered`. rlsys/config/checks evaluates these rules. They name keys as l
 relative to the section that holds the annotated key.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

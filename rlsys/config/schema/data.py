@@ -1,7 +1,5 @@
 """Data files, and how rows become prompts or training texts."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from rlsys.config.schema import types as t

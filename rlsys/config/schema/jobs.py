@@ -1,7 +1,5 @@
 """The five jobs' configurations. Attribute paths are verl's keys: cfg.actor_rollout_ref.actor.ppo_mini_batch_size."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field, Strict

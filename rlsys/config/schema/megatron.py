@@ -1,7 +1,5 @@
 """How Megatron-Core shards and computes a model: the sections actor.megatron, ref.megatron and critic.megatron."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from rlsys.config.schema import types as t

@@ -1,7 +1,5 @@
 """Models, optimizers, sharding and checkpoints: the sections of every trained role."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, Strict

@@ -1,7 +1,5 @@
 """Generation: the engine, sampling, external servers, weight pushes and the parity probe."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, Strict

@@ -1,7 +1,5 @@
 """The run: length, output, devices, processes, deadlines and Ray."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator

@@ -1,7 +1,5 @@
 """The types of values, with their ranges."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal

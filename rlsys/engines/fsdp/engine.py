@@ -1,7 +1,5 @@
 """FSDPEngine: a transformers model trained on FSDP2, on 1..n ranks, on CPU (gloo) or CUDA (NCCL)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace

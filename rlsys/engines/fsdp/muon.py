@@ -1,7 +1,5 @@
 """Muon on this rank's rows of matrices."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Optimizers of this rank's shards of FSDP parameters."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any

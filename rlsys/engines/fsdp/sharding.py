@@ -1,7 +1,5 @@
 """FSDP2 over a TokenModel: wrapping, filling shards from a tensor source, who holds which box of which HF tensor."""
 
-from __future__ import annotations
-
 import socket
 import warnings
 from collections.abc import Iterator, Mapping

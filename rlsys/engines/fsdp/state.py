@@ -3,8 +3,6 @@
 Tensors have the names and shapes in which transformers saves them, so that every engine loads what another one saved.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod

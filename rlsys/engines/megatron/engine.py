@@ -1,7 +1,5 @@
 """MegatronEngine: a model of Megatron-Core, split by tensors, stages and experts, on CPU (gloo) or CUDA (NCCL)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial

@@ -4,8 +4,6 @@ Megatron keeps its groups in globals of a module. Engines of different sizes in 
 for as long as one of their methods runs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

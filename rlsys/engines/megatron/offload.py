@@ -1,7 +1,5 @@
 """Memory of tensors offloaded to the host and restored in place: every view of it stays valid."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 

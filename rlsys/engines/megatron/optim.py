@@ -3,8 +3,6 @@
 Every data-parallel rank holds a range of each parameter's elements: their float32 masters and both moments.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -3,8 +3,6 @@
 b rows of a micro-batch, B rows of this rank, R response tokens, T tokens of a pack.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace

@@ -4,8 +4,6 @@ The files are those of rlsys.engines.checkpoint and tensor_files, so that every 
 Each data-parallel rank writes the elements whose optimizer state it holds, and nothing is gathered.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a Megatron rank holds of the HF tensors: fill it from a source, describe it, gather whole tensors."""
 
-from __future__ import annotations
-
 import math
 import socket
 from collections.abc import Collection, Iterator, Mapping, Sequence

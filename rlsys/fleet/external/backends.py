@@ -4,8 +4,6 @@ Seen in the sources of SGLang 0.5.23 (`entrypoints/http_server.py`, `managers/to
 (`entrypoints/openai/completion`, `entrypoints/rl/online`, `entrypoints/serve/{lora,dev}`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass

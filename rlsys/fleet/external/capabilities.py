@@ -1,7 +1,5 @@
 """From where a running server of each version can load weights."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from rlsys.rollout.versions import NAMES_ONLY, VersionRow, VersionTable

@@ -1,7 +1,5 @@
 """Fleets over external SGLang and vLLM servers, with AReaL's names beside a fleet's own."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor

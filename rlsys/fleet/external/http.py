@@ -1,7 +1,5 @@
 """HTTP with limits: every wait has a deadline, every answer a size, and nothing is followed, unpacked or trusted."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager

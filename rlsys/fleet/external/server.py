@@ -1,7 +1,5 @@
 """An external server as a replica of a fleet: one stream for each request, health, and the weights that it holds."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging
@@ -34,7 +32,7 @@ TIED_ON_CPU = (
 class ServerReplica:
     """A Replica; `identity` is the server's own name of the weights that it was given last."""
 
-    def __init__(self, url: str, pool: ServerPool) -> None:
+    def __init__(self, url: str, pool: "ServerPool") -> None:
         self.url, self.name, self.pool = url, url, pool
         self.is_admitted, self.cause = False, "not connected yet"
         self.logprobs = self.device = self.version = self.identity = ""

@@ -1,7 +1,5 @@
 """All external servers of a fleet: their event loop, and the weights that they are to hold."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence

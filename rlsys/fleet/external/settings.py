@@ -1,7 +1,5 @@
 """The addresses of external servers, retries and time limits."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Weights for external servers: files that the actor exports and the servers load, or broadcasts to each server."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import time

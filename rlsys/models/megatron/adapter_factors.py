@@ -5,8 +5,6 @@ A and a B of its own, and may be a part of them. Of a weight cut by rows each ra
 one cut by columns its columns of A and all of B.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ whole beside a part of its weight gets a part of its gradient there; `sum_shared
 step.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The tables and readers that families share: attention, gated MLPs, experts, and what config.json says of them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -3,8 +3,6 @@
 M response tokens, H hidden size, T packed tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -109,7 +107,7 @@ def build_chunks(
     recompute: bool = False,
     scalar_head: bool,
     device: torch.device,
-) -> list[TokenGPT]:
+) -> "list[TokenGPT]":
     """This rank's chunks in order, parameters not yet filled; Megatron's groups of `megatron` must be current."""
     sizes = ParallelSizes.from_config(megatron)
     config = transformer_config(family, hf_config, megatron, dtype=dtype, recompute=recompute)

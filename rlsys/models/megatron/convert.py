@@ -1,7 +1,5 @@
 """From Hugging Face tensors to the parameters of a Megatron rank, box by box."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from math import prod
 

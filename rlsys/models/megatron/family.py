@@ -3,8 +3,6 @@
 Everything here is arithmetic on a model's config.json; nothing imports Megatron. Families are tables in `families/`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module

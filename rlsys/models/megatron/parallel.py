@@ -1,7 +1,5 @@
 """Megatron's parallel sizes and a rank's place among them; nothing here imports Megatron."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -62,7 +60,7 @@ class ParallelSizes:
         if self.ep > 1 and self.tp > 1 and not self.sequence_parallel:
             raise ConfigError("expert and tensor parallelism together need sequence_parallel=true")
 
-    def place(self, rank: int, world_size: int) -> RankPlace:
+    def place(self, rank: int, world_size: int) -> "RankPlace":
         """Where Megatron puts a rank: tensor-parallel ranks are neighbours, then data-parallel ones, then stages."""
         stage = world_size // self.pp
         if stage % (self.ep * self.expert_tp):
@@ -91,6 +89,6 @@ class RankPlace:
     def is_last_stage(self) -> bool:
         return self.pp_rank == self.sizes.pp - 1
 
-    def without_tensor_parallelism(self) -> RankPlace:
+    def without_tensor_parallelism(self) -> "RankPlace":
         """The same stage and experts with every weight whole."""
         return replace(self, sizes=replace(self.sizes, tp=1, etp=1), tp_rank=0, etp_rank=0)

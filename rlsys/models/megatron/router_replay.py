@@ -3,8 +3,6 @@
 B rows of L columns, b rows of a pack, n of its tokens on this rank, k experts of a token; layers of the whole model.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

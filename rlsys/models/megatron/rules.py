@@ -4,8 +4,6 @@ A rule names a parameter, the HF tensors it is made of with their dimensions, an
 yields the boxes that part `index.number` of `index.of` equal parts holds, each with its place in the parameter.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property

@@ -7,8 +7,6 @@ What it replaces, in this process only, and nothing where there is CUDA:
 - four places where 0.16 fails without Transformer Engine whatever the device.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.abc
 import importlib.machinery
@@ -66,9 +64,9 @@ class _Finder(importlib.abc.MetaPathFinder):
 class _Stream:
     """The one stream, and its events: all work is done when it was started."""
 
-    _only: _Stream | None = None
+    _only: "_Stream | None" = None
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> _Stream:
+    def __new__(cls, *args: Any, **kwargs: Any) -> "_Stream":
         if cls._only is None:
             cls._only = super().__new__(cls)
         return cls._only
@@ -76,7 +74,7 @@ class _Stream:
     def query(self) -> bool:
         return True
 
-    def record_event(self, *args: Any) -> _Stream:
+    def record_event(self, *args: Any) -> "_Stream":
         return self
 
     def wait_stream(self, *args: Any) -> None: ...

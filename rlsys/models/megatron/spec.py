@@ -3,8 +3,6 @@
 T packed tokens, N heads on this rank, D head size.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """The child processes of a reward pool: started, fed, timed and replaced by tasks of the pool's event loop."""
 
-from __future__ import annotations
-
 import asyncio
 import fcntl
 import os

@@ -6,8 +6,6 @@ closes the input (which also happens when the pool's process is killed). Ending 
 worker, also those that left its process group, removing TMP_DIR, and writing how the worker ended as the last message.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import select

@@ -3,8 +3,6 @@
 A message is a line of JSON with one of the Structs: graders are given and return what Python's JSON holds.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -44,7 +42,7 @@ class RewardItem:
     ground_truth: Any = None
     extra_info: Mapping[str, Any] | None = None
 
-    def as_json(self) -> RewardItem:
+    def as_json(self) -> "RewardItem":
         """The same with what JSON can hold of the ground truth and the extra values."""
         return replace(self, ground_truth=plain(self.ground_truth), extra_info=plain(self.extra_info))
 

@@ -5,8 +5,6 @@ one. Timeouts, errors and zeros that a grader returned are counted separately. A
 children's event loop; `score` and `submit` may be called from any number of threads.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import threading

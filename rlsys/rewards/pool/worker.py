@@ -1,7 +1,5 @@
 """The worker process of the reward pool: load a `compute_score`, grade items in turn or, if it is async, at once."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import math

@@ -1,7 +1,5 @@
 """Programs run by a SandboxFusion server (bytedance.github.io/SandboxFusion, POST /run_code)."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from typing import Literal

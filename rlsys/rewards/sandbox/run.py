@@ -8,8 +8,6 @@ Where the kernel offers namespaces ("isolation"), other files, processes and IPC
 folder is a file system in memory of limited size; without them its size is looked at every CHECK_S seconds.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

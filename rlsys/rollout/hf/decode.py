@@ -4,8 +4,6 @@ Letters: N rows, V vocabulary. All rows share the cache's current column; a row 
 running row, so that the batch is always dense, and waiting requests take the free rows.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -35,7 +33,7 @@ class Prompt(NamedTuple):
 class DecodeLoop:
     """One run of an engine's model, from the first request until nothing is left or the engine stops."""
 
-    def __init__(self, engine: HFRollout) -> None:
+    def __init__(self, engine: "HFRollout") -> None:
         self.engine, self.model, self.config = engine, engine.model, engine.config
         self.device, self.dtype = self.model.device, self.model.dtype
         self.waiting: deque[RunningRequest] = deque()

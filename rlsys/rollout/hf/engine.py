@@ -1,7 +1,5 @@
 """HFRollout: a transformers causal language model behind the RolloutEngine protocol, on CPU or CUDA."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -82,7 +80,7 @@ class HFRollout(BaseRolloutEngine):
     @classmethod
     def from_path(
         cls, path: str | Path, config: GenerationConfig = DEFAULT_CONFIG, context: EngineContext = DEFAULT_CONTEXT
-    ) -> HFRollout:
+    ) -> "HFRollout":
         """The engine over the model in an HF directory."""
         dtype = context.dtype_name(config.dtype)
         model = load_causal_lm(path, load_format=context.load_format, dtype=dtype, device=context.device)
@@ -120,7 +118,7 @@ class HFRollout(BaseRolloutEngine):
     def _free(self) -> None:
         self.model = None
 
-    def _score(self, batch: DataProto, temperature: float) -> Tensor:
+    def _score(self, batch: "DataProto", temperature: float) -> Tensor:
         return score_sequences(batch, partial(self._log_probs, temperature, images_of(batch)))
 
     @torch.inference_mode()

@@ -4,8 +4,6 @@ Every row's tokens end at the same column, so one step writes one column of ever
 and rows come and go by copying single rows. Letters: N rows, H key-value heads, C columns, D head size.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -84,7 +82,7 @@ class ColumnCache(Cache):
         super().__init__(layers=list(self.columns))
         self.column = 0
 
-    def look(self, rows: slice, read: slice, write: slice) -> ColumnCache:
+    def look(self, rows: slice, read: slice, write: slice) -> "ColumnCache":
         """Set what the next forward pass sees."""
         self.window.rows, self.window.read, self.window.write = rows, read, write
         return self

@@ -3,8 +3,6 @@
 N prompts, P columns, H hidden size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The experts that tokens take in a transformers model. Letters: N rows, C columns of the passes, k experts a token."""
 
-from __future__ import annotations
-
 import re
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """The running rows of a decode loop. Letters: N running rows, V vocabulary, C cache columns."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

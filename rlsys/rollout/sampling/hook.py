@@ -5,8 +5,6 @@ do not depend on the batch, and both log-probabilities of a token cost one softm
 Letters: N rows, V vocabulary, S stop ids.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -34,7 +32,7 @@ class SampleSpec:
     stop_ids: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, running: RunningRequest) -> SampleSpec:
+    def of(cls, running: RunningRequest) -> "SampleSpec":
         return cls(running.number, len(running.request.input_ids), running.request.gconfig, running.stop_ids)
 
     @property

@@ -1,7 +1,5 @@
 """A Triton kernel that samples a token for each row of logits, without top-k, top-p or banned ids."""
 
-from __future__ import annotations
-
 import torch
 import triton  # pyrefly: ignore
 import triton.language as tl  # pyrefly: ignore

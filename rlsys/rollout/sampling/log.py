@@ -3,8 +3,6 @@
 Letters: N rows of a step, K requests, T tokens.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +27,7 @@ class SampledSequence:
     sampled_logprobs: tuple[float, ...]
     finite: bool
 
-    def part(self, start: int, end: int) -> SampledSequence:
+    def part(self, start: int, end: int) -> "SampledSequence":
         """The tokens from `start` to `end`."""
         return replace(
             self,

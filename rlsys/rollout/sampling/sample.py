@@ -4,8 +4,6 @@ Letters: B rows, V vocabulary. A sample depends on the engine's seed, the reques
 the token in its sequence, and on nothing else: neither on the rest of its batch nor on whether the request was resumed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -70,7 +68,7 @@ class BatchFlags:
     max_top_k: int = -1
 
     @classmethod
-    def of(cls, rows: Sequence[SamplingParams]) -> BatchFlags:
+    def of(cls, rows: Sequence[SamplingParams]) -> "BatchFlags":
         return cls(
             scaled=any(row.temperature not in (0.0, 1.0) for row in rows),
             any_greedy=any(row.temperature == 0 for row in rows),

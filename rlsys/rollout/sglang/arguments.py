@@ -1,7 +1,5 @@
 """The rollout config as keyword arguments of SGLang's ServerArgs."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

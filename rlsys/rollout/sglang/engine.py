@@ -4,8 +4,6 @@ SGLang schedules, batches and runs the model; we sample the tokens inside its sc
 (`rlsys.rollout.sglang.sampler`), so that equal requests give equal tokens in any batch and on any engine.
 """
 
-from __future__ import annotations
-
 import tempfile
 import time
 from base64 import b64decode
@@ -193,7 +191,7 @@ class SGLangRollout(BaseRolloutEngine):
     def _take_samples(self, numbers: list[int], starts: list[int] | None = None) -> tuple[np.ndarray, np.ndarray]:
         return self.remote.call("take_samples", numbers, starts, deadline_s=CALL_WAIT_S)
 
-    def _score(self, batch: DataProto, temperature: float) -> Tensor:
+    def _score(self, batch: "DataProto", temperature: float) -> Tensor:
         if not self.is_leader:
             return torch.zeros(tensors_of(batch.batch)["responses"].shape)
         self.remote.call("score_at", temperature, deadline_s=CALL_WAIT_S)

@@ -1,7 +1,5 @@
 """Starts and stops SGLang's Engine in a process that it shares with other code."""
 
-from __future__ import annotations
-
 import asyncio
 import atexit
 import logging

@@ -3,8 +3,6 @@
 A request's SampleSpec is encoded in its id (`request_id`), which SGLang carries to every rank and into every batch.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable, Sequence

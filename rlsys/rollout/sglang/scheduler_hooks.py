@@ -5,8 +5,6 @@ hooks and then runs SGLang's. Calls arrive over `rlsys.ipc.rpc` and run in their
 only while the engine is quarantined and idle.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import sys
@@ -43,7 +41,7 @@ class SchedulerSettings:
     dtype: str
     seed: int
     is_leader: bool
-    methods: Callable[[SchedulerEngine], Mapping[str, Method]]
+    methods: "Callable[[SchedulerEngine], Mapping[str, Method]]"
 
 
 class SchedulerEngine:

@@ -4,8 +4,6 @@ The head's logits are otherwise rounded to bfloat16, by up to 0.06 above 16, whi
 With batch-invariant kernels a token's digits do not depend on the rest of its batch.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator, Mapping

@@ -4,8 +4,6 @@ vLLM schedules, batches and runs the model; we sample the tokens inside its samp
 equal requests give equal tokens in any batch and log-probabilities need no sort of the vocabulary.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -127,7 +125,7 @@ class VLLMRollout(BaseRolloutEngine):
             self._end(list(requests.values()), [ended[number].token_ids for number in requests])
             self._take_samples([number for number in ended if number not in requests])  # delivered before a stop
 
-    def _take_samples(self, numbers: list[int], starts: list[int] | None = None) -> tuple[np.ndarray, np.ndarray]:
+    def _take_samples(self, numbers: list[int], starts: list[int] | None = None) -> "tuple[np.ndarray, np.ndarray]":
         return self._rpc("rlsys_take_samples", numbers, starts)
 
     def _drain(self) -> None:
@@ -168,7 +166,7 @@ class VLLMRollout(BaseRolloutEngine):
         self.engine.add_request(str(spec.number), prompt, params)
         return str(spec.number)
 
-    def _score(self, batch: DataProto, temperature: float) -> Tensor:
+    def _score(self, batch: "DataProto", temperature: float) -> Tensor:
         self._rpc("rlsys_score_at", temperature)
         return score_sequences(batch, self._prompt_logprobs)
 

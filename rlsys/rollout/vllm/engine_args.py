@@ -1,7 +1,5 @@
 """The rollout config as keyword arguments of vLLM's EngineArgs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

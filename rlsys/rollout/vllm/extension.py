@@ -1,7 +1,5 @@
 """Methods added to vLLM's workers, called by name through collective_rpc."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """vLLM's process groups and shared memory, in a process that has groups of its own."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """What vLLM makes of weights when it loads them, made again: its loader leaves some as it was, and a push all of it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The logits processor through which vLLM takes our tokens."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

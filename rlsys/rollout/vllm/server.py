@@ -3,8 +3,6 @@
 The server needs this package on its path, and nothing of it but torch and what is here.
 """
 
-from __future__ import annotations
-
 import hmac
 import os
 from collections.abc import Awaitable, Callable, MutableMapping

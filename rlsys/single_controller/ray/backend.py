@@ -1,7 +1,5 @@
 """The actors behind a group: their start, their calls, their end."""
 
-from __future__ import annotations
-
 import logging
 import os
 import time

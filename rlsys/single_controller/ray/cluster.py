@@ -1,7 +1,5 @@
 """The start of a Ray cluster or the connection to one, and what is known of its nodes."""
 
-from __future__ import annotations
-
 import atexit
 import logging
 import os

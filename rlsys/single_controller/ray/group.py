@@ -1,7 +1,5 @@
 """RayWorkerGroup: what a driver makes of a class, its arguments and a pool."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 from uuid import uuid4

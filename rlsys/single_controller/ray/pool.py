@@ -1,7 +1,5 @@
 """Resource pools reserved on a Ray cluster as placement groups."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What all executors share: the groups of workers they drive, and the steps of a push as the controller runs them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -6,8 +6,6 @@ snapshot in shared memory, in the engines' dtypes: it costs the host one copy of
 engine whatever the trainer has done since.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Collection, Mapping, Sequence

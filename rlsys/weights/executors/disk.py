@@ -4,8 +4,6 @@ Every trainer rank writes its own boxes into one mapped file beside the final pl
 Engines of this run read the boxes they hold; external servers load the directory as a model.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import time

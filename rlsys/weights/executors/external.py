@@ -3,8 +3,6 @@
 Gathering is collective over the trainer's ranks. A server that fails leaves its own group only.
 """
 
-from __future__ import annotations
-
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -5,8 +5,6 @@ host loads it. It needs nothing but `weights()` and `load()`, so it is the oracl
 of all other executors and their fallback.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace

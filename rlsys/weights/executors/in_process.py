@@ -4,8 +4,6 @@ Where this rank holds the whole model, tensors are copied by plan; otherwise the
 (collective: every rank takes part) and each loads its own rollout engine.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 

@@ -4,8 +4,6 @@ One process group joins all ranks of both sides. The copies between two ranks ar
 a round is one message for every pair of ranks, so that no rank stages more than the messages of one round.
 """
 
-from __future__ import annotations
-
 import secrets
 import time
 from collections import Counter, defaultdict

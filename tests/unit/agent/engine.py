@@ -1,7 +1,5 @@
 """An engine that draws seeded random tokens and records what each draw was given."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from random import Random
 

@@ -1,7 +1,5 @@
 """Chat templates of the forms that model families use, for a tokenizer of bytes with their special tokens."""
 
-from __future__ import annotations
-
 from functools import cache
 
 from tokenizers import AddedToken

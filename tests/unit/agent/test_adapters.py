@@ -4,8 +4,6 @@ The last two are large: `pip install -e '.[openenv,verifiers]'`, then
 `scripts/test.sh -m slow tests/unit/agent/test_adapters.py`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """Episodes with branches as a batch: every drawn token is trained once, and an episode counts once in its group."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

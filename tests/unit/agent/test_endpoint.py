@@ -1,7 +1,5 @@
 """Programs that speak OpenAI's chat completions are agents: exact tokens, retries, streams, branches, bad requests."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

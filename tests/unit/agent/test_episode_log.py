@@ -1,7 +1,5 @@
 """Episodes that were killed continue from their logs: the same tokens, and no recorded call is made twice."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import random

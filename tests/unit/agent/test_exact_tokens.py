@@ -1,7 +1,5 @@
 """For every trained token, the ids before it in its training row are those that the engine was given."""
 
-from __future__ import annotations
-
 import asyncio
 from functools import cache
 from random import Random

@@ -1,7 +1,5 @@
 """Images of prompts, tools and requests: the engine gets the pixels of the placeholders that it is given."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import io

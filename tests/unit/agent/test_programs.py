@@ -1,7 +1,5 @@
 """Programs written with the agent libraries of others are agents without a change."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

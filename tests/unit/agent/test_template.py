@@ -1,7 +1,5 @@
 """What is appended to a conversation is what the template itself writes, whatever the history; or it is refused."""
 
-from __future__ import annotations
-
 import pytest
 
 from rlsys.agent.template import ChatTemplate

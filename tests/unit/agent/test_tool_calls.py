@@ -1,7 +1,5 @@
 """Tool calls are read from every format that models write; what is malformed carries its error."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

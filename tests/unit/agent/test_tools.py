@@ -1,7 +1,5 @@
 """Tools run in processes that can be killed: what one does wrong is a text for the model and harms no other."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 

@@ -1,7 +1,5 @@
 """Episodes of every kind of workflow: their tokens, rewards and ends."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

@@ -1,7 +1,5 @@
 """Tools as users write them; tool processes import this file."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import time

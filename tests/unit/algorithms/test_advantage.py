@@ -1,7 +1,5 @@
 """Estimators: numbers by hand, edge cases, invariances."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

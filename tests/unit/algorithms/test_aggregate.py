@@ -1,7 +1,5 @@
 """Aggregation: numbers by hand, and splitting a batch any way gives the same total, count and gradient."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

@@ -1,7 +1,5 @@
 """Rollout correction, decoupled weights and mismatch diagnostics, by hand."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

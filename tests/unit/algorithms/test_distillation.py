@@ -1,7 +1,5 @@
 """On-policy distillation: divergences by hand, the whole objective against plain float64 formulas."""
 
-from __future__ import annotations
-
 from math import exp, log
 from typing import Any
 

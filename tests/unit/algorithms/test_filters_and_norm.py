@@ -1,7 +1,5 @@
 """Group filters, the overlong penalty, resampling, and AReaL's normalisation against loops over groups."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

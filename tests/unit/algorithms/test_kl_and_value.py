@@ -1,7 +1,5 @@
 """KL estimators, the KL in the reward, its controllers, and the critic's loss."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The comparison behind the parity probe, against numbers by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Policy losses: numbers by hand and from scalar formulas, gradients, splits, and the whole objective."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Losses on preferences against numbers worked out from the papers' formulas."""
 
-from __future__ import annotations
-
 from math import exp, log
 
 import pytest

@@ -1,7 +1,5 @@
 """The blocked scan against a loop over tokens."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

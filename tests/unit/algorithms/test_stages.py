@@ -1,7 +1,5 @@
 """What the controller calls, on real DataProtos."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

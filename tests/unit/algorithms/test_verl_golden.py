@@ -1,7 +1,5 @@
 """Our numbers against verl 0.9.1's own (tests/golden/make_verl_golden.py); differences are in docs/algorithms.md."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

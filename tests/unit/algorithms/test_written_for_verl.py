@@ -1,7 +1,5 @@
 """Estimators and losses written for verl, registered as they are, against our own of the same formula."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Balance and micro-batches: every row once, no budget broken, mini-batches the same on any number of ranks."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """AReaL's allocation grammar, as far as one engine generates and one trains."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """AReaL's configuration files are read as they stand, and its words on the command line."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

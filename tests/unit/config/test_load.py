@@ -1,7 +1,5 @@
 """Layers, spellings, references, presets and what is printed."""
 
-from __future__ import annotations
-
 import logging
 import pickle
 import runpy

@@ -1,7 +1,5 @@
 """Malformed settings: each ends with exit code 2 and a message that names the key and what to write, no traceback."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The override grammar, alone and as the loader applies it."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """Batch arithmetic, pools, run length and memory."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """Sections built on their own, as library code does: with the defaults that the loader gives them."""
 
-from __future__ import annotations
-
 import pytest
 from pydantic import ValidationError
 

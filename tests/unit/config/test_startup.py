@@ -1,7 +1,5 @@
 """A wrong setting is reported at once: nothing heavy is imported, and nothing is started."""
 
-from __future__ import annotations
-
 import os
 import resource
 import subprocess

@@ -1,7 +1,5 @@
 """The settings that the page for TRL's users names do what TRL's do there."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

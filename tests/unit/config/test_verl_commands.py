@@ -1,7 +1,5 @@
 """The script that measures how many of verl's commands are accepted."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Each default of verl's own configuration, given to us by its name."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The names that settings choose from are those that the modules which implement them know."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import get_args
 

@@ -1,7 +1,5 @@
 """Every kind of bad row is refused with file and row, or skipped and counted, and never slips through."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Callable

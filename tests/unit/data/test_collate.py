@@ -1,7 +1,5 @@
 """Batches: padding, masks, positions, columns; conversations and pairs to learn from."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The cursor: exact order, exact resume, epochs as verl's loader makes them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

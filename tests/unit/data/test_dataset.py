@@ -1,7 +1,5 @@
 """Prompts from every kind of file, templates, truncation, sampling, datasets user-defined."""
 
-from __future__ import annotations
-
 import datetime
 import json
 from functools import cache

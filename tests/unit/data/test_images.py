@@ -1,7 +1,5 @@
 """Every form of image is read as the same RGB, and every kind of bad one is refused with its reason."""
 
-from __future__ import annotations
-
 import base64
 import io
 import os

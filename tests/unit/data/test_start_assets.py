@@ -1,7 +1,5 @@
 """The start assets: what the package holds is what scripts/start_model.py makes."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Prompts of a stream: their order, and a resume at any batch."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

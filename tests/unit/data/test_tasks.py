@@ -1,7 +1,5 @@
 """Generated tasks: splits, verl columns, and grades that agree with reasoning-gym's own."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from functools import cache

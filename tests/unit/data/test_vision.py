@@ -1,7 +1,5 @@
 """Rows with images: markers and content parts, ids and pixels of one call, batches that hold each image once."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A small engine, rows and a loss for the engine's own tests."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One training step of many architectures: packed rows and padded ones give what transformers gives in float64."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Checkpoints that are damaged, of another model, or cannot be written; what is saved and what is exported."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

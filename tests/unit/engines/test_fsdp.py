@@ -1,7 +1,5 @@
 """What FSDPEngine refuses, and its options that change nothing but memory and time."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

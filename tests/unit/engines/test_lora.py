@@ -1,7 +1,5 @@
 """Adapters: what is trained, what is served, the reference without them, and their files."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """MegatronEngine beyond the contract: what it refuses, what it writes, how its parts are cut."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Micro-batches that agree over ranks, groups of ranks, and small exchanges between them."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """Learning-rate schedules against transformers' own, and settings that contradict each other."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

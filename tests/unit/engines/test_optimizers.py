@@ -1,7 +1,5 @@
 """Muon, 8-bit AdamW and AdamW on the host: their arithmetic, and that a checkpoint continues them to the bit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Router replay in MegatronEngine: the same experts in every layout, and gradients as if they had been chosen."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Experts that transformers stacks: read, listed and written by the names they are saved by, on any number of ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

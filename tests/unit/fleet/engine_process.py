@@ -1,7 +1,5 @@
 """A replica whose engine is in a forked process, which can be killed and stopped."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

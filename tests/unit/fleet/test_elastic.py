@@ -1,7 +1,5 @@
 """Replicas join and leave an elastic fleet: no request is lost, and none is served by weights that are not current."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Remote engines against real HTTP servers on 127.0.0.1 that misbehave."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -3,8 +3,6 @@
 Each test runs in a process of its own: a process that has used gloo cannot be forked any more.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Any

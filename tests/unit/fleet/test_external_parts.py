@@ -1,7 +1,5 @@
 """What servers write, and addresses, without a network."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

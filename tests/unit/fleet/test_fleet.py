@@ -1,7 +1,5 @@
 """The fleet over replicas that fail on a script: each request is answered once, by the right weights, or fails."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import signal

@@ -1,7 +1,5 @@
 """A fleet of real engines in processes of their own that are killed, stopped or left half updated while they decode."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable, Iterator
 

@@ -1,7 +1,5 @@
 """The codec: which values cross between processes, with which types, and what hostile bytes can do."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading

@@ -1,7 +1,5 @@
 """Calls between processes: results, errors, callbacks, deadlines and the end of the other process."""
 
-from __future__ import annotations
-
 import os
 import socket
 import time

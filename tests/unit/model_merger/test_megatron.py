@@ -1,7 +1,5 @@
 """Checkpoints that a MegatronEngine wrote, of masters cut by the distributed optimizer, become what it exports."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

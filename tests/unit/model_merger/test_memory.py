@@ -1,7 +1,5 @@
 """What the merger keeps in memory is a few tensors, not the model: measured in a process of its own."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

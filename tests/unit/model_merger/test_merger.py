@@ -1,7 +1,5 @@
 """The merger: the same bits through ranks and back, real FSDP checkpoints, and one clear error for what is wrong."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

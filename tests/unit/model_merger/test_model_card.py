@@ -1,7 +1,5 @@
 """The card of a merged model says what the run was."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Cutting a pack for context parallelism, and putting the parts together again."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

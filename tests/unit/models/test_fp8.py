@@ -1,7 +1,5 @@
 """FP8 checkpoints in the published form: read as transformers dequantises them, trained, merged, and refused if odd."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Configurations, structure without memory, and weights from files."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

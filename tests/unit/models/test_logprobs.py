@@ -1,7 +1,5 @@
 """Chunked token statistics against float64 autograd over all logits, and their memory."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """Finding real tokens, laying them out, and exact attention within each sequence of a pack."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

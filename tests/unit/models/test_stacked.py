@@ -1,7 +1,5 @@
 """Experts that transformers stacks in memory, found again under the names it saves them by."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

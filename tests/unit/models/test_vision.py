@@ -1,7 +1,5 @@
 """Vision-language models: packed rows against transformers' own forward pass, row by row, in float64."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

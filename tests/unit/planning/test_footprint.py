@@ -1,7 +1,5 @@
 """Bytes of a decoder: by hand for tiny shapes, and against the caches that the rollout makes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

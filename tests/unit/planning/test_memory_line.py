@@ -1,7 +1,5 @@
 """The memory line of a job's plan: hand-checked figures of a 7B model, and what it costs to print."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The memory planner: tables by hand, and the peaks that H200s measured (docs/performance.md)."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

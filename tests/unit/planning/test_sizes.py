@@ -1,7 +1,5 @@
 """Sizes that a job chooses: by the arithmetic of the memory plan, for devices of several sizes."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Any
 

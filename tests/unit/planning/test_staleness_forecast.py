@@ -1,7 +1,5 @@
 """The advice on max_staleness against schedules worked out by hand."""
 
-from __future__ import annotations
-
 from dataclasses import astuple, replace
 
 import pytest

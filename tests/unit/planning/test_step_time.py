@@ -1,7 +1,5 @@
 """The planner of seconds: its arithmetic by hand and against simulations, the steps that were measured, layouts."""
 
-from __future__ import annotations
-
 from statistics import mean
 
 import pytest

@@ -1,7 +1,5 @@
 """DataProto between real processes: Ray's object store without copies, and a process group."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass

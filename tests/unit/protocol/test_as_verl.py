@@ -3,8 +3,6 @@
 To record again: `PYTHONPATH=. <python with verl> tests/unit/protocol/test_as_verl.py` writes verl_outcomes.json.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import math

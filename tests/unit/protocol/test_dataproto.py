@@ -1,7 +1,5 @@
 """DataProto where arbitrary small batches do not reach: settings, large rows, devices, printing."""
 
-from __future__ import annotations
-
 import copy
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Properties of DataProto over arbitrary batches: rows, columns, padding, wire, disk."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import itertools

@@ -1,7 +1,5 @@
 """The wire form: which types travel, what a receiver may do with them, how bad headers are refused."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import pickle

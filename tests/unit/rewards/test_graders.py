@@ -1,7 +1,5 @@
 """Built-in graders and their routing."""
 
-from __future__ import annotations
-
 import threading
 import time
 from typing import Any

@@ -1,7 +1,5 @@
 """Reward managers: decoding, placing, the overlong penalty, extra columns, managers from files."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path

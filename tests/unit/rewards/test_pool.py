@@ -1,7 +1,5 @@
 """The reward pool against graders that hang, fork, print, exit, crash and lie."""
 
-from __future__ import annotations
-
 import bdb
 import fcntl
 import os

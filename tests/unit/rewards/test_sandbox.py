@@ -1,7 +1,5 @@
 """Untrusted programs: what they try must fail, cost no more than their limits and leave nothing behind."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Programs run by a SandboxFusion server: a server on loopback behaves as its documentation of POST /run_code says."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

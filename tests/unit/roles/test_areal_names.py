@@ -1,7 +1,5 @@
 """AReaL's names, used as its documentation uses them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

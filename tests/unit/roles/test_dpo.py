@@ -1,7 +1,5 @@
 """DPO, IPO and KTO as a role: the documented formulas on whole responses, padding, learning."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The roles on a tiny float64 engine: what they compute, in which steps they train, and that they learn."""
 
-from __future__ import annotations
-
 import math
 from itertools import chain
 from typing import Any

@@ -1,7 +1,5 @@
 """The roles on FSDPEngine: what they learn does not depend on ranks, micro-batches or packing."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

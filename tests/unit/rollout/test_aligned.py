@@ -1,7 +1,5 @@
 """The aligned mode: what reaches vLLM's arguments and this process, and logits that are not rounded."""
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import Any

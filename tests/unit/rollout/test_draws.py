@@ -1,7 +1,5 @@
 """The log of draws: the draws of a request come back whole, in order and once, whatever requests shared its steps."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """HFRollout's own ways: admission, prefill in parts, shared prompts, a growing cache, architectures, loading."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time

@@ -1,7 +1,5 @@
 """HFRollout with images: log-probabilities as transformers' own forward pass has them, however prompts are read."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

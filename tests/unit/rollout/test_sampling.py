@@ -1,7 +1,5 @@
 """The sampler against hand-computed distributions, float64 and the chi-square test."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

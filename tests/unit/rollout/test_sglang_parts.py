@@ -1,7 +1,5 @@
 """The parts of the SGLang adapter that need no SGLang: request ids, sampling and server arguments."""
 
-from __future__ import annotations
-
 import tempfile
 from functools import cache
 from typing import Any

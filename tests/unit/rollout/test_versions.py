@@ -1,7 +1,5 @@
 """Version tables: which row a version chooses, what a refusal says, and whether the rows are what wheels have."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

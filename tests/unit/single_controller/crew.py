@@ -1,7 +1,5 @@
 """Workers for the tests of worker groups; importing this file imports nothing heavy."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -24,18 +22,18 @@ class Rows:
     def __len__(self) -> int:
         return len(self.values)
 
-    def __getitem__(self, item: slice) -> Rows:
+    def __getitem__(self, item: slice) -> "Rows":
         return Rows(self.values[item])
 
     def is_padding_enabled(self) -> bool:
         return self.padding_enabled
 
-    def chunk(self, chunks: int) -> list[Rows]:
+    def chunk(self, chunks: int) -> "list[Rows]":
         size = len(self) // chunks
         return [self[i * size : (i + 1) * size] for i in range(chunks)]
 
     @staticmethod
-    def concat(parts: Sequence[Rows]) -> Rows:
+    def concat(parts: "Sequence[Rows]") -> "Rows":
         return Rows([value for part in parts for value in part.values])
 
 

@@ -1,7 +1,5 @@
 """Workers for the tests that pass real batches."""
 
-from __future__ import annotations
-
 import socket
 import time
 from typing import Any

@@ -1,7 +1,5 @@
 """Registration, the errors of calls as they cross processes, deadlines, and what stays light to import."""
 
-from __future__ import annotations
-
 import pickle
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Death, hang and exception of workers under real Ray: one error, in seconds, naming who and why; nothing is left."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

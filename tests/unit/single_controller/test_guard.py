@@ -1,7 +1,5 @@
 """The guard kills what a driver leaves behind, and nothing else."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Ports that are chosen now and used a little later."""
 
-from __future__ import annotations
-
 import socket
 
 from rlsys.single_controller.worker import QUIET_PORTS, free_port

@@ -1,7 +1,5 @@
 """What only Ray has: futures between groups, detached groups, sub-pools, colocation in a bundle, the cluster itself."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

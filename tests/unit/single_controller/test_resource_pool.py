@@ -1,7 +1,5 @@
 """The arithmetic of pools: slots, ranks on nodes, split, merge, and whether a cluster has room."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Who gets which rows: every row once and in order, repeated ones only behind the last."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

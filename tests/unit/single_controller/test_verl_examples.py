@@ -1,7 +1,5 @@
 """What verl's tutorial and guides do with workers, pools and groups works with only the import path changed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

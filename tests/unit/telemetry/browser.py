@@ -1,7 +1,5 @@
 """Drives a headless Chromium over its debugging pipe: enough to load a page, press keys and read the document."""
 
-from __future__ import annotations
-
 import json
 import os
 import select

@@ -1,7 +1,5 @@
 """One headless browser for the tests of all pages."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """The environment report: real runs, and each verdict from made-up circumstances."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """Log lines reach people with their origin and without secrets."""
 
-from __future__ import annotations
-
 import io
 import logging
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The memory ledger sees real allocations of this process."""
 
-from __future__ import annotations
-
 import mmap
 import subprocess
 import sys

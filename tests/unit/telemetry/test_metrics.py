@@ -1,7 +1,5 @@
 """Batch metrics against numbers worked out by hand, and the stage clock."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The live display in a real pseudo-terminal, and the plain lines without one."""
 
-from __future__ import annotations
-
 import fcntl
 import io
 import math
@@ -106,7 +104,7 @@ def test_terminal_shows_stage_and_numbers_and_keeps_log_lines_whole() -> None:
     for step in (1, 2, 3):
         assert re.search(rf"INFO +\[driver\] logged in step {step}", text)
         assert f"printed in step {step}" in text
-    assert re.search(r"gen 0\.\d s", text)
+    assert re.search(r"gen \d+\.\d s", text)
     assert "update_actor 0." in text
     assert "3/4  75%" in text
     assert "reward 0.200 ▁█  1,234 tok/s  staleness 1" in text
@@ -126,7 +124,7 @@ def test_exception_leaves_the_terminal_clean() -> None:
 def test_a_breakpoint_ends_the_display() -> None:
     raw = in_pseudo_terminal(script=DEBUGGED, answers={"(Pdb)": "p 6 * 7\nc\n"})
     prompt = raw.index("(Pdb)")
-    assert re.search(r"gen 0\.\d s", without_escapes(raw[:prompt]))
+    assert re.search(r"gen \d+\.\d s", without_escapes(raw[:prompt]))
     assert "\n42" in raw[prompt:]
     assert "gen " not in without_escapes(raw[prompt:])
     assert without_escapes(raw).rstrip().endswith("the end")
@@ -143,7 +141,7 @@ def test_ctrl_c_leaves_the_last_state_once() -> None:
 
 def test_the_time_left_is_never_cut() -> None:
     text = without_escapes(in_pseudo_terminal(columns=56))
-    assert re.search(r"2/4 +50% 0\.\d s/step  eta [\d.]+ s", text)
+    assert re.search(r"2/4 +50% \d+\.\d s/step  eta [\d.]+ s", text)
     lines = [line for piece in text.split("\n") for line in piece.split("\r") if "eta" in line]
     assert max(len(line.rstrip()) for line in lines) <= 56 - 3
 
@@ -209,7 +207,7 @@ def test_plain_lines_come_within_a_long_step() -> None:
         progress.stage("gen"),
     ):
         assert wait_until(lambda: out.getvalue().count("\n") >= 2)
-    assert re.fullmatch(r"PPO 0/3  gen 0\.\d s", out.getvalue().splitlines()[0])
+    assert re.fullmatch(r"PPO 0/3  gen \d+\.\d s", out.getvalue().splitlines()[0])
 
 
 def test_a_stage_shows_how_much_of_its_work_is_done() -> None:

@@ -1,7 +1,5 @@
 """A worker's notes travel to the controller and merge."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest

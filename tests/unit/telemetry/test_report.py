@@ -1,7 +1,5 @@
 """The report of a run: made from its files alone, and looked at through a real browser."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Rollout dumps in verl's format, and the page looked at through a real browser."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

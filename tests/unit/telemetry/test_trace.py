@@ -1,7 +1,5 @@
 """Timelines: spans of threads and processes line up, and the file survives a cut at any byte."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

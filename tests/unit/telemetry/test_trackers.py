@@ -1,7 +1,5 @@
 """Metrics land in the JSONL file and in the trackers, through resumes, crashes and failing trackers."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

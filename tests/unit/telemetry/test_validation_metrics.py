@@ -1,7 +1,5 @@
 """Validation metrics: verl's bootstrap to the last bit against a plain loop, pass@k against counting."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import combinations
 from typing import Any

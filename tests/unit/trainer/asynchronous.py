@@ -1,7 +1,5 @@
 """What tests of asynchronous sources share: counted prompts, a grader of lengths, replicas that make given lengths."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time

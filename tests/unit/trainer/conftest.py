@@ -1,7 +1,5 @@
 """Exchanges without pauses, for engines that draw a few tokens at each of them."""
 
-from __future__ import annotations
-
 import pytest
 
 

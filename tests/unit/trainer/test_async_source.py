@@ -1,7 +1,5 @@
 """Free-running asynchronous training over a real fleet: ages, order, failures, filters, checkpoints."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterator

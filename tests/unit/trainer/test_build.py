@@ -1,7 +1,5 @@
 """Which processes of a run go together on a node."""
 
-from __future__ import annotations
-
 import pytest
 
 from rlsys.config import load_config, plan_batches

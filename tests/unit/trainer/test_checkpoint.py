@@ -1,7 +1,5 @@
 """Checkpoints on disk: which stay, what an interrupted save leaves, and states written by earlier releases."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Dumps beside the next step: whole when settled, in order, and never silent about what went wrong."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Reproducible asynchronous training over real engines: equal bits at any speed, and the version of every token."""
 
-from __future__ import annotations
-
 import json
 import random
 import time

@@ -1,7 +1,5 @@
 """How answers are asked for and shown: their end, their padding, their text."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Roles on pools: one process group per pool, all of them closed when one fails to start."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,11 +22,11 @@ class Group:
         self.role = role
         Group.log.append(f"start {role} on {pool.world_size}")
 
-    def spawn(self, roles: list[str]) -> dict[str, Group]:
+    def spawn(self, roles: list[str]) -> "dict[str, Group]":
         return {role: Group.view(role) for role in roles}
 
     @classmethod
-    def view(cls, role: str) -> Group:
+    def view(cls, role: str) -> "Group":
         view = cls.__new__(cls)
         view.role = role
         return view

@@ -1,7 +1,5 @@
 """How a job ends: exit codes and messages."""
 
-from __future__ import annotations
-
 import io
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Where the folder of a model comes from: a model directory, or the weights of a checkpoint, which are merged once."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """What a job would lack on this machine is reported before anything starts, in a dry run too."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """The command that scores rows by a reward function, without a model."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A model that its training engine cannot take is refused before any worker starts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

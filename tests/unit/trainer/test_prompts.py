@@ -1,7 +1,5 @@
 """What is checked of rows before a run starts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

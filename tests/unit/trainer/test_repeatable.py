@@ -1,7 +1,5 @@
 """The probe of reproducible runs, with replicas that repeat themselves and with ones that do not."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any

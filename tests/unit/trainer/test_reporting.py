@@ -1,7 +1,5 @@
 """A run continues when nothing about it can be written any more."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Which role holds memory when: the moves of a shared pool."""
 
-from __future__ import annotations
-
 from functools import partial
 from types import SimpleNamespace
 

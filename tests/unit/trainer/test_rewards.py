@@ -1,7 +1,5 @@
 """Which reward manager a configuration asks for, and what the trainer refuses to be handed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The folder of a run: what was run, what has changed since, and one job at a time."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Batches of a synchronous run: which rows the group filter keeps, and where a restarted run continues."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The window over prompts, by model check: every order in which a few groups start, finish, fail and are trained."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

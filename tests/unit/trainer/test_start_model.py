@@ -1,7 +1,5 @@
 """A job that names no model gets the start model and its rows, and only where it names none."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from rlsys.config import load_config

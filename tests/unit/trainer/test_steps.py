@@ -1,7 +1,5 @@
 """The verbs of a step, with groups that return fixed numbers."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """Which rows SFT trains on, as the data section says."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

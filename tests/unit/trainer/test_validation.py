@@ -1,7 +1,5 @@
 """Validation: which prompts are answered how, and what becomes of the answers."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """How weights reach the rollout: what a push includes, and the wiring of external servers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Files and directories that are wholly there or not at all."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

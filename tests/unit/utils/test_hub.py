@@ -1,7 +1,5 @@
 """Models by name, from a hub on 127.0.0.1: what is downloaded, what is reused, and one line for what goes wrong."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

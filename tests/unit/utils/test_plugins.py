@@ -1,7 +1,5 @@
 """User code from files: an import that hangs or fails is an error that names the setting."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

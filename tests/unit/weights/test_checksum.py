@@ -1,7 +1,5 @@
 """Checksums against their definition in Python integers, over any cut of a tensor."""
 
-from __future__ import annotations
-
 import ctypes
 import random
 

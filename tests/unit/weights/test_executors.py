@@ -1,7 +1,5 @@
 """Every executor from Megatron shards into engines with a learned layout and one tensor left to their loader."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace

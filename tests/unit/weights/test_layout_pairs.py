@@ -1,7 +1,5 @@
 """Trainers of every family and layout to engines of every layout: exactly once, no byte too many, bitwise."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

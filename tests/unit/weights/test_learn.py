@@ -1,7 +1,5 @@
 """Layouts learned from engines that hide them: fused, stacked, transposed, padded, tied, cut, repeated, transformed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The local executor notices what did not arrive."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Boxes and plans on random layouts: any partition, replicas, padded and stacked local tensors, tied names, dtypes."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """MFU by hand: a small model, two rows, a fake clock."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """What the controller sends a receiver in SGLang's scheduler process arrives as it was sent."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

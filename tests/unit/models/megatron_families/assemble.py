@@ -1,7 +1,5 @@
 """Whole HF tensors from the local tensors of Megatron ranks."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod

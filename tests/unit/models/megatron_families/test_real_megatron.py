@@ -1,7 +1,5 @@
 """Megatron's own GPTModel filled from a model that transformers wrote: equal logits, and the same bits back."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

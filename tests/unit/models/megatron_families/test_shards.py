@@ -1,7 +1,5 @@
 """Shards of simulated ranks: each element once a replica, the same bits when converted back, Megatron's own order."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterator
 from itertools import product

@@ -1,7 +1,5 @@
 """A small random model of every family, written as transformers writes it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
