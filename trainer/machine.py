@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Literal
 from urllib.parse import urlsplit
 
 import psutil
@@ -14,6 +14,7 @@ import psutil
 from rlsys.config import EvalConfig, PPOConfig
 from rlsys.config.checks.files import no_score_head
 from rlsys.config.pools import is_external, min_nodes, process_pools, resolve_pools
+from rlsys.data.first_rows import JobConfig
 from rlsys.fleet.external.settings import settings_of
 from rlsys.rollout.versions import SGLANG, VLLM
 from rlsys.telemetry.tracker_adapters import flat_settings
@@ -27,7 +28,7 @@ MODELS = ("actor_rollout_ref.model.path", "critic.model.path", "model.path", "re
 ANSWER_S, SMI_S = 2.0, 20.0
 
 
-def check_machine(config: Any, *, dry_run: bool) -> list[str]:
+def check_machine(config: JobConfig, *, dry_run: bool) -> list[str]:
     """Notes on what a run here would lack; ConfigError for an engine, a device, a model or a server that is not there.
 
     Models by name, servers and the Ray cluster to join are only looked for in a dry run; a run waits for servers and
@@ -46,8 +47,8 @@ def check_machine(config: Any, *, dry_run: bool) -> list[str]:
         for name, key in {settings.get(key): key for key in reversed((*MODELS, *teachers))}.items():
             if name and is_hub_id(name) and (why := model_problem(name)):
                 raise ConfigError(f"{key} = {name}: {why}")
-    scores = isinstance(config, PPOConfig) and not config.reward.has_judge
-    grader = config.reward.reward_model.model_path if scores else None
+    reward = config.reward if isinstance(config, PPOConfig) else None
+    grader = reward.reward_model.model_path if reward and not reward.has_judge else None
     if grader and is_hub_id(grader) and (folder := download_config(grader)) and (why := no_score_head(folder)):
         raise ConfigError(f"reward.reward_model.model_path = {grader}: {why}")
     if dry_run and isinstance(config, PPOConfig) and is_external(config.actor_rollout_ref.rollout.name):
@@ -64,14 +65,14 @@ def _check_engine(config: PPOConfig | EvalConfig) -> None:
             raise ConfigError(f"actor_rollout_ref.rollout.name = {name}: {error}") from error
 
 
-def _joins_a_cluster(config: Any) -> bool:
+def _joins_a_cluster(config: JobConfig) -> bool:
     ray = sys.modules.get("ray")
     address = config.ray_kwargs.ray_init.address or os.environ.get("RAY_ADDRESS")
     is_joining = address not in (None, "", "local") or (ray is not None and ray.is_initialized())
     return is_joining and config.trainer.backend == "ray"
 
 
-def _check_cluster(config: Any) -> None:
+def _check_cluster(config: JobConfig) -> None:
     """ConfigError unless the Ray cluster of the configured address answers and has room for the processes."""
     from rlsys.single_controller import ray as on_ray
 
@@ -85,7 +86,7 @@ def _check_cluster(config: Any) -> None:
         on_ray.ResourcePoolManager(pools, {}, use_gpu=use_gpu, min_nodes=least).create_resource_pool()
 
 
-def _capacity(config: Any) -> Iterator[str]:
+def _capacity(config: JobConfig) -> Iterator[str]:
     """What a cluster that consists of this machine lacks; ConfigError if it is the device that was asked for."""
     run, num_gpus = config.trainer, visible_gpus()
     if run.device == "cuda" and not num_gpus:
