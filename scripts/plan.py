@@ -35,8 +35,8 @@ from rlsys.models.megatron.family import family_of  # noqa: E402
 from rlsys.models.megatron.parallel import ParallelSizes  # noqa: E402
 from rlsys.planning.advice import GIB, aligned, remedies, step_table, table, too_large  # noqa: E402
 from rlsys.planning.layouts import propose_layouts  # noqa: E402
-from rlsys.planning.memory import Lengths, PlanInputs  # noqa: E402
-from rlsys.planning.sizes import Machine, plan_with, replaced  # noqa: E402
+from rlsys.planning.memory import Lengths, Machine, PlanInputs, plan_memory  # noqa: E402
+from rlsys.planning.sizes import replaced  # noqa: E402
 from rlsys.planning.staleness_forecast import MeasuredRun, fitted_pace, staleness_advice  # noqa: E402
 from rlsys.planning.step_time import (  # noqa: E402
     GpuCluster,
@@ -235,7 +235,7 @@ def print_job(args: argparse.Namespace) -> None:
     """Memory and seconds of a job as it stands."""
     room = int((args.device_gib - args.reserve_gib) * GIB)
     cfg, machine = machine_of(args)
-    plan = plan_with(cfg, machine)
+    plan = plan_memory(cfg, machine)
     if args.gpu:
         lengths, sigma = lengths_of(args, cfg)
         cluster = GpuCluster(GPUS[args.gpu], cfg.trainer.n_gpus_per_node)
@@ -250,7 +250,7 @@ def print_job(args: argparse.Namespace) -> None:
         print(f"\non a device that only generates\n{table(plan.rollout, room_bytes=room)}")
     if wrong := too_large(plan, room_bytes=room):
         print(f"\ndoes not fit: {', '.join(stage.name for stage in wrong)}; any one of these changes helps:")
-        for line in remedies(cfg, lambda more: plan_with(*machine_of(args, more)), room_bytes=room):
+        for line in remedies(cfg, lambda more: plan_memory(*machine_of(args, more)), room_bytes=room):
             print(f"  {line}")
         raise SystemExit(1)
 
@@ -264,8 +264,8 @@ def planned_run(
     rows, ends = plan.samples / copies, response_quantiles(lengths, sigma)
     for seqs in (rollout.max_num_seqs, max(1, rollout.max_num_seqs // 4)):
         changed = replaced(cfg, {"actor_rollout_ref.rollout.max_num_seqs": seqs})
-        inputs = PlanInputs(changed, plan, replace(lengths, response=lengths.mean_response), "cuda", 0)
-        seconds, running = rollout_phase(inputs, machine.actor, cluster, 0.0).total, min(rows, seqs)
+        inputs = PlanInputs(changed, machine, replace(lengths, response=lengths.mean_response))
+        seconds, running = rollout_phase(inputs, cluster, 0.0).total, min(rows, seqs)
         loads.append((seconds, rows / running * lengths.mean_response, rows * lengths.mean_response))
     decode_s, answer_s = fitted_pace(loads)
     draw = random.Random(0)

@@ -182,13 +182,10 @@ def _rows_per_call(cfg: PPOConfig, plan: BatchPlan) -> int:
 def residency_moves(cfg: PPOConfig, groups: WorkerGroups, device: str, *, colocated: bool) -> dict[Resident, Moves]:
     """What each role does when it enters and leaves the device, as offloading is configured."""
     policy = cfg.actor_rollout_ref
-    megatron = policy.actor.strategy == "megatron"
-    actor = policy.actor.megatron if megatron else policy.actor.fsdp_config
-    critic = cfg.critic.megatron if cfg.critic.strategy == "megatron" else cfg.critic.fsdp
-    ref = policy.ref.megatron if megatron else policy.ref.fsdp_config
+    actor, ref = policy.actor.shard, policy.ref_shard
     offloaded = (
         (Resident.ACTOR, groups.actor, _offloaded(actor)),
-        (Resident.CRITIC, groups.critic, _offloaded(critic)),
+        (Resident.CRITIC, groups.critic, _offloaded(cfg.critic.shard)),
         (Resident.REFERENCE, groups.ref, ("params",) * ref.param_offload),
         (Resident.TEACHER, groups.teacher, ("params",) * ref.param_offload),
     )

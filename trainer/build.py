@@ -117,7 +117,6 @@ def _build(
     for_workers = EngineRun(
         device=backend.device,
         nccl_timeout_s=config.actor_rollout_ref.nccl_timeout,
-        step_rows=plan.samples,
         rollout_n=config.actor_rollout_ref.rollout.n,
         actor_steps=max(1, actor_steps * plan.actor.optimizer_steps),
         critic_steps=start.num_steps * critic.optimizer_steps if critic else -1,
@@ -177,17 +176,14 @@ def _check_vocabulary(key: str, model: ServedModelConfig, tokenizer: PreTrainedT
 
 def check_models(config: PPOConfig, plan: BatchPlan) -> None:
     """ConfigError, before any worker starts, for a model that its engine cannot train as configured."""
-    policy, critic, section = config.actor_rollout_ref, config.critic, "fsdp_config"
-    engines: tuple[Any, Any] = (policy.actor.fsdp_config, policy.ref.fsdp_config)
-    if policy.actor.strategy == "megatron":
-        section, engines = "megatron", (policy.actor.megatron, policy.ref.megatron)
-    check_model(f"actor_rollout_ref.actor.{section}", policy.model, engines[0])
+    policy, critic = config.actor_rollout_ref, config.critic
+    section = "megatron" if policy.actor.strategy == "megatron" else "fsdp_config"
+    check_model(f"actor_rollout_ref.actor.{section}", policy.model, policy.actor.shard)
     for model in [policy.reference_model] * plan.use_reference + list(config.teachers.values()):
-        check_model(f"actor_rollout_ref.ref.{section}", model, engines[1])
-    if plan.critic is not None and critic.strategy == "megatron":
-        check_model("critic.megatron", critic.model, critic.megatron, head="scalar")
-    elif plan.critic is not None:
-        check_model("critic.fsdp", critic.model, critic.fsdp, head="scalar")
+        check_model(f"actor_rollout_ref.ref.{section}", model, policy.ref_shard)
+    if plan.critic is not None:
+        section = "megatron" if critic.strategy == "megatron" else "fsdp"
+        check_model(f"critic.{section}", critic.model, critic.shard, head="scalar")
 
 
 def place_roles(config: PPOConfig, plan: BatchPlan, node_size: int) -> tuple[dict[Role, str], dict[str, list[int]]]:

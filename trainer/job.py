@@ -27,7 +27,7 @@ from trainer.machine import check_machine, device_memory
 from trainer.summary import summary_lines
 
 if TYPE_CHECKING:
-    from rlsys.planning.sizes import Machine
+    from rlsys.planning.memory import Machine
 
 C = TypeVar("C", PPOConfig, SFTConfig, RMConfig, DPOConfig, EvalConfig)
 EXPECTED_ERRORS = tuple(one for one in vars(errors).values() if isinstance(one, type) and issubclass(one, Exception))

@@ -85,8 +85,9 @@ class SupervisedTrainer(CheckpointedLoop):
         self.cfg = config
         self.group: WorkerGroup | None = None
         self.external_libs = import_external_libs({"model": config.model})
-        engine, head = config.engine, "scalar" if isinstance(config, RMConfig) else "lm"
-        check_model("engine", config.model, engine.megatron if engine.strategy == "megatron" else engine, head=head)
+        check_model(
+            "engine", config.model, config.engine.shard, head="scalar" if isinstance(config, RMConfig) else "lm"
+        )
         self.tokenizer = load_tokenizer(config.model)
         self.train_rows, self.val_rows = load_rows(config, self.tokenizer)
         rows, num_rows, size = self.train_rows, len(self.train_rows), data.train_batch_size
@@ -105,7 +106,6 @@ class SupervisedTrainer(CheckpointedLoop):
         engine_run = EngineRun(
             device=backend.device,
             nccl_timeout_s=self.cfg.nccl_timeout,
-            step_rows=self.cfg.data.train_batch_size * 2,
             actor_steps=self.total_steps,
             num_threads=backend.num_threads,
             external_libs=self.external_libs,

@@ -16,7 +16,6 @@ from rlsys.config.schema.model import ModelConfig, PolicyModelConfig, ShardConfi
 from rlsys.engines import rng
 from rlsys.engines.fsdp.engine import FSDPEngine
 from rlsys.engines.mesh import ensure_process_group
-from rlsys.engines.micro_batches import MicroBatches
 from rlsys.interfaces import TrainEngine
 from rlsys.models.flops import peak_flops
 from rlsys.models.fp8 import without_fp8
@@ -38,13 +37,11 @@ if TYPE_CHECKING:
 class EngineRun:
     """Facts of the run that no section of the configuration has.
 
-    `step_rows` are the rows of a step over all ranks, `rollout_n` those of each prompt; `actor_steps` and
-    `critic_steps` are optimizer steps of the whole run.
+    `rollout_n` are the rows of each prompt; `actor_steps` and `critic_steps` are optimizer steps of the whole run.
     """
 
     device: str
     nccl_timeout_s: float
-    step_rows: int = 1
     rollout_n: int = 1
     actor_steps: int = -1
     critic_steps: int = -1
@@ -71,10 +68,6 @@ class EngineRun:
         ensure_process_group(self.device, timeout_s=self.nccl_timeout_s)
         rng.seed_all(dist.get_rank())
         return self.device
-
-    def micro_batches(self, dynamic: bool, rows: int | None, max_tokens: int | None) -> MicroBatches:
-        """By tokens if `dynamic`, else by a fixed number of rows, or the whole step at once."""
-        return MicroBatches(max_tokens=max_tokens) if dynamic else MicroBatches(rows=rows or self.step_rows)
 
 
 def make_mfu_meter(model: ModelConfig, engine: TrainEngine, run: EngineRun, *, lm_head: bool = True) -> MfuMeter:
@@ -116,24 +109,18 @@ def check_model(key: str, model: ModelConfig, section: ShardConfig | MegatronSha
 
 def build_actor_engine(cfg: ActorRolloutRefConfig, run: EngineRun) -> "Engine":
     """The actor's engine with its optimizer."""
-    actor, rollout = cfg.actor, cfg.rollout
+    actor = cfg.actor
     tower = {"freeze_vision_tower": True} if actor.freeze_vision_tower else {}
     return _engine(
         cfg.model,
-        actor.megatron if actor.strategy == "megatron" else actor.fsdp_config,
+        actor.shard,
         run,
         sp_size=actor.ulysses_sequence_parallel_size,
         optim=actor.optim,
         grad_clip=actor.grad_clip,
         total_steps=run.actor_steps,
-        training=run.micro_batches(
-            actor.use_dynamic_bsz, actor.ppo_micro_batch_size_per_gpu, actor.ppo_max_token_len_per_gpu
-        ),
-        scoring=run.micro_batches(
-            rollout.log_prob_use_dynamic_bsz,
-            rollout.log_prob_micro_batch_size_per_gpu,
-            rollout.log_prob_max_token_len_per_gpu,
-        ),
+        training=actor.training,
+        scoring=cfg.rollout.scoring,
         checkpoint=actor.checkpoint,
         **tower,
     )
@@ -143,15 +130,12 @@ def build_reference_engine(
     cfg: ActorRolloutRefConfig, run: EngineRun, model: PolicyModelConfig | None = None
 ) -> "Engine":
     """The engine of the reference, or of another frozen `model`, which only computes."""
-    ref = cfg.ref
     return _engine(
         model or cfg.reference_model,
-        ref.megatron if cfg.actor.strategy == "megatron" else ref.fsdp_config,
+        cfg.ref_shard,
         run,
-        sp_size=ref.ulysses_sequence_parallel_size,
-        training=run.micro_batches(
-            ref.log_prob_use_dynamic_bsz, ref.log_prob_micro_batch_size_per_gpu, ref.log_prob_max_token_len_per_gpu
-        ),
+        sp_size=cfg.ref.ulysses_sequence_parallel_size,
+        training=cfg.ref.scoring,
     )
 
 
@@ -159,19 +143,15 @@ def build_critic_engine(cfg: CriticConfig, run: EngineRun) -> "Engine":
     """The critic's engine with its optimizer and a scalar head."""
     return _engine(
         cfg.model,
-        cfg.megatron if cfg.strategy == "megatron" else cfg.fsdp,
+        cfg.shard,
         run,
         sp_size=cfg.ulysses_sequence_parallel_size,
         head="scalar",
         optim=cfg.optim,
         grad_clip=cfg.grad_clip,
         total_steps=run.critic_steps,
-        training=run.micro_batches(
-            cfg.use_dynamic_bsz, cfg.ppo_micro_batch_size_per_gpu, cfg.ppo_max_token_len_per_gpu
-        ),
-        scoring=run.micro_batches(
-            cfg.use_dynamic_bsz, cfg.forward_micro_batch_size_per_gpu, cfg.forward_max_token_len_per_gpu
-        ),
+        training=cfg.training,
+        scoring=cfg.scoring,
         checkpoint=cfg.checkpoint,
     )
 
@@ -184,23 +164,20 @@ def build_reward_engine(cfg: RewardModelConfig, run: EngineRun) -> "Engine":
         run,
         sp_size=1,
         head="scalar",
-        training=run.micro_batches(
-            cfg.use_dynamic_bsz, cfg.micro_batch_size_per_gpu, cfg.forward_max_token_len_per_gpu
-        ),
+        training=cfg.scoring,
     )
 
 
 def build_supervised_engine(cfg: SFTConfig | RMConfig | DPOConfig, run: EngineRun, *, frozen: bool = False) -> "Engine":
     """The engine of supervised training: a language model, or a reward model; `frozen` it only computes."""
-    data = cfg.data
     trained = {"optim": cfg.optim, "grad_clip": cfg.optim.clip_grad, "total_steps": run.actor_steps}
     return _engine(
         cfg.model,
-        cfg.engine.megatron if cfg.engine.strategy == "megatron" else cfg.engine,
+        cfg.engine.shard,
         run,
         sp_size=cfg.engine.ulysses_sequence_parallel_size,
         head="scalar" if isinstance(cfg, RMConfig) else "lm",
-        training=run.micro_batches(data.use_dynamic_bsz, data.micro_batch_size_per_gpu, data.max_token_len_per_gpu),
+        training=cfg.data.training,
         checkpoint=cfg.checkpoint,
         **({} if frozen else trained),
     )

@@ -41,30 +41,27 @@ def micro_batches(
     lengths: Lengths,
     max_tokens: int,
     *,
-    rows_together: int = 1,
     agree: Callable[[int], int] | None = None,
 ) -> list[np.ndarray]:
     """Rows (ascending) of each micro-batch, none over `max_tokens`, the one with the most tokens first.
 
-    About as few as the budget allows (a packing heuristic), balanced. Consecutive `rows_together` rows stay together.
-    `agree` maps this rank's number to the maximum over ranks (an all-reduce), which all ranks then use; micro-batches
-    are empty only if that exceeds the number of rows.
+    About as few as the budget allows (a packing heuristic), balanced. `agree` maps this rank's number to the maximum
+    over ranks (an all-reduce), which all ranks then use; micro-batches are empty only if that exceeds the number of
+    rows.
     ValueError naming the row if a single one is over the budget, on all ranks if `agree` is given.
     """
-    sizes = _grouped(_array(lengths), rows_together)
+    sizes = _array(lengths)
     over = np.flatnonzero(sizes > max_tokens)
     packed = [] if len(over) else _pack_under(sizes, max_tokens)
     count = max(len(packed), 1)
     agreed = count if agree is None else agree(TOO_LONG if len(over) else count)
     if len(over):
-        first = int(over[0]) * rows_together
-        rows = f"row {first}" if rows_together == 1 else f"rows {first} to {first + rows_together - 1}"
-        raise ValueError(f"{rows} of {int(sizes[over[0]])} tokens exceed the budget of {max_tokens} per micro-batch")
+        row = int(over[0])
+        raise ValueError(f"row {row} of {int(sizes[row])} tokens exceed the budget of {max_tokens} per micro-batch")
     if agreed >= TOO_LONG:
         raise ValueError(f"a row on another rank exceeds the budget of {max_tokens} tokens per micro-batch")
     parts = packed if agreed == len(packed) else _spread(packed, sizes, max_tokens, agreed)
-    order = sorted(parts, key=lambda part: (-sizes[part].sum(), part[0] if len(part) else len(sizes)))
-    return [(part[:, None] * rows_together + np.arange(rows_together)).ravel() for part in order]
+    return sorted(parts, key=lambda part: (-sizes[part].sum(), part[0] if len(part) else len(sizes)))
 
 
 def _pack_under(sizes: np.ndarray, max_tokens: int) -> list[np.ndarray]:
@@ -132,9 +129,3 @@ def _array(lengths: Lengths) -> np.ndarray:
     if values.ndim != 1 or (len(values) and values.min() < 0):
         raise ValueError(f"lengths must be 1-D and non-negative, got shape {values.shape}")
     return values if values.dtype.kind == "f" else values.astype(np.int64)
-
-
-def _grouped(values: np.ndarray, rows_together: int) -> np.ndarray:
-    if len(values) % rows_together:
-        raise ValueError(f"{len(values)} rows are not a multiple of rows_together={rows_together}")
-    return values.reshape(-1, rows_together).sum(axis=1)

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from rlsys.config.pools import Pools, resolve_pools
 from rlsys.config.schema.actor import TrainedRoleConfig
-from rlsys.config.schema.base import Section
+from rlsys.config.schema.base import MicroBatches, Section
 from rlsys.config.schema.jobs import PPOConfig, SupervisedConfig, SupervisedEngineConfig
 from rlsys.config.schema.trainer import RunConfig
 from rlsys.utils.errors import ConfigError
@@ -17,16 +17,14 @@ from rlsys.utils.errors import ConfigError
 class RolePlan:
     """How a trained role (actor or critic) splits a step's samples.
 
-    `dp_size` ranks see different samples; `samples` and `mini_batch_samples` count over all of them. A micro-batch
-    holds `micro_batch_size` samples or `max_tokens` tokens; with neither set a rank takes its whole share at once.
+    `dp_size` ranks see different samples; `samples` and `mini_batch_samples` count over all of them.
     """
 
     samples: int
     mini_batch_samples: int
     dp_size: int
     epochs: int
-    micro_batch_size: int | None
-    max_tokens: int | None
+    size: MicroBatches
 
     @property
     def mini_batches(self) -> int:
@@ -44,7 +42,7 @@ class RolePlan:
     @property
     def micro_batch_samples(self) -> int | None:
         """Samples of a micro-batch on one rank; None if it is filled by tokens."""
-        return None if self.max_tokens is not None else self.micro_batch_size or self.rank_samples
+        return None if self.size.max_tokens is not None else self.size.rows or self.rank_samples
 
     @property
     def micro_batches(self) -> int | None:
@@ -83,8 +81,7 @@ def plan_batches(cfg: PPOConfig) -> BatchPlan:
             mini_batch_samples=role.ppo_mini_batch_size * answers,
             dp_size=pools.train_ranks // shared_by(role),
             epochs=role.ppo_epochs,
-            micro_batch_size=role.ppo_micro_batch_size_per_gpu,
-            max_tokens=role.ppo_max_token_len_per_gpu if role.use_dynamic_bsz else None,
+            size=role.training,
         )
 
     critic = plan_of(cfg.critic) if cfg.use_critic else None
@@ -148,8 +145,7 @@ def _supervised_lines(cfg: SupervisedConfig) -> list[tuple[str, str]]:
         mini_batch_samples=data.train_batch_size,
         dp_size=trainer.nnodes * trainer.n_gpus_per_node // shared_by(cfg.engine),
         epochs=1,
-        micro_batch_size=data.micro_batch_size_per_gpu,
-        max_tokens=data.max_token_len_per_gpu if data.use_dynamic_bsz else None,
+        size=data.training,
     )
     return [
         ("step", f"{data.train_batch_size} rows of {data.max_length} tokens at most; {_rank_words(role)}"),
@@ -168,14 +164,13 @@ def _role_words(role: RolePlan, section: str) -> str:
     epochs = f" x {role.epochs} epochs" if role.epochs > 1 else ""
     steps = f"{_many(role.mini_batches, 'mini-batch')} of {role.mini_batch_samples} samples{epochs}"
     key = f"{section}.ppo_micro_batch_size_per_gpu"
-    is_split = role.micro_batch_size is not None or role.max_tokens is not None
-    less = "" if is_split else f" ({key}=1 uses the least memory)"
+    less = f" ({key}=1 uses the least memory)" if role.size == MicroBatches() else ""
     return f"{steps} = {_many(role.optimizer_steps, 'optimizer step')}; {_rank_words(role)}{less}"
 
 
 def _rank_words(role: RolePlan) -> str:
     if role.micro_batches is None:
-        micro = f"micro-batches of {role.max_tokens} tokens"
+        micro = f"micro-batches of {role.size.max_tokens} tokens"
     else:
         micro = f"{_many(role.micro_batches, 'micro-batch')} of {role.micro_batch_samples}"
     return f"each rank: {role.rank_samples} in {micro}"

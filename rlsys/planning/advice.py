@@ -8,9 +8,8 @@ from rlsys.config import PPOConfig
 from rlsys.config.checks.files import model_facts
 from rlsys.planning.footprint import decoder_of
 from rlsys.planning.layouts import propose_layouts
-from rlsys.planning.memory import CACHE, Device, Lengths, MemoryPlan, Stage
+from rlsys.planning.memory import CACHE, Device, Lengths, Machine, MemoryPlan, Stage, plan_memory
 from rlsys.planning.roles import together
-from rlsys.planning.sizes import Machine, plan_with
 from rlsys.planning.step_time import GpuCluster, Phase, plan_step, step_seconds
 from rlsys.utils.errors import ConfigError
 
@@ -29,7 +28,7 @@ def memory_line(cfg: PPOConfig, machine: Machine) -> str:
     if not machine.actor:
         return ""
     try:
-        plan = plan_with(cfg, machine)
+        plan = plan_memory(cfg, machine)
         parameters = decoder_of(machine.actor).parameters
     except (ConfigError, KeyError, TypeError, ValueError, ArithmeticError) as error:
         return f"cannot be planned: {error}"

@@ -10,13 +10,12 @@ from rlsys.config.engines import rollout_backend
 from rlsys.models.megatron.family import find_family
 from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
 from rlsys.planning import footprint as fp
-from rlsys.planning.memory import Lengths, PlanInputs
-from rlsys.planning.sizes import Machine, choose_sizes, plan_with, replaced
+from rlsys.planning.memory import Lengths, Machine, PlanInputs, device_roles, plan_memory
+from rlsys.planning.sizes import choose_sizes, replaced
 from rlsys.planning.step_time import (
     GpuCluster,
     Phase,
     plan_step,
-    roles_of,
     rollout_phase,
     step_seconds,
     training_phases,
@@ -53,15 +52,15 @@ def propose_layouts(
     cfg: PPOConfig, machine: Machine, cluster: GpuCluster, *, lengths: Lengths, sigma: float = 0.0, most: int = 5
 ) -> list[Proposal]:
     """At most `most` layouts that fit, the fastest first; token budgets and what is recomputed are chosen for each."""
-    facts, serving, training = machine.actor, list[Timed](), list[Timed]()
+    serving, training = list[Timed](), list[Timed]()
     for name, settings in _rollout_layouts(cfg, machine):
-        job = _job(cfg, settings | BEST, lengths)
-        serving.append((rollout_phase(job, facts, cluster, sigma).total, name, settings))
+        job = PlanInputs(replaced(cfg, settings | BEST), machine, lengths)
+        serving.append((rollout_phase(job, cluster, sigma).total, name, settings))
     for name, settings in _training_layouts(cfg, machine, cluster):
-        job = _job(cfg, settings, lengths)
-        roles = roles_of(job, machine)
+        job = PlanInputs(replaced(cfg, settings), machine, lengths)
+        roles = device_roles(job)
         if all(sum(one.role.held().values()) <= machine.room_bytes for one in roles):
-            seconds = sum(phase.total for phase in training_phases(job, roles, facts, cluster))
+            seconds = sum(phase.total for phase in training_phases(job, roles, cluster))
             training.append((seconds * SIMPLER ** name.count(","), name, settings))
     proposals = list[Proposal]()
     pairs = sorted(product(training, serving), key=lambda pair: pair[0][0] + pair[1][0])
@@ -73,7 +72,7 @@ def propose_layouts(
         try:
             chosen, _ = choose_sizes(replaced(cfg, settings), settings, machine)
             changed = replaced(cfg, settings | chosen)
-            plan = plan_with(changed, machine)
+            plan = plan_memory(changed, machine)
         except ConfigError:
             continue
         peak = max(stage.total for stage in (*plan.train, *plan.rollout))
@@ -82,11 +81,6 @@ def propose_layouts(
             seconds = step_seconds(changed, phases)
             proposals.append(Proposal(f"{name}; rollout {copies}", settings | chosen, phases, seconds, peak))
     return sorted(proposals, key=lambda one: one.seconds)[:most]
-
-
-def _job(cfg: PPOConfig, settings: Settings, lengths: Lengths) -> PlanInputs:
-    changed = replaced(cfg, settings)
-    return PlanInputs(changed, plan_batches(changed), lengths, "cuda", 0)
 
 
 def _rollout_layouts(cfg: PPOConfig, machine: Machine) -> Iterator[tuple[str, Settings]]:

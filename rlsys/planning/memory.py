@@ -5,7 +5,8 @@ is what torch allocates; the CUDA context, NCCL's buffers and unused room of the
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,8 +15,10 @@ from rlsys.config.checks.batches import sequence_ranks
 from rlsys.config.checks.files import model_facts
 from rlsys.config.engines import rollout_backend
 from rlsys.config.plan import BatchPlan, RolePlan
+from rlsys.config.schema.base import MicroBatches
 from rlsys.config.schema.megatron import MegatronConfig, MegatronRoleConfig
 from rlsys.config.schema.model import FSDPConfig, ModelConfig, OptimConfig, ShardConfig
+from rlsys.models.megatron.family import Head
 from rlsys.models.megatron.parallel import ParallelSizes
 from rlsys.planning import footprint as fp
 from rlsys.planning.roles import (
@@ -29,8 +32,6 @@ from rlsys.planning.roles import (
     MegatronRole,
     Pass,
     Role,
-    largest_pass,
-    megatron_role,
     together,
 )
 from rlsys.types import EXPORT_FILE_BYTES
@@ -46,6 +47,8 @@ ORDER = (
     *("start", "rollout", "old_log_prob", "ref", "teacher", "reward_model", "values"),
     *("update_critic", "update_actor", "update_weights", "save_checkpoint"),
 )
+RESERVED, RESERVED_SHARE = {"cuda": 3 << 30, "cpu": 0}, 0.08
+"""For CUDA contexts, NCCL, a sleeping engine and fragments."""
 Facts = Mapping[str, Any]
 Device = Literal["cuda", "cpu"]
 
@@ -67,14 +70,37 @@ class Lengths:
 
 
 @dataclass(frozen=True)
+class Machine:
+    """A device of the job, and the config.json of its models; without the actor's nothing can be planned."""
+
+    device: Device
+    device_bytes: int
+    actor: Facts
+    critic: Facts | None = None
+    reward_model: Facts | None = None
+
+    @property
+    def room_bytes(self) -> int:
+        """What tensors may take."""
+        return int(self.device_bytes * (1 - RESERVED_SHARE)) - RESERVED[self.device]
+
+
+@dataclass(frozen=True)
 class PlanInputs:
-    """What planning reads: the configuration, its batch plan, lengths, the device and the rank's pipeline stage."""
+    """What planning reads: the configuration, a device with the models, lengths, and the rank's pipeline stage."""
 
     cfg: PPOConfig
-    plan: BatchPlan
+    machine: Machine
     lengths: Lengths
-    device: Device
-    pp_rank: int
+    pp_rank: int = 0
+
+    @cached_property
+    def plan(self) -> BatchPlan:
+        return plan_batches(self.cfg)
+
+    @property
+    def device(self) -> Device:
+        return self.machine.device
 
 
 @dataclass(frozen=True)
@@ -113,37 +139,25 @@ class MemoryPlan:
     rollout: tuple[Stage, ...] = ()
 
 
-def plan_memory(
-    cfg: PPOConfig,
-    actor: Facts,
-    *,
-    critic: Facts | None = None,
-    reward_model: Facts | None = None,
-    lengths: Lengths | None = None,
-    device: Device = "cuda",
-    device_bytes: int = 141 << 30,
-) -> MemoryPlan:
-    """The memory of every stage; `actor`, `critic` and `reward_model` are the models' config.json.
+def plan_memory(cfg: PPOConfig, machine: Machine, *, lengths: Lengths | None = None) -> MemoryPlan:
+    """The memory of every stage, by default of rows as long as they may be.
 
-    Of pipeline stages the one that needs most is returned. vLLM takes its share of `device_bytes`, SGLang of what the
-    actor leaves of them. ConfigError for a model without a table.
+    Of pipeline stages the one that needs most is returned. vLLM takes its share of the device, SGLang of what the actor
+    leaves of it. ConfigError for a model without a table.
     """
-    policy, plan, given = cfg.actor_rollout_ref.actor, plan_batches(cfg), lengths or Lengths.longest(cfg)
-    stages = policy.megatron.pipeline_model_parallel_size if policy.strategy == "megatron" else 1
-    here = plan.pools.colocated and not plan.pools.external
+    job = PlanInputs(cfg, machine, lengths or Lengths.longest(cfg))
+    policy, pools = cfg.actor_rollout_ref.actor, job.plan.pools
     by_stage = []
-    for pp_rank in range(stages):
-        job = PlanInputs(cfg, plan, given, device, pp_rank)
-        roles = device_roles(job, actor, critic or actor, reward_model)
-        engine = _engine(job, actor, device_bytes, roles[0].role.held()) if here else {}
-        by_stage.append(_training_stages(job, actor, roles, engine))
+    for pp_rank in range(policy.megatron.pipeline_model_parallel_size if policy.strategy == "megatron" else 1):
+        at_stage = replace(job, pp_rank=pp_rank)
+        roles = device_roles(at_stage)
+        engine = _engine(at_stage, roles[0].role.held()) if pools.colocated else {}
+        by_stage.append(_training_stages(at_stage, roles, engine))
     train = max(by_stage, key=lambda stages: max(stage.total for stage in stages))
-    if plan.pools.colocated or plan.pools.external:
-        return MemoryPlan(train)
-    return MemoryPlan(train, _rollout_stages(_engine(PlanInputs(cfg, plan, given, device, 0), actor, device_bytes, {})))
+    return MemoryPlan(train, () if pools.colocated or pools.external else _rollout_stages(_engine(job, {})))
 
 
-def _training_stages(job: PlanInputs, facts: Facts, roles: list[DeviceRole], engine: Bytes) -> tuple[Stage, ...]:
+def _training_stages(job: PlanInputs, roles: list[DeviceRole], engine: Bytes) -> tuple[Stage, ...]:
     """`engine` is the rollout's where it lives here: on CUDA it sleeps while roles run, unless it keeps its memory."""
     rollout = job.cfg.actor_rollout_ref.rollout
     cache_share_of = rollout_backend(rollout.name).cache_share_of
@@ -161,8 +175,8 @@ def _training_stages(job: PlanInputs, facts: Facts, roles: list[DeviceRole], eng
             passing = role.role.training(size) if trains else role.role.scoring(size)
             stages.append(Stage(name, together([*others, role.role.held(), passing, beside])))
     synced = together([roles[0].waiting(but=frozenset([PARAMETERS])), *waiting[1:], weights])
-    stages.append(Stage("update_weights", together([synced, {STAGING: _staging(job, facts, roles[0])}])))
-    stages.append(Stage("save_checkpoint", together([synced, {STAGING: _export(job, facts)}])))
+    stages.append(Stage("update_weights", together([synced, {STAGING: _staging(job, roles[0].role)}])))
+    stages.append(Stage("save_checkpoint", together([synced, {STAGING: _export(job)}])))
     return tuple(sorted(stages, key=lambda stage: ORDER.index(stage.name)))
 
 
@@ -177,13 +191,13 @@ def _only(engine: Bytes, owner: str) -> Bytes:
     return {owner: engine[owner]} if owner in engine else {}
 
 
-def _engine(job: PlanInputs, facts: Facts, device_bytes: int, beside: Bytes) -> Bytes:
+def _engine(job: PlanInputs, beside: Bytes) -> Bytes:
     """The rollout's engine while it generates, started where `beside` was already."""
-    rollout, d = job.cfg.actor_rollout_ref.rollout, fp.decoder_of(facts)
+    rollout, d = job.cfg.actor_rollout_ref.rollout, fp.decoder_of(job.machine.actor)
     c = width_of(rollout.dtype, job.device)
     weights = c * d.parameters // rollout.tensor_model_parallel_size
     if (cache_share_of := rollout_backend(rollout.name).cache_share_of) is not None:
-        there = device_bytes - (sum(beside.values()) if cache_share_of == "free" else 0)
+        there = job.machine.device_bytes - (sum(beside.values()) if cache_share_of == "free" else 0)
         share = int(there * rollout.gpu_memory_utilization) - weights
         return {ROLLOUT_WEIGHTS: weights, CACHE: max(0, share) if job.device == "cuda" else rollout.kv_cache_gib << 30}
     rows = min(rollout.max_num_seqs, -(-job.cfg.data.gen_batch_size * rollout.n // job.plan.pools.rollout_ranks))
@@ -197,22 +211,22 @@ def _engine(job: PlanInputs, facts: Facts, device_bytes: int, beside: Bytes) -> 
     }
 
 
-def _staging(job: PlanInputs, facts: Facts, actor: DeviceRole) -> int:
+def _staging(job: PlanInputs, role: Role) -> int:
     """What a push takes beside both sides: copies for checksums, merged adapters, buckets of the gathering way."""
-    role, engine = actor.role, job.cfg.actor_rollout_ref.rollout.checkpoint_engine
-    staging = 2 * fp.decoder_of(facts).largest + CHECKSUM_WORDS_BYTES if job.device == "cuda" else 0
+    d, engine = fp.decoder_of(job.machine.actor), job.cfg.actor_rollout_ref.rollout.checkpoint_engine
+    staging = 2 * d.largest + CHECKSUM_WORDS_BYTES if job.device == "cuda" else 0
     if isinstance(role, FsdpRole) and role.lora_rank:
         staging += role.master * role.model.parameters // role.ranks
     if isinstance(role, MegatronRole) and role.adapters:
         staging += role.how.c * role.held_here.parameters
     if engine.backend == "gather":
-        staging += min(engine.update_weights_bucket_megabytes << 20, fp.WIDE * fp.decoder_of(facts).parameters)
+        staging += min(engine.update_weights_bucket_megabytes << 20, fp.WIDE * d.parameters)
     return staging
 
 
-def _export(job: PlanInputs, facts: Facts) -> int:
+def _export(job: PlanInputs) -> int:
     """A Hugging Face export gathers whole tensors, a file of them at a time; other checkpoints take nothing."""
-    actor, d = job.cfg.actor_rollout_ref.actor, fp.decoder_of(facts)
+    actor, d = job.cfg.actor_rollout_ref.actor, fp.decoder_of(job.machine.actor)
     if "hf_model" not in actor.checkpoint.save_contents:
         return 0
     dtype = actor.megatron.dtype if actor.strategy == "megatron" else actor.fsdp_config.model_dtype
@@ -220,13 +234,13 @@ def _export(job: PlanInputs, facts: Facts) -> int:
     return min(EXPORT_FILE_BYTES, width * d.parameters) + width * d.largest
 
 
-def device_roles(job: PlanInputs, actor: Facts, critic: Facts, reward_model: Facts | None) -> list[DeviceRole]:
+def device_roles(job: PlanInputs) -> list[DeviceRole]:
     """All roles of a training device, the actor first."""
-    roles = [_actor(job, actor), *_reference(job, actor)]
+    roles = [_actor(job), *_reference(job)]
     if job.plan.critic is not None:
-        roles.append(_critic(job, job.plan.critic, critic))
-    if reward_model is not None and not job.plan.pools.reward_model_ranks:
-        roles.append(_reward_model(job, reward_model))
+        roles.append(_critic(job, job.plan.critic))
+    if job.machine.reward_model is not None and not job.plan.pools.reward_model_ranks:
+        roles.append(_reward_model(job, job.machine.reward_model))
     return roles
 
 
@@ -236,94 +250,74 @@ def width_of(dtype: str, device: Device) -> int:
     return 2 if narrow else fp.WIDE
 
 
-def _actor(job: PlanInputs, facts: Facts) -> DeviceRole:
-    policy, rollout = job.cfg.actor_rollout_ref, job.cfg.actor_rollout_ref.rollout
-    actor, model = policy.actor, policy.model
-    sharing = sequence_ranks(actor)
-    scored = _pass(
-        job,
-        job.plan.samples // job.plan.actor.dp_size,
-        rows=rollout.log_prob_micro_batch_size_per_gpu,
-        max_tokens=rollout.log_prob_max_token_len_per_gpu if rollout.log_prob_use_dynamic_bsz else None,
-        sharing=sharing,
-    )
-    stages = [("update_actor", True, _training(job, job.plan.actor, sharing))]
+def _actor(job: PlanInputs) -> DeviceRole:
+    policy = job.cfg.actor_rollout_ref
+    actor, sharing = policy.actor, sequence_ranks(policy.actor)
+    scored = _scored(job, job.plan.actor, policy.rollout.scoring, sharing)
+    stages = [("update_actor", True, _trained(job, job.plan.actor, sharing))]
     if not job.cfg.algorithm.rollout_correction.bypass_mode:
         stages.append(("old_log_prob", False, scored))
     if job.plan.use_reference and not policy.has_reference_weights:
         stages.append(("ref", False, scored))
-    settings = actor.megatron if actor.strategy == "megatron" else actor.fsdp_config
     role = _role(
         job,
-        facts,
-        settings,
-        recompute=model.enable_gradient_checkpointing,
+        job.machine.actor,
+        actor.shard,
+        recompute=policy.model.enable_gradient_checkpointing,
         entropy=actor.entropy_coeff != 0 or actor.calculate_entropy,
-        lora=_lora(model),
+        lora=_lora(policy.model),
         optim=actor.optim,
     )
-    return DeviceRole(role, _leaving(settings), tuple(stages))
+    return DeviceRole(role, _leaving(actor.shard), tuple(stages))
 
 
-def _reference(job: PlanInputs, facts: Facts) -> Iterator[DeviceRole]:
-    policy, ref = job.cfg.actor_rollout_ref, job.cfg.actor_rollout_ref.ref
+def _reference(job: PlanInputs) -> Iterator[DeviceRole]:
+    policy, settings = job.cfg.actor_rollout_ref, job.cfg.actor_rollout_ref.ref_shard
     models = [("ref", policy.reference_model)] if job.plan.use_reference and policy.has_reference_weights else []
     if not job.plan.pools.teacher_ranks:
         models += [("teacher", model) for model in job.cfg.teachers.values()]
-    megatron = policy.actor.strategy == "megatron"
-    settings = ref.megatron if megatron else ref.fsdp_config
-    scored = _pass(
-        job,
-        job.plan.samples // job.plan.actor.dp_size,
-        rows=ref.log_prob_micro_batch_size_per_gpu,
-        max_tokens=ref.log_prob_max_token_len_per_gpu if ref.log_prob_use_dynamic_bsz else None,
-        sharing=ref.megatron.context_parallel_size if megatron else ref.ulysses_sequence_parallel_size,
-    )
+    is_megatron = isinstance(settings, MegatronRoleConfig)
+    sharing = settings.context_parallel_size if is_megatron else policy.ref.ulysses_sequence_parallel_size
+    scored = _scored(job, job.plan.actor, policy.ref.scoring, sharing)
     leaves = frozenset([PARAMETERS] * settings.param_offload)
     for name, model in models:
+        facts = job.machine.actor
         own = facts if model is policy.model else model_facts(Path(model.path or "")) or facts
         yield DeviceRole(_role(job, own, settings, trained=False), leaves, ((name, False, scored),))
 
 
-def _critic(job: PlanInputs, plan: RolePlan, facts: Facts) -> DeviceRole:
-    critic = job.cfg.critic
-    settings = critic.megatron if critic.strategy == "megatron" else critic.fsdp
-    scored = _pass(
-        job,
-        job.plan.samples // plan.dp_size,
-        rows=critic.forward_micro_batch_size_per_gpu,
-        max_tokens=critic.forward_max_token_len_per_gpu if critic.use_dynamic_bsz else None,
-        sharing=sequence_ranks(critic),
-    )
-    recompute = critic.model.enable_gradient_checkpointing
-    lora = _lora(critic.model)
-    role = _role(job, facts, settings, lm=False, recompute=recompute, lora=lora, optim=critic.optim)
-    trained = _training(job, plan, sequence_ranks(critic))
-    return DeviceRole(role, _leaving(settings), (("values", False, scored), ("update_critic", True, trained)))
+def _critic(job: PlanInputs, plan: RolePlan) -> DeviceRole:
+    critic, facts, sharing = job.cfg.critic, job.machine.critic or job.machine.actor, sequence_ranks(job.cfg.critic)
+    recompute, lora = critic.model.enable_gradient_checkpointing, _lora(critic.model)
+    role = _role(job, facts, critic.shard, head="value", recompute=recompute, lora=lora, optim=critic.optim)
+    values = ("values", False, _scored(job, plan, critic.scoring, sharing))
+    return DeviceRole(role, _leaving(critic.shard), (values, ("update_critic", True, _trained(job, plan, sharing))))
 
 
 def _reward_model(job: PlanInputs, facts: Facts) -> DeviceRole:
     grader, ranks = job.cfg.reward.reward_model, job.plan.pools.train_ranks
-    scored = _pass(
-        job,
-        job.plan.samples // ranks,
-        rows=grader.micro_batch_size_per_gpu,
-        max_tokens=grader.forward_max_token_len_per_gpu if grader.use_dynamic_bsz else None,
-        sharing=1,
-    )
+    scored = largest_pass(job.lengths, job.plan.samples // ranks, grader.scoring)
     how = Computing(width_of(grader.dtype, job.device), job.device, recompute=False)
     role = FsdpRole(fp.decoder_of(facts, head="value"), how, ranks, master=fp.WIDE, trained=False, lm=False)
     return DeviceRole(role, frozenset(), (("reward_model", False, scored),))
 
 
-def _pass(job: PlanInputs, num_rows: int, *, rows: int | None, max_tokens: int | None, sharing: int) -> Pass:
-    prompt, response = job.lengths.mean_prompt, job.lengths.mean_response
-    return largest_pass(num_rows, rows=rows, max_tokens=max_tokens, prompt=prompt, response=response, sharing=sharing)
+def largest_pass(lengths: Lengths, num_rows: int, size: MicroBatches, sharing: int = 1) -> Pass:
+    """The largest micro-batch of rows of mean length, filled and balanced; `sharing` ranks share it."""
+    row, rows = lengths.mean_prompt + lengths.mean_response, size.rows
+    if size.max_tokens is not None:
+        fit = max(1, size.max_tokens * sharing // row)
+        rows = -(-num_rows // -(-num_rows // fit))
+    micro = max(1, min(num_rows, rows or num_rows))
+    return Pass(micro * row // sharing, micro * lengths.mean_response // sharing, -(-num_rows // micro))
 
 
-def _training(job: PlanInputs, plan: RolePlan, sharing: int) -> Pass:
-    rows = plan.micro_batch_samples
-    return _pass(job, plan.rank_samples, rows=rows, max_tokens=plan.max_tokens, sharing=sharing)
+def _scored(job: PlanInputs, plan: RolePlan, size: MicroBatches, sharing: int) -> Pass:
+    return largest_pass(job.lengths, job.plan.samples // plan.dp_size, size, sharing)
+
+
+def _trained(job: PlanInputs, plan: RolePlan, sharing: int) -> Pass:
+    return largest_pass(job.lengths, plan.rank_samples, plan.size, sharing)
 
 
 def _role(
@@ -332,33 +326,24 @@ def _role(
     settings: ShardConfig | MegatronRoleConfig,
     *,
     trained: bool = True,
-    lm: bool = True,
+    head: Head = "lm",
     recompute: bool = False,
     entropy: bool = False,
     lora: "LoraSettings | None" = None,
     optim: OptimConfig = OptimConfig(),  # noqa: B008
 ) -> Role:
-    head, ranks = "lm" if lm else "value", job.plan.pools.train_ranks
+    ranks = job.plan.pools.train_ranks
     how = Computing(width_of(settings.dtype, job.device), job.device, recompute and trained, entropy)
     if isinstance(settings, MegatronRoleConfig):
-        return megatron_role(
-            facts,
-            how,
-            ParallelSizes.from_config(settings),
-            ranks=ranks,
-            pp_rank=job.pp_rank,
-            head=head,
-            trained=trained,
-            fused=job.device == "cuda",
-            lora=lora,
-        )
+        sizes, fused = ParallelSizes.from_config(settings), job.device == "cuda"
+        return MegatronRole(facts, how, sizes, ranks, job.pp_rank, head, trained, fused, lora)
     return FsdpRole(
         fp.decoder_of(facts, head=head),
         how,
         ranks=min(settings.fsdp_size, ranks) if settings.fsdp_size > 0 else ranks,
         master=width_of(settings.model_dtype, job.device),
         trained=trained,
-        lm=lm,
+        lm=head == "lm",
         on_host=settings.offload_policy and job.device == "cuda",
         lora_rank=lora.rank if lora is not None else 0,
         optim=optim,

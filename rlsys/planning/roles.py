@@ -7,6 +7,7 @@ gradients for good, and masters and moments spread over its data-parallel ranks.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from rlsys.config.schema.model import OptimConfig
@@ -29,18 +30,6 @@ class Pass:
     tokens: int
     responses: int
     count: int
-
-
-def largest_pass(
-    num_rows: int, *, rows: int | None, max_tokens: int | None, prompt: int, response: int, sharing: int = 1
-) -> Pass:
-    """Micro-batches of `rows` rows of full length (None: all), or filled up to `max_tokens` a rank and balanced; each
-    is shared by `sharing` ranks."""
-    if max_tokens is not None:
-        fit = max(1, max_tokens * sharing // (prompt + response))
-        rows = -(-num_rows // -(-num_rows // fit))
-    micro = max(1, min(num_rows, rows or num_rows))
-    return Pass(micro * (prompt + response) // sharing, micro * response // sharing, -(-num_rows // micro))
 
 
 @dataclass(frozen=True)
@@ -137,22 +126,48 @@ class FsdpRole:
 
 @dataclass(frozen=True)
 class MegatronRole:
-    """A role on one rank of Megatron; `dp` and `expert_dp` ranks share the optimizer of the dense part and of experts.
+    """A role on the rank of Megatron's stage `pp_rank` that holds the first part of everything.
 
-    `fused`: Transformer Engine's layers. With `adapters` only these are trained.
+    `fused`: Transformer Engine's layers. With `lora` only adapters are trained. `dp` and `expert_dp` ranks share the
+    optimizer of the dense part and of experts.
     """
 
-    model: fp.Decoder
-    held_here: fp.Held
+    hf_config: Mapping[str, Any]
     how: Computing
     sizes: ParallelSizes
-    pp_rank: int
-    dp: int
-    expert_dp: int
-    trained: bool
-    lm: bool
-    fused: bool
-    adapters: fp.Held | None = None
+    ranks: int
+    pp_rank: int = 0
+    head: Head = "lm"
+    trained: bool = True
+    fused: bool = True
+    lora: "LoraSettings | None" = None
+
+    @cached_property
+    def model(self) -> fp.Decoder:
+        return fp.decoder_of(self.hf_config, head=self.head)
+
+    @cached_property
+    def held_here(self) -> fp.Held:
+        return fp.held_at(self.hf_config, RankPlace(self.sizes, pp_rank=self.pp_rank), head=self.head)
+
+    @cached_property
+    def adapters(self) -> fp.Held | None:
+        if self.lora is None:
+            return None
+        place = RankPlace(self.sizes, pp_rank=self.pp_rank)
+        return fp.adapters_at(self.hf_config, place, self.lora, head=self.head, te=self.fused)
+
+    @property
+    def dp(self) -> int:
+        return self.ranks // (self.sizes.tp * self.sizes.pp)
+
+    @property
+    def expert_dp(self) -> int:
+        return max(1, self.ranks // (self.sizes.expert_tp * self.sizes.ep * self.sizes.pp))
+
+    @property
+    def lm(self) -> bool:
+        return self.head == "lm"
 
     def held(self) -> Bytes:
         """Between calls: gradients stay, in float32."""
@@ -221,35 +236,6 @@ def _logits(role: Role, size: Pass, *, backward: bool) -> int:
     trained, tp = (not role.lora_rank, 1) if isinstance(role, FsdpRole) else (role.adapters is None, role.sizes.tp)
     sizes = {"c": how.c, "device": how.device, "backward": backward, "entropy": how.entropy}
     return fp.logits_bytes(role.model, size.responses, trained=trained, tp=tp, **sizes)
-
-
-def megatron_role(
-    hf_config: Mapping[str, Any],
-    how: Computing,
-    sizes: ParallelSizes,
-    *,
-    ranks: int,
-    pp_rank: int,
-    head: Head,
-    trained: bool,
-    fused: bool,
-    lora: "LoraSettings | None" = None,
-) -> MegatronRole:
-    """The role of the rank of stage `pp_rank` that holds the first part of everything."""
-    place = RankPlace(sizes, pp_rank=pp_rank)
-    return MegatronRole(
-        fp.decoder_of(hf_config, head=head),
-        fp.held_at(hf_config, place, head=head),
-        how,
-        sizes,
-        pp_rank,
-        dp=ranks // (sizes.tp * sizes.pp),
-        expert_dp=max(1, ranks // (sizes.expert_tp * sizes.ep * sizes.pp)),
-        trained=trained,
-        lm=head == "lm",
-        fused=fused,
-        adapters=fp.adapters_at(hf_config, place, lora, head=head, te=fused) if lora is not None else None,
-    )
 
 
 def _higher(*candidates: Bytes) -> Bytes:

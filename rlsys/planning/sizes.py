@@ -17,7 +17,7 @@ from rlsys.config.plan import RolePlan
 from rlsys.config.schema.actor import TrainedRoleConfig
 from rlsys.config.schema.base import Section
 from rlsys.planning import footprint as fp
-from rlsys.planning.memory import Device, Facts, MemoryPlan, plan_memory, width_of
+from rlsys.planning.memory import Machine, MemoryPlan, plan_memory, width_of
 from rlsys.utils.errors import ConfigError
 
 GIB = 1 << 30
@@ -26,8 +26,6 @@ MOST_TOKENS = {"cuda": 65536, "cpu": 4096}
 ENOUGH_TOKENS = 8192
 """Tokens that keep a GPU busy: activations are recomputed only if fewer fit."""
 FEWEST_SEQS, MOST_SEQS = {"cuda": 256, "cpu": 1}, {"cuda": 1024, "cpu": 384}
-RESERVED, RESERVED_SHARE = {"cuda": 3 * GIB, "cpu": 0}, 0.08
-"""For CUDA contexts, NCCL, a sleeping engine and fragments."""
 ENGINE_EXTRA, LEAST_SHARE = 4 * GIB, 0.3
 _POLICY, _TOKENS = "actor_rollout_ref", "max_token_len_per_gpu"
 ROLLOUT, MODEL = f"{_POLICY}.rollout", f"{_POLICY}.model"
@@ -35,22 +33,6 @@ SEQS, SHARE = f"{ROLLOUT}.max_num_seqs", f"{ROLLOUT}.gpu_memory_utilization"
 ACTOR_BUDGET, CRITIC_BUDGET = f"{_POLICY}.actor.ppo_{_TOKENS}", f"critic.ppo_{_TOKENS}"
 Chosen = Iterator[tuple[str, Any, str]]
 """Keys with their values and what the plan says beside them."""
-
-
-@dataclass(frozen=True)
-class Machine:
-    """A device of the job, and the config.json of its models; without the actor's nothing can be planned."""
-
-    device: Device
-    device_bytes: int
-    actor: Facts
-    critic: Facts | None = None
-    reward_model: Facts | None = None
-
-    @property
-    def room_bytes(self) -> int:
-        """What tensors may take."""
-        return int(self.device_bytes * (1 - RESERVED_SHARE)) - RESERVED[self.device]
 
 
 @dataclass(frozen=True)
@@ -66,7 +48,7 @@ class _Job:
 
     def needs(self, *stages: str) -> dict[str, int]:
         """Bytes by owner of the largest of these stages; nothing where they are not known."""
-        plan = plan_with(self.cfg, self.machine) if self.machine.actor else MemoryPlan(())
+        plan = plan_memory(self.cfg, self.machine) if self.machine.actor else MemoryPlan(())
         there = [stage.bytes for stage in (*plan.train, *plan.rollout) if stage.name in stages]
         return max(there, key=lambda owners: sum(owners.values()), default={})
 
@@ -90,7 +72,7 @@ def choose_sizes(cfg: PPOConfig, given: Collection[str], machine: Machine) -> tu
     does not fit at all.
     """
     try:
-        plan_with(cfg, machine)
+        plan_memory(cfg, machine)
     except (ConfigError, KeyError, TypeError, ValueError, ArithmeticError):
         machine = replace(machine, actor={})
     if machine.device == "cuda" and not (machine.actor and machine.device_bytes):
@@ -102,18 +84,6 @@ def choose_sizes(cfg: PPOConfig, given: Collection[str], machine: Machine) -> tu
             words.append(f"{key.removeprefix(_POLICY + '.')}={shown(value)}{why}")
     room = f" ({machine.room_bytes / GIB:.1f} of {machine.device_bytes / GIB:.1f} GiB to plan with)" if words else ""
     return values, f"{', '.join(words)}{room}"
-
-
-def plan_with(cfg: PPOConfig, machine: Machine) -> MemoryPlan:
-    """The memory plan of a configuration on a machine."""
-    return plan_memory(
-        cfg,
-        machine.actor,
-        critic=machine.critic,
-        reward_model=machine.reward_model,
-        device=machine.device,
-        device_bytes=machine.device_bytes,
-    )
 
 
 def replaced(section: Any, settings: dict[str, Any]) -> Any:

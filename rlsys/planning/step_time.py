@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from math import exp, hypot, inf
 from statistics import NormalDist, mean
 
-from rlsys.config import PPOConfig, plan_batches
+from rlsys.config import PPOConfig
 from rlsys.config.checks.batches import sequence_ranks
 from rlsys.config.engines import rollout_backend
 from rlsys.planning import footprint as fp
-from rlsys.planning.memory import DeviceRole, Facts, Lengths, PlanInputs, device_roles, width_of
+from rlsys.planning.memory import DeviceRole, Lengths, Machine, PlanInputs, device_roles, width_of
 from rlsys.planning.roles import OPTIMIZER, FsdpRole, MegatronRole, Pass, Role
-from rlsys.planning.sizes import Machine
 from rlsys.utils.gpus import Gpu
 
 MATMUL = 0.75
@@ -79,17 +78,12 @@ def plan_step(
 
     Adapters are taken to cost what full training does; graders and the controller cost nothing.
     """
-    job = PlanInputs(cfg, plan_batches(cfg), lengths or Lengths.longest(cfg), "cuda", 0)
-    rollout = () if job.plan.pools.external else (rollout_phase(job, machine.actor, cluster, sigma),)
-    return (*rollout, *training_phases(job, roles_of(job, machine), machine.actor, cluster))
+    job = PlanInputs(cfg, machine, lengths or Lengths.longest(cfg))
+    rollout = () if job.plan.pools.external else (rollout_phase(job, cluster, sigma),)
+    return (*rollout, *training_phases(job, device_roles(job), cluster))
 
 
-def roles_of(job: PlanInputs, machine: Machine) -> list[DeviceRole]:
-    """All roles of a training device, the actor first."""
-    return device_roles(job, machine.actor, machine.critic or machine.actor, machine.reward_model)
-
-
-def training_phases(job: PlanInputs, roles: Sequence[DeviceRole], actor: Facts, cluster: GpuCluster) -> Iterator[Phase]:
+def training_phases(job: PlanInputs, roles: Sequence[DeviceRole], cluster: GpuCluster) -> Iterator[Phase]:
     """The phases of the ranks that train, where `roles` are, and the weight push."""
     for one in roles:
         for name, trains, size in one.stages:
@@ -99,7 +93,7 @@ def training_phases(job: PlanInputs, roles: Sequence[DeviceRole], actor: Facts, 
             away = sum(size for owner, size in one.role.held().items() if owner in one.leaves)
             offload = {"offload": 2 * away / PCIE_RATE}
             yield Phase(name, {cause: steps * one for cause, one in seconds.items()} | offload)
-    yield Phase("update_weights", _push(job, actor, roles[0].role, cluster))
+    yield Phase("update_weights", _push(job, roles[0].role, cluster))
 
 
 def step_seconds(cfg: PPOConfig, phases: Sequence[Phase]) -> float:
@@ -175,9 +169,9 @@ def _reduction(job: PlanInputs, role: Role, cluster: GpuCluster) -> Iterator[flo
     yield cluster.ring_s(width * here.experts, role.expert_dp, s.expert_tp * s.ep)
 
 
-def rollout_phase(job: PlanInputs, facts: Facts, cluster: GpuCluster, sigma: float) -> Phase:
+def rollout_phase(job: PlanInputs, cluster: GpuCluster, sigma: float) -> Phase:
     """A prompt is read once for its answers; answers are decoded together, fewer and fewer of them as they end."""
-    rollout, lengths, d = job.cfg.actor_rollout_ref.rollout, job.lengths, fp.decoder_of(facts)
+    rollout, lengths, d = job.cfg.actor_rollout_ref.rollout, job.lengths, fp.decoder_of(job.machine.actor)
     rows = -(-job.plan.samples * rollout.tensor_model_parallel_size // job.plan.pools.rollout_ranks)
     floor, row_s = DECODE_S.get(rollout.name, DECODE_S["vllm"])
     if rollout.name == "hf":
@@ -233,9 +227,10 @@ def response_quantiles(lengths: Lengths, sigma: float) -> list[float]:
     return [min(high * factor, lengths.response) for factor in factors]
 
 
-def _push(job: PlanInputs, facts: Facts, actor: Role, cluster: GpuCluster) -> dict[str, float]:
+def _push(job: PlanInputs, actor: Role, cluster: GpuCluster) -> dict[str, float]:
     """Each rollout rank takes its share of the weights; beside an actor on several nodes it gathers whole tensors."""
-    rollout, pools, parameters = job.cfg.actor_rollout_ref.rollout, job.plan.pools, fp.decoder_of(facts).parameters
+    rollout, pools = job.cfg.actor_rollout_ref.rollout, job.plan.pools
+    parameters = fp.decoder_of(job.machine.actor).parameters
     c, host = width_of(rollout.dtype, "cuda"), PUSH_S
     taken = c * parameters / rollout.tensor_model_parallel_size
     sent = cluster.all_to_all_s(taken, pools.total_ranks)

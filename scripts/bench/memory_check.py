@@ -26,6 +26,7 @@ from rlsys.config import PPOConfig, load_config, plan_batches  # noqa: E402
 from rlsys.planning.memory import (  # noqa: E402
     RESIDENT,
     Lengths,
+    Machine,
     MemoryPlan,
     plan_memory,
 )
@@ -184,15 +185,14 @@ def checked(cfg: PPOConfig, *, peaks: bool) -> list[tuple[str, int, int]]:
         finally:
             trainer.close()
     model, grader = cfg.actor_rollout_ref.model, cfg.reward.reward_model
-    plan = plan_memory(
-        cfg,
+    machine = Machine(
+        "cuda" if peaks else "cpu",
+        torch.cuda.get_device_properties(0).total_memory if peaks else 0,
         facts(model.path) | model.override_config,
         critic=facts(cfg.critic.model.path) if cfg.critic.model.path else None,
         reward_model=facts(grader.model_path) if grader.enable else None,
-        lengths=lengths_seen(Path(cfg.trainer.default_local_dir), cfg),
-        device="cuda" if peaks else "cpu",
-        device_bytes=torch.cuda.get_device_properties(0).total_memory if peaks else 0,
     )
+    plan = plan_memory(cfg, machine, lengths=lengths_seen(Path(cfg.trainer.default_local_dir), cfg))
     megatron = cfg.actor_rollout_ref.actor.strategy == "megatron"  # whose gradients stay
     kept = None if peaks else [owner for owner in RESIDENT if megatron or owner != GRADIENTS]
     return list(rows_of(plan, trainer.reporter.ledger, rollout_apart=bool(plan.rollout), kept=kept))

@@ -132,7 +132,7 @@ class Side:
         from workers.build import EngineRun, build_actor_engine
 
         cfg = load_config(overrides(work))
-        run = EngineRun(device=work["device"], nccl_timeout_s=60.0, step_rows=work["rows"])
+        run = EngineRun(device=work["device"], nccl_timeout_s=60.0)
         policy = cfg.actor_rollout_ref
         self.trainer = build_actor_engine(policy, run)
         worker = worker_class(policy.rollout.name)(policy.model, policy.rollout, run, "auto")

@@ -18,8 +18,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
 
 from rlsys.config import load_config  # noqa: E402
 from rlsys.planning.advice import aligned  # noqa: E402
-from rlsys.planning.memory import Lengths  # noqa: E402
-from rlsys.planning.sizes import Machine  # noqa: E402
+from rlsys.planning.memory import Lengths, Machine  # noqa: E402
 from rlsys.planning.step_time import GpuCluster, plan_step, step_seconds  # noqa: E402
 from rlsys.utils.gpus import GPUS  # noqa: E402
 from scripts.model_shapes import SHAPES  # noqa: E402

@@ -65,22 +65,20 @@ def _budgets(cfg: PPOConfig) -> Iterator[str]:
     actor, ref, rollout = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.ref, cfg.actor_rollout_ref.rollout
     shared = sequence_ranks(actor)
     budgets = [
-        (f"{ACTOR}.ppo_max_token_len_per_gpu", actor.ppo_max_token_len_per_gpu, actor.use_dynamic_bsz, shared),
-        (f"{ROLLOUT}.{LOG_PROB}", rollout.log_prob_max_token_len_per_gpu, rollout.log_prob_use_dynamic_bsz, shared),
+        (f"{ACTOR}.ppo_max_token_len_per_gpu", actor.training, shared),
+        (f"{ROLLOUT}.{LOG_PROB}", rollout.scoring, shared),
     ]
     if cfg.use_ref_settings:
         cp, ulysses = ref.megatron.context_parallel_size, ref.ulysses_sequence_parallel_size
-        dynamic, sequence = ref.log_prob_use_dynamic_bsz, cp if actor.strategy == "megatron" else ulysses
-        budgets.append((f"{REF}.{LOG_PROB}", ref.log_prob_max_token_len_per_gpu, dynamic, sequence))
+        budgets.append((f"{REF}.{LOG_PROB}", ref.scoring, cp if actor.strategy == "megatron" else ulysses))
     if cfg.use_critic:
-        dynamic, sequence = cfg.critic.use_dynamic_bsz, sequence_ranks(cfg.critic)
-        for name in ("ppo_max_token_len_per_gpu", "forward_max_token_len_per_gpu"):
-            budgets.append((f"{CRITIC}.{name}", getattr(cfg.critic, name), dynamic, sequence))
+        for name, size in (("ppo", cfg.critic.training), ("forward", cfg.critic.scoring)):
+            budgets.append((f"{CRITIC}.{name}_max_token_len_per_gpu", size, sequence_ranks(cfg.critic)))
     if cfg.reward.reward_model.enable:
-        grader, key = cfg.reward.reward_model, "reward.reward_model.forward_max_token_len_per_gpu"
-        budgets.append((key, grader.forward_max_token_len_per_gpu, grader.use_dynamic_bsz, 1))
-    for key, budget, dynamic, sequence in budgets:
-        if dynamic and budget * sequence < longest:
+        key = "reward.reward_model.forward_max_token_len_per_gpu"
+        budgets.append((key, cfg.reward.reward_model.scoring, 1))
+    for key, size, sequence in budgets:
+        if size.max_tokens is not None and size.max_tokens * sequence < longest:
             why = f"a sequence of data.max_prompt_length + data.max_response_length = {longest} tokens does not fit"
             yield wrong(cfg, key, why, f"{-(-longest // sequence)} or more")
 

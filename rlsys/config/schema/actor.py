@@ -5,7 +5,17 @@ from typing import Annotated, Literal
 from pydantic import Field, Strict
 
 from rlsys.config.schema import types as t
-from rlsys.config.schema.base import IF_MEGATRON, IF_REFERENCE, ActiveIf, Registered, Requires, Section, linked, section
+from rlsys.config.schema.base import (
+    IF_MEGATRON,
+    IF_REFERENCE,
+    ActiveIf,
+    MicroBatches,
+    Registered,
+    Requires,
+    Section,
+    linked,
+    section,
+)
 from rlsys.config.schema.megatron import MegatronConfig, MegatronRoleConfig
 from rlsys.config.schema.model import (
     CheckpointConfig,
@@ -90,6 +100,13 @@ class TrainedRoleConfig(Section):
     megatron: Annotated[MegatronConfig, IF_MEGATRON] = section(MegatronConfig)
     checkpoint: CheckpointConfig = section(CheckpointConfig)
 
+    @property
+    def training(self) -> MicroBatches:
+        """The micro-batches of updates."""
+        if self.use_dynamic_bsz:
+            return MicroBatches(max_tokens=self.ppo_max_token_len_per_gpu)
+        return MicroBatches(rows=self.ppo_micro_batch_size_per_gpu)
+
 
 class ActorConfig(TrainedRoleConfig):
     """The trained policy."""
@@ -121,6 +138,11 @@ class ActorConfig(TrainedRoleConfig):
     """Estimator of the KL loss; + is its straight-through form."""
     fsdp_config: FSDPConfig = section(FSDPConfig)
     router_replay: RouterReplayConfig = section(RouterReplayConfig)
+
+    @property
+    def shard(self) -> FSDPConfig | MegatronConfig:
+        """The section of its training engine."""
+        return self.megatron if self.strategy == "megatron" else self.fsdp_config
 
 
 class RefModelConfig(Section):
@@ -174,6 +196,11 @@ class ActorRolloutRefConfig(Section):
         ref = self.ref.model
         return self.model if ref.path in (None, self.model.path) else self.frozen_model(ref.path, ref.trust_remote_code)
 
+    @property
+    def ref_shard(self) -> RoleShardConfig | MegatronRoleConfig:
+        """The section of the training engine of frozen models, which is the actor's."""
+        return self.ref.megatron if self.actor.strategy == "megatron" else self.ref.fsdp_config
+
     def frozen_model(self, path: str | None, trust_remote_code: bool) -> PolicyModelConfig:
         """Another model that reads the policy's rows."""
         packed = self.model.use_remove_padding
@@ -205,3 +232,15 @@ class CriticConfig(TrainedRoleConfig):
     """Tokens per forward pass when values are computed."""
     cliprange_value: t.Positive = 0.5
     """Clip range of the value loss."""
+
+    @property
+    def shard(self) -> FSDPConfig | MegatronConfig:
+        """The section of its training engine."""
+        return self.megatron if self.strategy == "megatron" else self.fsdp
+
+    @property
+    def scoring(self) -> MicroBatches:
+        """The micro-batches in which values are computed."""
+        if self.use_dynamic_bsz:
+            return MicroBatches(max_tokens=self.forward_max_token_len_per_gpu)
+        return MicroBatches(rows=self.forward_micro_batch_size_per_gpu)

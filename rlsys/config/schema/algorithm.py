@@ -6,7 +6,7 @@ from pydantic import Field, Strict
 
 from rlsys.config.engines import rollout_backends
 from rlsys.config.schema import types as t
-from rlsys.config.schema.base import ActiveIf, Registered, Requires, Section, linked, open_dict, section
+from rlsys.config.schema.base import ActiveIf, MicroBatches, Registered, Requires, Section, linked, open_dict, section
 from rlsys.config.schema.model import ServedModelConfig
 from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.config.vocabulary import ADV_ESTIMATORS, REWARD_MANAGERS, KLEstimator
@@ -347,6 +347,13 @@ class RewardModelConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """dtype of the computation."""
     rollout: JudgeRolloutConfig = section(JudgeRolloutConfig)
+
+    @property
+    def scoring(self) -> MicroBatches:
+        """The micro-batches in which it scores."""
+        if self.use_dynamic_bsz:
+            return MicroBatches(max_tokens=self.forward_max_token_len_per_gpu)
+        return MicroBatches(rows=self.micro_batch_size_per_gpu)
 
     @property
     def model(self) -> ServedModelConfig:

@@ -121,6 +121,11 @@ class SupervisedEngineConfig(ShardConfig):
     ulysses_sequence_parallel_size: t.Count = 1
     """Ranks that one sequence is split over."""
 
+    @property
+    def shard(self) -> "SupervisedEngineConfig | SupervisedMegatronConfig":
+        """The section of the training engine."""
+        return self.megatron if self.strategy == "megatron" else self
+
 
 class SupervisedOptimConfig(OptimConfig):
     """The optimizer of SFT and reward models."""

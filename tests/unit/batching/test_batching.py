@@ -242,21 +242,9 @@ def test_agreed_number_of_micro_batches(lengths: list[int], more: int) -> None:
     assert sum(len(part) == 0 for part in parts) == max(0, len(parts) - len(lengths))
 
 
-@properties
-@given(st.lists(st.integers(0, 50), min_size=1, max_size=20), st.integers(1, 3))
-def test_rows_that_belong_together_stay_together(lengths: list[int], together: int) -> None:
-    parts = micro_batches(lengths * together, 50 * together, rows_together=together)
-    for part in parts:
-        groups = part.reshape(-1, together)
-        assert (groups == groups[:, :1] + np.arange(together)).all()
-        assert (groups[:, 0] % together == 0).all()
-
-
 def test_a_row_over_the_budget_is_named_on_its_rank_and_reported_on_the_others() -> None:
     with pytest.raises(ValueError, match="row 1 of 50 tokens exceed the budget of 10"):
         micro_batches([5, 50, 60], 10)
-    with pytest.raises(ValueError, match="rows 2 to 3 of 12 tokens"):
-        micro_batches([5, 5, 6, 6], 10, rows_together=2)
     asked: list[int] = []
     with pytest.raises(ValueError, match="row 0"):
         micro_batches([50], 10, agree=lambda count: asked.append(count) or count)
@@ -270,8 +258,3 @@ def test_full_budget_is_used() -> None:
     lengths = rng.lognormal(7, 0.8, 1024).clip(1, 4096).astype(int)
     parts = micro_batches(lengths, 16384)
     assert lengths.sum() / (len(parts) * 16384) >= 0.98
-
-
-def test_grouping_must_divide() -> None:
-    with pytest.raises(ValueError, match="not a multiple of rows_together=2"):
-        micro_batches([1, 2, 3], 10, rows_together=2)

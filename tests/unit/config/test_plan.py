@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from rlsys.config import PPOConfig, SFTConfig, load_config, plan_batches
 from rlsys.config.plan import RolePlan, plan_text, total_steps
 from rlsys.config.pools import resolve_pools
+from rlsys.config.schema.base import MicroBatches
 
 SMOLLM2_135M = {
     "model_type": "llama",
@@ -56,7 +57,7 @@ def test_a_step_by_hand() -> None:
 def test_filling_by_tokens_leaves_the_number_of_micro_batches_open() -> None:
     plan = plan_batches(load_config([]))
     assert plan.actor.micro_batches is None
-    assert plan.actor.max_tokens == 4096
+    assert plan.actor.size == MicroBatches(max_tokens=4096)
     assert plan.critic is None
     assert not plan.use_reference
 
@@ -69,8 +70,7 @@ def test_every_sample_is_in_one_micro_batch(minis: int, ranks: int, share: int, 
         mini_batch_samples=mini_samples,
         dp_size=ranks,
         epochs=epochs,
-        micro_batch_size=micro,
-        max_tokens=None,
+        size=MicroBatches(rows=micro),
     )
     assert role.rank_samples * role.dp_size * role.mini_batches == minis * mini_samples
     assert role.micro_batches is not None

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from rlsys.config import PPOConfig, load_config
+from rlsys.config.schema.base import MicroBatches
 from rlsys.config.schema.model import OptimConfig, OverrideOptimizerConfig
 from rlsys.models.megatron.parallel import ParallelSizes
 from rlsys.planning import footprint as fp
 from rlsys.planning.advice import remedies, table, too_large
-from rlsys.planning.memory import Lengths, MemoryPlan, Stage, plan_memory
-from rlsys.planning.roles import Computing, FsdpRole, Pass, largest_pass, megatron_role
+from rlsys.planning.memory import Device, Lengths, Machine, MemoryPlan, Stage, largest_pass, plan_memory
+from rlsys.planning.roles import Computing, FsdpRole, MegatronRole, Pass
 from scripts.model_shapes import SHAPES
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -43,13 +44,19 @@ def config(*settings: str, preset: str = "quickstart") -> PPOConfig:
     return load_config(["--config-name", preset, *FILES, *settings])
 
 
+def planned(
+    cfg: PPOConfig, shape: dict[str, Any], *, device: Device = "cuda", device_bytes: int = 141 * GIB, **lengths: Lengths
+) -> MemoryPlan:
+    return plan_memory(cfg, Machine(device, device_bytes, shape), **lengths)
+
+
 def stages(plan: MemoryPlan) -> dict[str, Stage]:
     return {stage.name: stage for stage in plan.train}
 
 
 def test_packs_are_filled_and_balanced() -> None:
     def of(rows: int | None, max_tokens: int | None, sharing: int = 1) -> Pass:
-        return largest_pass(10, rows=rows, max_tokens=max_tokens, prompt=60, response=40, sharing=sharing)
+        return largest_pass(Lengths(60, 40, 60, 40), 10, MicroBatches(rows, max_tokens), sharing)
 
     assert of(None, 450) == Pass(400, 160, 3)
     assert of(None, 50) == Pass(100, 40, 10)
@@ -59,18 +66,18 @@ def test_packs_are_filled_and_balanced() -> None:
 
 
 def test_what_fsdp_holds_on_one_and_on_two_ranks_by_hand() -> None:
-    one = stages(plan_memory(config("trainer.n_gpus_per_node=1"), SHAPES["tiny"]))
+    one = stages(planned(config("trainer.n_gpus_per_node=1"), SHAPES["tiny"]))
     assert one["start"].bytes == {"parameters": 4 * N, "optimizer": 8 * N, "rollout weights": 2 * N}
-    two = stages(plan_memory(config("trainer.n_gpus_per_node=2"), SHAPES["tiny"]))
+    two = stages(planned(config("trainer.n_gpus_per_node=2"), SHAPES["tiny"]))
     assert two["start"].bytes == {"parameters": 2 * N, "optimizer": 4 * N, "rollout weights": 2 * N}
     assert "rollout weights" not in one["update_actor"].bytes
-    on_cpu = stages(plan_memory(config(), SHAPES["tiny"], device="cpu"))
+    on_cpu = stages(planned(config(), SHAPES["tiny"], device="cpu"))
     assert on_cpu["update_actor"].bytes["rollout weights"] == 4 * N
 
 
 def test_critic_and_reference_share_the_device_and_leave_it_where_offloaded() -> None:
     roles = ("algorithm.adv_estimator=gae", f"{ACTOR}.use_kl_loss=true")
-    both = stages(plan_memory(config(*roles), SHAPES["tiny"]))
+    both = stages(planned(config(*roles), SHAPES["tiny"]))
     value = N + 64 + 1
     assert (
         both["start"].sum_of("parameters") == 4 * (2 * N) + 4 * fp.decoder_of(SHAPES["tiny"], head="value").parameters
@@ -84,7 +91,7 @@ def test_critic_and_reference_share_the_device_and_leave_it_where_offloaded() ->
         "critic.fsdp.optimizer_offload=true",
         "actor_rollout_ref.ref.fsdp_config.param_offload=true",
     )
-    alone = stages(plan_memory(config(*roles, *away), SHAPES["tiny"]))
+    alone = stages(planned(config(*roles, *away), SHAPES["tiny"]))
     assert alone["rollout"].sum_of("parameters", "optimizer") == 0
     assert alone["ref"].sum_of("parameters", "optimizer") == 4 * N
     assert alone["update_critic"].sum_of("parameters", "optimizer") == 12 * value
@@ -92,7 +99,7 @@ def test_critic_and_reference_share_the_device_and_leave_it_where_offloaded() ->
 
 
 def test_adapters_have_moments_and_the_base_has_none() -> None:
-    lora = stages(plan_memory(config("actor_rollout_ref.model.lora_rank=4"), SHAPES["tiny"]))
+    lora = stages(planned(config("actor_rollout_ref.model.lora_rank=4"), SHAPES["tiny"]))
     adapters = 4 * fp.decoder_of(SHAPES["tiny"]).adaptable
     assert lora["start"].bytes["parameters"] == 4 * (N + adapters)
     assert lora["start"].bytes["optimizer"] == 8 * adapters
@@ -101,7 +108,7 @@ def test_adapters_have_moments_and_the_base_has_none() -> None:
 
 
 def test_what_a_megatron_rank_holds_by_hand() -> None:
-    plan = plan_memory(config(f"{ACTOR}.strategy=megatron", "trainer.n_gpus_per_node=2"), SHAPES["tiny"])
+    plan = planned(config(f"{ACTOR}.strategy=megatron", "trainer.n_gpus_per_node=2"), SHAPES["tiny"])
     held = stages(plan)["update_weights"].bytes
     assert (held["parameters"], held["gradients"], held["masters"], held["optimizer"]) == (2 * N, 4 * N, 2 * N, 4 * N)
 
@@ -110,7 +117,7 @@ def test_ranks_that_share_sequences_share_their_activations_and_one_optimizer() 
     rows = (f"{ACTOR}.use_dynamic_bsz=false", f"{ACTOR}.ppo_micro_batch_size_per_gpu=2")
     megatron = (f"{ACTOR}.strategy=megatron", "trainer.n_gpus_per_node=2", *rows)
     apart, shared = (
-        stages(plan_memory(config(*megatron, f"{ACTOR}.megatron.context_parallel_size={size}"), SHAPES["tiny"]))
+        stages(planned(config(*megatron, f"{ACTOR}.megatron.context_parallel_size={size}"), SHAPES["tiny"]))
         for size in (1, 2)
     )
     assert shared["update_weights"].bytes == apart["update_weights"].bytes
@@ -120,19 +127,19 @@ def test_ranks_that_share_sequences_share_their_activations_and_one_optimizer() 
 
 def test_adapters_on_megatron_are_what_has_gradients_masters_and_moments() -> None:
     options = (f"{ACTOR}.strategy=megatron", "trainer.n_gpus_per_node=2", "actor_rollout_ref.model.lora_rank=4")
-    held = stages(plan_memory(config(*options), SHAPES["tiny"]))["update_weights"].bytes
+    held = stages(planned(config(*options), SHAPES["tiny"]))["update_weights"].bytes
     adapters = 4 * fp.decoder_of(SHAPES["tiny"]).adaptable
     sizes = [held[owner] for owner in ("parameters", "gradients", "masters", "optimizer")]
     assert sizes == [2 * (N + adapters), 4 * adapters, 2 * adapters, 4 * adapters]
     assert held["staging"] >= 2 * N
-    cut = stages(plan_memory(config(*options, f"{ACTOR}.megatron.tensor_model_parallel_size=2"), SHAPES["tiny"]))
+    cut = stages(planned(config(*options, f"{ACTOR}.megatron.tensor_model_parallel_size=2"), SHAPES["tiny"]))
     whole_factors = cut["start"].bytes["gradients"] - 4 * adapters // 2
     assert 0 < whole_factors < 4 * adapters // 2
 
 
 def test_a_rollout_of_its_own_has_its_own_table() -> None:
     cfg = config("trainer.rollout_workers=1", "data.train_batch_size=16", f"{ACTOR}.ppo_mini_batch_size=16")
-    plan = plan_memory(cfg, SHAPES["tiny"])
+    plan = planned(cfg, SHAPES["tiny"])
     assert "rollout" not in stages(plan)
     assert [stage.name for stage in plan.rollout] == ["start", "rollout", "update_weights"]
     rows = 16 * 8
@@ -141,25 +148,25 @@ def test_a_rollout_of_its_own_has_its_own_table() -> None:
 
 def test_vllm_takes_its_share() -> None:
     name = ("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.gpu_memory_utilization=0.5")
-    rollout = stages(plan_memory(config(*name), SHAPES["tiny"], device_bytes=10 * GIB))["rollout"]
+    rollout = stages(planned(config(*name), SHAPES["tiny"], device_bytes=10 * GIB))["rollout"]
     assert rollout.sum_of("rollout weights", "cache") == 5 * GIB
     for frees, cache in ((True, 0), (False, 5 * GIB - 2 * N)):
-        kept = plan_memory(
+        kept = planned(
             config(*name, f"actor_rollout_ref.rollout.free_cache_engine={frees}"),
             SHAPES["tiny"],
             device_bytes=10 * GIB,
         )
         assert {stages(kept)[stage].bytes.get("cache", 0) for stage in ("update_actor", "update_weights")} == {cache}
     shared = config(*name, "actor_rollout_ref.rollout.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=2")
-    assert stages(plan_memory(shared, SHAPES["tiny"]))["rollout"].bytes["rollout weights"] == N
+    assert stages(planned(shared, SHAPES["tiny"]))["rollout"].bytes["rollout weights"] == N
 
 
 def test_sglang_takes_its_share_of_what_the_actor_leaves() -> None:
     names = ("actor_rollout_ref.rollout.name=sglang", "actor_rollout_ref.rollout.gpu_memory_utilization=0.5")
-    by_name = stages(plan_memory(config(*names, "trainer.n_gpus_per_node=1"), SHAPES["tiny"], device_bytes=10 * GIB))
+    by_name = stages(planned(config(*names, "trainer.n_gpus_per_node=1"), SHAPES["tiny"], device_bytes=10 * GIB))
     assert by_name["rollout"].sum_of("rollout weights", "cache") == (10 * GIB - 3 * 4 * N) // 2
     apart = config(*names, "trainer.n_gpus_per_node=1", "trainer.rollout_workers=1")
-    (_, serving, _) = plan_memory(apart, SHAPES["tiny"], device_bytes=10 * GIB).rollout
+    (_, serving, _) = planned(apart, SHAPES["tiny"], device_bytes=10 * GIB).rollout
     assert serving.sum_of("rollout weights", "cache") == 5 * GIB
 
 
@@ -173,7 +180,7 @@ def test_7b_beside_vllm_that_keeps_its_memory_on_two_h200() -> None:
         *(f"{rollout}.gpu_memory_utilization=0.3", f"{rollout}.free_cache_engine=false"),
         preset="smollm2",
     )
-    by_name = stages(plan_memory(cfg, SHAPES["7B"], device_bytes=int(139.8 * GIB)))
+    by_name = stages(planned(cfg, SHAPES["7B"], device_bytes=int(139.8 * GIB)))
     measured = {"old_log_prob": 106.55, "update_actor": 108.74, "update_weights": 104.41, "save_checkpoint": 104.41}
     for name, gib in measured.items():
         assert by_name[name].total / GIB == pytest.approx(gib, rel=0.03)
@@ -184,16 +191,14 @@ def test_megatron_training_of_7b_on_two_h200(tp: int, measured_gib: float) -> No
     """scripts/bench/train_step.py: 4096 tokens a micro-batch, no recomputation."""
     sizes = ParallelSizes(tp=tp, sequence_parallel=tp > 1)
     how = Computing(2, "cuda", recompute=False)
-    role = megatron_role(SHAPES["7B"], how, sizes, ranks=2, pp_rank=0, head="lm", trained=True, fused=True)
+    role = MegatronRole(SHAPES["7B"], how, sizes, ranks=2)
     total = sum(role.held().values()) + sum(role.training(Pass(4096, 4032, 4)).values())
     assert total / GIB == pytest.approx(measured_gib, rel=0.05)
 
 
 def test_half_a_billion_parameters_on_either_engine_on_one_h200() -> None:
     how, size = Computing(2, "cuda", recompute=False), Pass(4096, 4032, 8)
-    megatron = megatron_role(
-        SHAPES["0.5B"], how, ParallelSizes(), ranks=1, pp_rank=0, head="lm", trained=True, fused=True
-    )
+    megatron = MegatronRole(SHAPES["0.5B"], how, ParallelSizes(), ranks=1)
     fsdp = FsdpRole(fp.decoder_of(SHAPES["0.5B"]), how, ranks=1, master=4, trained=True, lm=True)
     for role, measured_gib in ((megatron, 15.0), (fsdp, 16.0)):
         total = sum(role.held().values()) + sum(role.training(size).values())
@@ -223,7 +228,7 @@ def test_ppo_of_smollm2_with_everything_in_one_process() -> None:
         "actor_rollout_ref.rollout.max_num_seqs=256",
     )
     cfg = config(*settings, preset="smollm2")
-    by_name = stages(plan_memory(cfg, SMOLLM2, lengths=Lengths(50, 256, 40, 256)))
+    by_name = stages(planned(cfg, SMOLLM2, lengths=Lengths(50, 256, 40, 256)))
     measured = (("update_actor", 6.72), ("update_critic", 4.77), ("old_log_prob", 5.20), ("rollout", 4.94))
     for name, gib in (*measured, ("update_weights", 3.48)):
         assert by_name[name].total / GIB == pytest.approx(gib, rel=0.05), name
@@ -235,7 +240,7 @@ def test_the_table_and_what_would_help() -> None:
     room = 2 * N
 
     def replan(more: Any) -> MemoryPlan:
-        return plan_memory(config(*settings, *more), SHAPES["tiny"])
+        return planned(config(*settings, *more), SHAPES["tiny"])
 
     plan = replan(())
     lines = table(plan.train, room_bytes=room).splitlines()

@@ -9,8 +9,8 @@ from rlsys.config import PPOConfig
 from rlsys.config.arguments import parse_arguments
 from rlsys.config.cli import as_yaml
 from rlsys.config.load import Loaded, load
-from rlsys.planning.memory import Device, MemoryPlan
-from rlsys.planning.sizes import GIB, Machine, choose_sizes, plan_with
+from rlsys.planning.memory import Device, Machine, MemoryPlan, plan_memory
+from rlsys.planning.sizes import GIB, choose_sizes
 from rlsys.utils.errors import ConfigError
 from scripts.model_shapes import SHAPES
 
@@ -34,7 +34,7 @@ def chosen(
     job = loaded(*settings, preset=preset)
     sizes, text = choose_sizes(job.config, job.settings.keys(), machine)
     after = loaded(*settings, preset=preset, chosen=sizes).config
-    return sizes, text, plan_with(after, machine), machine
+    return sizes, text, plan_memory(after, machine), machine
 
 
 def highest(plan: MemoryPlan, but: Collection[str] = ()) -> int:
@@ -55,7 +55,7 @@ def test_every_stage_fits_and_the_next_budget_would_not(shape: str, gib: float, 
     assert tokens >= 8192 or recompute
     if tokens < 65536:
         job = loaded(*settings, chosen={**sizes, TOKENS: tokens * 4 // 3 + 256}).config
-        assert highest(plan_with(job, machine)) > machine.room_bytes
+        assert highest(plan_memory(job, machine)) > machine.room_bytes
     assert f"{TOKENS.removeprefix(POLICY + '.')}={tokens}" in text
 
 

@@ -6,14 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.config import PPOConfig, load_config, plan_batches
+from rlsys.config import PPOConfig, load_config
 from rlsys.config.introspect import shown
 from rlsys.planning import footprint as fp
 from rlsys.planning import step_time as steps
 from rlsys.planning.advice import step_table
 from rlsys.planning.layouts import propose_layouts
-from rlsys.planning.memory import Lengths, PlanInputs, plan_memory
-from rlsys.planning.sizes import Machine
+from rlsys.planning.memory import Lengths, Machine, PlanInputs, plan_memory
 from rlsys.planning.step_time import GpuCluster, Phase, plan_step, response_quantiles, step_seconds
 from rlsys.utils.gpus import GPUS, Gpu
 from scripts.bench.step_times import RUNS, WITHIN, planned
@@ -136,8 +135,8 @@ def test_compute_is_the_flops_of_all_passes_by_hand() -> None:
 def test_a_decode_step_reads_weights_and_cache_once_by_hand() -> None:
     free = GpuCluster(Gpu(1e30, 1e30, 1e6, 3.35e12, 450e9), 8)
     cfg = config("trainer.n_gpus_per_node=8", f"{ROLLOUT}.max_num_seqs=64")
-    job = PlanInputs(cfg, plan_batches(cfg), Lengths(1024, 3072, 1024, 3072), "cuda", 0)
-    d, seconds = fp.decoder_of(SHAPES["7B"]), steps.rollout_phase(job, SHAPES["7B"], free, 0.0).seconds
+    job = PlanInputs(cfg, machine("7B"), Lengths(1024, 3072, 1024, 3072))
+    d, seconds = fp.decoder_of(SHAPES["7B"]), steps.rollout_phase(job, free, 0.0).seconds
     read = 2 * (d.parameters - d.vocab * d.hidden - d.hidden) + 2 * 64 * d.cached * (1024 + 1536)
     assert seconds["memory"] == pytest.approx(3072 * read / (steps.MEMORY * 3.35e12), rel=1e-4)
 
@@ -147,8 +146,8 @@ def test_a_decode_step_reads_the_experts_that_some_answer_is_sent_to() -> None:
     free, d = GpuCluster(Gpu(1e30, 1e30, 1e6, 3.35e12, 450e9), 8), fp.decoder_of(SHAPES["30B-A3B"])
     for running in (1, 64):
         cfg = config("trainer.n_gpus_per_node=8", f"{ROLLOUT}.max_num_seqs={running}")
-        job = PlanInputs(cfg, plan_batches(cfg), Lengths(1, 1, 1, 1), "cuda", 0)
-        seconds = steps.rollout_phase(job, SHAPES["30B-A3B"], free, 0.0).seconds["memory"]
+        job = PlanInputs(cfg, machine("30B-A3B"), Lengths(1, 1, 1, 1))
+        seconds = steps.rollout_phase(job, free, 0.0).seconds["memory"]
         read = d.parameters - d.vocab * d.hidden - d.hidden - (120 / 128) ** running * d.in_experts
         assert seconds == pytest.approx(64 / running * 2 * read / (steps.MEMORY * 3.35e12), rel=1e-3)
 
@@ -192,7 +191,7 @@ def test_layouts_fit_come_fastest_first_and_can_be_set_on_the_command_line() -> 
         assert one.peak_bytes <= h100.room_bytes
         own = {key: value for key, value in one.settings.items() if not key.startswith("critic.")}
         cfg = config(*size, *(f"{key}={shown(value)}" for key, value in own.items()))
-        plan = plan_memory(cfg, SHAPES["32B"], device_bytes=h100.device_bytes)
+        plan = plan_memory(cfg, h100)
         assert max(stage.total for stage in (*plan.train, *plan.rollout)) == one.peak_bytes
         assert step_seconds(cfg, plan_step(cfg, h100, H100, lengths=lengths, sigma=0.8)) == one.seconds
     assert "update_actor" in step_table(proposals[0].phases)
