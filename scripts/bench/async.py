@@ -8,16 +8,21 @@ Without a model after `--`, one with random weights trains on the CPU with the h
 by each answer's sampling seed, so every schedule completes the same answers to the same prompts. Half of the devices
 (at least one process) generate, the others train. Runs, one after the other: synchronous, `max_staleness` of each of
 --ks, `reproducible` at the largest two, and a schedule that trains on whatever finishes first and admits prompts by
-AReaL's formula, (k + version + 1) batches less those that have started; --kinds chooses among the last three. Printed
-are tokens per second of --steps steps in which the window neither fills nor runs empty, their ratio to synchronous,
-mean and largest age, idle shares, and the seconds of a push with their share of a step.
+AReaL's formula, (k + version + 1) batches less those that have started; --kinds chooses among the last three. A run is
+ended after --steps steps in which the window neither fills nor runs empty, or after --deadline-s; one that is in --out
+already is kept, so that each may have a call of its own. Printed are tokens per second of those steps, their ratio to
+synchronous, mean and largest age, idle shares, the seconds of a push with their share of a step, the trainer's
+microseconds for each token, and the number of steps.
 """
 
 import argparse
 import json
 import random
+import shutil
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -106,21 +111,48 @@ def overrides_of(args: argparse.Namespace, folder: Path, kind: str, k: int, more
     ]
 
 
+def metrics_of(folder: Path) -> list[dict[str, float]]:
+    """The metrics of a run's steps so far."""
+    path = folder / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().rpartition("\n")[0].splitlines()] if path.exists() else []
+
+
+def run_until(command: list[str], folder: Path, num_steps: int, deadline_s: float) -> None:
+    """Run a job until it has done so many steps, or until the deadline; RuntimeError if it fails before."""
+    shutil.rmtree(folder, ignore_errors=True)
+    end_s = time.monotonic() + deadline_s
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as job:
+        while job.poll() is None and time.monotonic() < end_s and len(metrics_of(folder)) < num_steps:
+            time.sleep(0.2)
+        if job.poll() is None:
+            job.send_signal(signal.SIGINT)
+        elif len(metrics_of(folder)) < num_steps:
+            raise RuntimeError(f"the run in {folder} ended with {job.returncode}")
+
+
 def measure(args: argparse.Namespace, kind: str, k: int, more: list[str]) -> dict[str, float]:
-    """Tokens per second, ages and idle shares of a run, over the steps after the first."""
-    folder = args.out / f"{kind}_{k}"
+    """Tokens per second, ages and idle shares of a run, over the steps in which its window is full."""
+    folder, first = args.out / f"{kind}_{k}", k + 2
     own = [f"--{name}={getattr(args, name)}" for name in ("out", "median", "sigma", "longest")]
     command = [sys.executable, __file__, f"--child={kind}", *own, "--", *overrides_of(args, folder, kind, k, more)]
-    subprocess.run(command, check=True, timeout=args.deadline_s, stdout=subprocess.DEVNULL)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    lines = lines[k + 2 :][: args.steps]  # without answers that waited since the first step, nor the end of the prompts
-    seconds = sum(line["perf/time_per_step"] for line in lines)
+    if not metrics_of(folder)[first:]:
+        run_until(command, folder, first + args.steps, args.deadline_s)
+    lines = metrics_of(folder)[first:][: args.steps]
+    if not lines:
+        raise RuntimeError(f"the run in {folder} did no step with a full window in {args.deadline_s:g} s")
+
+    def total(name: str) -> float:
+        return sum(line.get(name, 0.0) for line in lines)
+
+    seconds, tokens = total("perf/time_per_step"), total("perf/total_num_tokens")
     means = ("training/staleness", "perf/trainer_idle", "perf/rollout_idle", "timing_s/update_weights")
     return {
-        "push_share": sum(line["timing_s/update_weights"] for line in lines) / seconds,
-        "tokens_per_s": sum(line["perf/total_num_tokens"] for line in lines) / seconds,
+        "steps": len(lines),
+        "push_share": total("timing_s/update_weights") / seconds,
+        "tokens_per_s": tokens / seconds,
         "max_age": max(line.get("training/staleness_max", 0.0) for line in lines),
-        **{name.rpartition("/")[2]: sum(line.get(name, 0.0) for line in lines) / len(lines) for name in means},
+        "us_a_token": 1e6 * (total("timing_s/old_log_prob") + total("timing_s/update_actor")) / tokens,
+        **{name.rpartition("/")[2]: total(name) / len(lines) for name in means},
     }
 
 
@@ -141,27 +173,28 @@ def main() -> int:
     parser.add_argument("--sigma", type=float, default=1.2)
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--deadline-s", type=float, default=1800.0)
-    parser.add_argument("--ks", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--ks", type=int, nargs="*", default=[1, 2, 4, 8])
     parser.add_argument("--kinds", choices=KINDS, nargs="+", default=KINDS)
     args, more = parser.parse_args(sys.argv[1:split]), sys.argv[split + 1 :]
     sys.path[:0] = [str(ROOT)]
     if args.child:
         return run_child(args, more)
     args.out.mkdir(parents=True, exist_ok=True)
-    make_model(args.out / "model", args.width)
+    if not (args.out / "model").exists():
+        make_model(args.out / "model", args.width)
     of_kind = {"free": args.ks, "repeat": args.ks[-2:], "first": args.ks}
     runs = [("free", 0), *((kind, k) for kind in args.kinds for k in of_kind[kind])]
     results: dict[str, dict[str, float]] = {}
-    print("run          tokens/s   ratio   age mean   max   trainer idle   rollout idle   push in s   share")
+    print(
+        "run          tokens/s   ratio   age mean   max   trainer idle   rollout idle   push in s   share   us   steps"
+    )
     for kind, k in runs:
         one = results[f"{kind} {k}"] = measure(args, kind, k, more)
         one["ratio"] = one["tokens_per_s"] / results["free 0"]["tokens_per_s"]
         shown = f"{one['tokens_per_s']:8.0f}   {one['ratio']:5.2f}   {one['staleness']:8.2f}   {one['max_age']:3.0f}"
+        idle = f"{one['trainer_idle']:12.2f}   {one['rollout_idle']:12.2f}"
         push = f"{one['update_weights']:9.4f}   {one['push_share']:5.3f}"
-        print(
-            f"{kind:>6} k={k}   {shown}   {one['trainer_idle']:12.2f}   {one['rollout_idle']:12.2f}   {push}",
-            flush=True,
-        )
+        print(f"{kind:>6} k={k}   {shown}   {idle}   {push}   {one['us_a_token']:2.0f}   {one['steps']:5}", flush=True)
     (args.out / "async.json").write_text(json.dumps(results, indent=1))
     return 0
 
