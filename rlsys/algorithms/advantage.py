@@ -84,7 +84,6 @@ def _outcome(rewards: Tensor) -> Tensor:
 
 
 @register_adv_est("gae")
-@torch.no_grad()
 def gae(
     *,
     token_level_rewards: Tensor,
@@ -116,7 +115,6 @@ def _check_discount(discount: float) -> None:
 
 
 @register_adv_est("grpo", "grpo_vectorized")
-@torch.no_grad()
 def grpo(
     *,
     token_level_rewards: Tensor,
@@ -139,7 +137,6 @@ def _group_normalised(scores: Tensor, group_ids: Tensor, by_std: bool, epsilon: 
 
 
 @register_adv_est("grpo_passk")
-@torch.no_grad()
 def grpo_passk(
     *,
     token_level_rewards: Tensor,
@@ -161,7 +158,6 @@ def grpo_passk(
 
 
 @register_adv_est("rloo")
-@torch.no_grad()
 def rloo(*, token_level_rewards: Tensor, response_mask: Tensor, group_ids: Tensor) -> AdvantagesAndReturns:
     """REINFORCE leave-one-out (arXiv:2402.14740): the outcome minus the mean of the others in its group.
 
@@ -174,7 +170,6 @@ def rloo(*, token_level_rewards: Tensor, response_mask: Tensor, group_ids: Tenso
 
 
 @register_adv_est("rloo_vectorized")
-@torch.no_grad()
 def rloo_vectorized(*, token_level_rewards: Tensor, response_mask: Tensor, group_ids: Tensor) -> AdvantagesAndReturns:
     """As `rloo`, but a group of one gives 0."""
     lead = _leave_one_out(_outcome(token_level_rewards), group_ids)
@@ -187,7 +182,6 @@ def _leave_one_out(scores: Tensor, group_ids: Tensor) -> Tensor:
 
 
 @register_adv_est("reinforce_plus_plus")
-@torch.no_grad()
 def reinforce_plus_plus(
     *, token_level_rewards: Tensor, response_mask: Tensor, gamma: float = 1.0, whiten: bool = True
 ) -> AdvantagesAndReturns:
@@ -199,7 +193,6 @@ def reinforce_plus_plus(
 
 
 @register_adv_est("reinforce_plus_plus_baseline")
-@torch.no_grad()
 def reinforce_plus_plus_baseline(
     *, token_level_rewards: Tensor, response_mask: Tensor, group_ids: Tensor, whiten: bool = True
 ) -> AdvantagesAndReturns:
@@ -211,7 +204,6 @@ def reinforce_plus_plus_baseline(
 
 
 @register_adv_est("remax")
-@torch.no_grad()
 def remax(*, token_level_rewards: Tensor, reward_baselines: Tensor, response_mask: Tensor) -> AdvantagesAndReturns:
     """ReMax (arXiv:2310.10505): the return minus the reward of the greedy response (B,)."""
     returns = discounted_returns(token_level_rewards, response_mask, 1.0)
@@ -220,7 +212,6 @@ def remax(*, token_level_rewards: Tensor, reward_baselines: Tensor, response_mas
 
 
 @register_adv_est("opo")
-@torch.no_grad()
 def opo(*, token_level_rewards: Tensor, response_mask: Tensor, group_ids: Tensor) -> AdvantagesAndReturns:
     """OPO (arXiv:2505.23585): the outcome minus the length-weighted mean outcome of its group.
 
@@ -235,7 +226,6 @@ def opo(*, token_level_rewards: Tensor, response_mask: Tensor, group_ids: Tensor
 
 
 @register_adv_est("gpg")
-@torch.no_grad()
 def gpg(
     *, token_level_rewards: Tensor, response_mask: Tensor, group_ids: Tensor, f_norm: float = 1.0
 ) -> AdvantagesAndReturns:
@@ -247,7 +237,6 @@ def gpg(
 
 
 @register_adv_est("gdpo")
-@torch.no_grad()
 def gdpo(
     *,
     token_level_rewards: Tensor,
@@ -275,7 +264,6 @@ def gdpo(
 
 
 @register_adv_est("optimal_token_baseline")
-@torch.no_grad()
 def optimal_token_baseline(
     *,
     token_level_rewards: Tensor,

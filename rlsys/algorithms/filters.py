@@ -21,10 +21,8 @@ def informative_groups(metric: Tensor, group_ids: Tensor) -> Tensor:
 def overlong_penalty(lengths: Tensor, *, max_length: int, buffer_length: int, penalty_factor: float = 1.0) -> Tensor:
     """DAPO's soft punishment (B,) (arXiv:2503.14476): 0 up to `max_length - buffer_length`, then falling linearly.
 
-    It reaches `-penalty_factor` at `max_length` tokens. ValueError unless 0 < buffer_length <= max_length.
+    It reaches `-penalty_factor` at `max_length` tokens.
     """
-    if not 0 < buffer_length <= max_length:
-        raise ValueError(f"overlong buffer must be within 1 and {max_length} tokens, got {buffer_length}")
     excess = lengths.double() - (max_length - buffer_length)
     return (-excess / buffer_length * penalty_factor).clamp(max=0.0)
 

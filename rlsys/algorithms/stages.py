@@ -120,6 +120,7 @@ def apply_rollout_correction(batch: DataProto, config: RolloutCorrectionConfig) 
     return with_columns(batch, response_mask=corrected.response_mask, **added), corrected.metrics
 
 
+@torch.no_grad()
 def compute_advantage(batch: DataProto, config: AlgorithmConfig, *, num_repeat: int = 1, seed: int = 0) -> DataProto:
     """Adds `advantages` and `returns` (B, R) by `config.adv_estimator`.
 
@@ -137,7 +138,8 @@ def compute_advantage(batch: DataProto, config: AlgorithmConfig, *, num_repeat: 
     inputs |= {"index": batch.non_tensor_batch.get("uid", ids.numpy()), "config": SectionView(config)}
     if "component_scores" in estimator_takes(config.adv_estimator):
         inputs["component_scores"] = _components(batch, config.gdpo_reward_keys or ())
-        inputs["component_weights"] = _weights(config.gdpo_reward_keys or (), config.gdpo_reward_weights)
+        weights = config.gdpo_reward_weights
+        inputs["component_weights"] = None if weights is None else torch.tensor(weights, dtype=torch.float64)
     in_groups = bool(estimator_takes(config.adv_estimator) & {"group_ids", "index"})
     size = batch.meta_info.get("rows_per_episode", 1) if in_groups else 1
     inputs["turn_ids"] = tensors.get("turn_ids") if config.adv_unit == "turn" else None
@@ -165,14 +167,6 @@ def _components(batch: DataProto, keys: Sequence[str]) -> Tensor:
         known = ", ".join(sorted(batch.non_tensor_batch))
         raise ValueError(f"the reward part '{missing[0]}' of gdpo_reward_keys is not one of {known}")
     return torch.stack([torch.as_tensor(batch.non_tensor_batch[key].astype(np.float64)) for key in keys], dim=1)
-
-
-def _weights(keys: Sequence[str], weights: Sequence[float] | None) -> Tensor | None:
-    if weights is None:
-        return None
-    if len(weights) != len(keys):
-        raise ValueError(f"gdpo_reward_weights has {len(weights)} values for {len(keys)} gdpo_reward_keys")
-    return torch.tensor(list(weights), dtype=torch.float64)
 
 
 def add_selected_tokens(batch: DataProto, config: ActorConfig, *, seed: int) -> DataProto:

@@ -191,7 +191,7 @@ class RolloutFleet:
                 pass
         except BaseException as error:
             log.exception("the thread of %s failed", entry.replica.name)
-            self._end_all("failed", RolloutError(f"the fleet's thread of {entry.replica.name} failed: {error!r}"))
+            self._end_all(RolloutError(f"the fleet's thread of {entry.replica.name} failed: {error!r}"))
 
     def _exchange(self, entry: ReplicaState) -> bool:
         """Wait for work and exchange with the replica once; False when the fleet is closed.
@@ -266,7 +266,7 @@ class RolloutFleet:
             request, batch = entry.running[delta.rid]
             if delta.refused:
                 del entry.running[delta.rid]
-                self._end(request, "refused", ValueError(f"request {request.partial.request.rid}: {delta.error}"))
+                self._end(request, ValueError(f"request {request.partial.request.rid}: {delta.error}"))
             elif delta.error:
                 entry.failures += 1
                 self._retry(entry, batch, RolloutError(delta.error))
@@ -291,15 +291,15 @@ class RolloutFleet:
         if delta.finish is not None:
             del entry.running[delta.rid]
         if request.partial.finish is not None:
-            self._end(request, "", None)
+            self._end(request, None)
         elif delta.finish is Finish.ABORT:
             self._counts["continued"] += 1
             entry.placed.append((request, batch))
 
-    def _end(self, request: FleetRequest, reason: str, error: Exception | None) -> None:
+    def _end(self, request: FleetRequest, error: Exception | None) -> None:
         """Settle a request in the ledger, once; `_announce` resolves its future."""
         if request.number in self.ledger.pending:
-            self.ledger.settle(request.number, reason)
+            self.ledger.settle(request.number, answered=error is None)
             self._ended.append((request.answer, error or request.partial.response()))
 
     def _announce(self) -> None:
@@ -318,7 +318,7 @@ class RolloutFleet:
         """Give a request up whose future was cancelled."""
         with self._change:
             if request.answer.cancelled() and request.number in self.ledger.pending:
-                self.ledger.settle(request.number, "cancelled")
+                self.ledger.settle(request.number, answered=False)
                 for entry in self._replicas:
                     self._take_back(entry, [request])
                 for batch in self._waiting:
@@ -364,7 +364,7 @@ class RolloutFleet:
 
     def _fail(self, batch: RequestBatch, what: str) -> None:
         for request in batch.requests:
-            self._end(request, "failed", RolloutError("\n  ".join([what, *batch.causes])))
+            self._end(request, RolloutError("\n  ".join([what, *batch.causes])))
 
     def _recover(self, entry: ReplicaState, problem: Exception, *, asked: bool = False) -> None:
         """Recover a replica that was given up: by nothing, by weights, or by a restart and weights.
@@ -486,13 +486,13 @@ class RolloutFleet:
     def close(self) -> None:
         """Give up unfinished requests, wait for a running restart and end the threads; the replicas are not closed."""
         self._closed = True
-        self._end_all("closed", RolloutError("the fleet was closed"))
+        self._end_all(RolloutError("the fleet was closed"))
         self.settle()
 
-    def _end_all(self, reason: str, error: Exception) -> None:
+    def _end_all(self, error: Exception) -> None:
         with self._change:
             held = [batch for entry in self._replicas for _, batch in entry.held]
             for request in [request for batch in [*self._waiting, *held] for request in batch.requests]:
-                self._end(request, reason, error)
+                self._end(request, error)
             self._change.notify_all()
         self._announce()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rlsys.algorithms.filters import overlong_penalty
+from rlsys.algorithms.masked import at_last_token
 from rlsys.algorithms.registry import Registry
 from rlsys.config.schema.algorithm import GradingConfig
 from rlsys.config.vocabulary import REWARD_MANAGERS
@@ -140,8 +141,7 @@ class PoolRewardManager:
             rewards = rewards + penalty
             if self._overlong.log:
                 extra |= {"overlong_reward": penalty.numpy(), "overlong": (penalty < 0).numpy()}
-        num_tokens = data.tensors["responses"].shape[1]
-        return Graded(place_on_last_token(rewards, lengths, num_tokens), extra, reward_metrics(results))
+        return Graded(_placed(rewards, data), extra, reward_metrics(results))
 
 
 assert set(_MANAGERS.names()) == set(REWARD_MANAGERS)
@@ -176,12 +176,9 @@ def reward_items(data: DataProto, tokenizer: Detokenizer, reward_fn_key: str = "
     return items
 
 
-def place_on_last_token(rewards: Tensor, lengths: Tensor, num_tokens: int) -> Tensor:
-    """(B, num_tokens) float32: each reward at the last token of its response; an empty response gets none."""
-    placed = torch.zeros(len(rewards), num_tokens, dtype=torch.float32)
-    rows = torch.nonzero(lengths > 0).squeeze(-1)
-    placed[rows, lengths[rows] - 1] = rewards[rows].float()
-    return placed
+def _placed(rewards: Tensor, data: DataProto) -> Tensor:
+    """(B, R): each reward at the last token of its response; an empty response gets none."""
+    return at_last_token(rewards, data.tensors["attention_mask"][:, -data.tensors["responses"].shape[1] :])
 
 
 def extra_columns(results: Sequence[RewardResult]) -> dict[str, np.ndarray]:
@@ -233,5 +230,4 @@ class _VerlManager:
         answers = await asyncio.gather(*(self._manager.run_single(row) for row in rows))
         results = [RewardResult(float(a["reward_score"]), a.get("reward_extra_info", {}), "ok", 0.0) for a in answers]
         rewards = torch.tensor([r.score for r in results], dtype=torch.float32)
-        num_tokens = data.tensors["responses"].shape[1]
-        return place_on_last_token(rewards, response_lengths(data), num_tokens), extra_columns(results)
+        return _placed(rewards, data), extra_columns(results)

@@ -35,7 +35,6 @@ from rlsys.models.megatron.parallel import ParallelSizes
 from rlsys.models.megatron.router_replay import NO_ROUTE, RouterReplay
 from rlsys.protocol import DataProto
 from rlsys.types import EXPORT_FILE_BYTES, WeightLayout
-from rlsys.utils.errors import ConfigError
 
 
 class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
@@ -73,8 +72,7 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
         self.fp8 = megatron.fp8 if isinstance(megatron, MegatronConfig) else None
         seed = megatron.seed if isinstance(megatron, MegatronTrainConfig) else 0
         settings = lora.lora_settings(model, seed=seed) if optim is not None else None
-        if settings is not None and self.fp8 is not None:
-            raise ConfigError("adapters are merged into weights that fp8 would round: remove fp8, or set lora_rank=0")
+        kind = "value" if head == "scalar" else "lm"
         with current(sizes):
             chunks = build_chunks(
                 family,
@@ -82,10 +80,10 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
                 megatron,
                 dtype=compute_dtype(megatron.dtype, device),
                 recompute=optim is not None and model.enable_gradient_checkpointing,
-                scalar_head=head == "scalar",
+                head=kind,
                 device=ranks.device,
             )
-            self.held = ModelShards(family, hf_config, head == "scalar", ranks, chunks, settings)
+            self.held = ModelShards(family, hf_config, kind, ranks, chunks, settings)
             add_adapters(chunks, self.held.factors)
             base = open_weights(model, config, head=head, seed=seed)
             unused = [*family.carried(hf_config), *family.aliases(hf_config)]

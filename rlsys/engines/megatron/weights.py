@@ -33,7 +33,7 @@ class ModelShards:
 
     family: Family
     hf_config: Mapping[str, Any]
-    scalar_head: bool
+    head: Head
     ranks: MegatronRanks
     chunks: Sequence[TokenGPT]
     lora: LoraSettings | None = None
@@ -61,13 +61,12 @@ class ModelShards:
         return (*self._base_at(place), *(shard for one in factors for shard in one.shards))
 
     def _base_at(self, place: RankPlace) -> tuple[Shard, ...]:
-        head: Head = "value" if self.scalar_head else "lm"
-        return self.family.shards(self.hf_config, place, head=head, te=HAS_TRANSFORMER_ENGINE)
+        return self.family.shards(self.hf_config, place, head=self.head, te=HAS_TRANSFORMER_ENGINE)
 
     @cached_property
     def base_shapes(self) -> dict[str, tuple[int, ...]]:
         """Full shapes of the model's tensors by HF name."""
-        return self.family.hf_shapes(self.hf_config, head="value" if self.scalar_head else "lm")
+        return self.family.hf_shapes(self.hf_config, head=self.head)
 
     @cached_property
     def full_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -163,7 +162,7 @@ class ModelShards:
             shards=self.base_held,
             full_shapes=self.base_shapes,
             dtypes={name: self.dtypes[name] for name in self.base_shapes},
-            aliases={} if self.scalar_head else self.family.aliases(self.hf_config),
+            aliases=self.family.aliases(self.hf_config) if self.head == "lm" else {},
         )
 
     def fill(self, source: TensorSource) -> None:

@@ -23,7 +23,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
-from rlsys.models.megatron.family import Family
+from rlsys.models.megatron.family import Family, Head
 from rlsys.models.megatron.parallel import ParallelSizes
 from rlsys.models.megatron.spec import HAS_TRANSFORMER_ENGINE, block_spec, mend_latent_attention
 from rlsys.models.packing import TokenRows
@@ -105,13 +105,12 @@ def build_chunks(
     *,
     dtype: torch.dtype,
     recompute: bool = False,
-    scalar_head: bool,
+    head: Head,
     device: torch.device,
 ) -> "list[TokenGPT]":
     """This rank's chunks in order, parameters not yet filled; Megatron's groups of `megatron` must be current."""
     sizes = ParallelSizes.from_config(megatron)
     config = transformer_config(family, hf_config, megatron, dtype=dtype, recompute=recompute)
-    head = "value" if scalar_head else "lm"
     arguments = family.model_args(hf_config, tp_size=sizes.tp, head=head)
     chunks = []
     for number in range(sizes.vp):
@@ -122,7 +121,7 @@ def build_chunks(
         }
         spec = block_spec(config, vp_stage=stage)
         chunk = TokenGPT(config=config, transformer_layer_spec=spec, vp_stage=stage, **ends, **arguments)
-        if scalar_head and chunk.post_process:
+        if head != "lm" and chunk.post_process:
             chunk.output_layer = nn.Linear(config.hidden_size, 1, device=device)  # pyrefly: ignore
         if config.sequence_parallel:
             mend_latent_attention(chunk)

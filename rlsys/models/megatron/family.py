@@ -5,6 +5,7 @@ Everything here is arithmetic on a model's config.json; nothing imports Megatron
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import import_module
 from math import ceil
 from pkgutil import iter_modules
@@ -37,12 +38,12 @@ TIED_OUTPUT = Rule("output_layer.weight", padded_rows, ("model.embed_tokens.weig
 SCORE = Rule("output_layer.weight", whole, ("score.weight [1, hidden]",))
 SCORE_BIAS = Rule("output_layer.bias", whole, ("score.bias [1]",))
 WITHOUT_TABLE = {
-    "GptOss": " (its experts' gate and up columns are interleaved, which no parameter of Megatron is)",
-    "Gemma3": " (it has norms after attention and MLP and two rotary bases, which Megatron-Core 0.16 has not)",
-    "Qwen3Next": " (Megatron-Core 0.16 has gated delta layers for rows that are not packed only)",
-    "Qwen3_5": " (Megatron-Core 0.16 has gated delta layers for rows that are not packed only)",
+    "gpt_oss": " (its experts' gate and up columns are interleaved, which no parameter of Megatron is)",
+    "gemma3": " (it has norms after attention and MLP and two rotary bases, which Megatron-Core 0.16 has not)",
+    "qwen3_next": " (Megatron-Core 0.16 has gated delta layers for rows that are not packed only)",
+    "qwen3_5": " (Megatron-Core 0.16 has gated delta layers for rows that are not packed only)",
 }
-"""Why a family has no table, by the beginning of its architecture."""
+"""Why a family has no table, by the beginning of its model_type."""
 VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 
 
@@ -58,7 +59,6 @@ class Family:
     numbered after the last, has besides a sparse layer's tensors.
     """
 
-    architectures: tuple[str, ...]
     model_types: tuple[str, ...]
     dims: Callable[[HFConfig], dict[str, int]] = attention_dims
     settings: Callable[[HFConfig], dict[str, Any]] = attention_settings
@@ -78,11 +78,11 @@ class Family:
         """ConfigError for a model Megatron would compute otherwise than transformers, or one `place` cannot hold."""
         lacking = [key for key in self.needs if hf_config.get(key) is None]
         if lacking:
-            raise ConfigError(f"{self.architectures[0]}: config.json lacks {', '.join(lacking)}")
+            raise ConfigError(f"{self.model_types[0]}: config.json lacks {', '.join(lacking)}")
         dims = self.dims(hf_config)
         problems = [*self._odd_settings(hf_config), *_indivisible(dims, place)]
         if problems:
-            raise ConfigError(f"{self.architectures[0]}: {'; '.join(problems)}")
+            raise ConfigError(f"{self.model_types[0]}: {'; '.join(problems)}")
         self.transformer_config(hf_config)
         self.rope(hf_config)
         self.layers_of(hf_config, place)
@@ -221,32 +221,25 @@ def tied(hf_config: HFConfig) -> bool:
 
 
 def find_family(hf_config: HFConfig) -> Family | None:
-    """The family of a config.json, by its architectures or else its model_type; None without a table for it."""
-    named = set(hf_config.get("architectures") or ())
-    for family in known_families():
-        stems = [architecture.removesuffix("CausalLM") for architecture in family.architectures]
-        if any(name.startswith(stem) for stem in stems for name in named):
-            return family
-        if not named and hf_config.get("model_type") in family.model_types:
-            return family
-    return None
+    """The family of a config.json, by its model_type; None without a table for it."""
+    return known_families().get(hf_config.get("model_type", ""))
 
 
 def family_of(hf_config: HFConfig) -> Family:
     """The family of a config.json, as `find_family` says; ConfigError names the known ones."""
     if (family := find_family(hf_config)) is not None:
         return family
-    asked = ", ".join(sorted(hf_config.get("architectures") or ())) or hf_config.get("model_type")
-    known = ", ".join(sorted(a for family in known_families() for a in family.architectures))
-    why = next((why for start, why in WITHOUT_TABLE.items() if str(asked).startswith(start)), "")
+    asked, known = str(hf_config.get("model_type")), ", ".join(sorted(known_families()))
+    why = next((why for start, why in WITHOUT_TABLE.items() if asked.startswith(start)), "")
     raise ConfigError(f"Megatron has no table for {asked}{why}: known are {known}; set strategy=fsdp for others")
 
 
-def known_families() -> list[Family]:
-    """The families of `families/`, by the names of their files."""
+@cache
+def known_families() -> dict[str, Family]:
+    """The families of `families/` by model_type."""
     package = import_module("rlsys.models.megatron.families")
     modules = [import_module(f"{package.__name__}.{info.name}") for info in iter_modules(package.__path__)]
-    return [module.FAMILY for module in modules if hasattr(module, "FAMILY")]
+    return {model_type: module.FAMILY for module in modules for model_type in module.FAMILY.model_types}
 
 
 def _rule_shards(rule: Rule, local: str, hf: str, index: ShardIndex, te: bool) -> Iterator[Shard]:

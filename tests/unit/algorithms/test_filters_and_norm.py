@@ -20,9 +20,6 @@ def test_overlong_penalty_by_hand() -> None:
     lengths = torch.tensor([0, 80, 90, 100, 110])
     got = overlong_penalty(lengths, max_length=100, buffer_length=20, penalty_factor=2.0)
     assert got.tolist() == pytest.approx([0, 0, -1, -2, -3])
-    for buffer in (0, 101):
-        with pytest.raises(ValueError, match="overlong"):
-            overlong_penalty(lengths, max_length=100, buffer_length=buffer)
 
 
 def test_pf_ppo_resamples_by_reward() -> None:

@@ -111,8 +111,6 @@ def test_what_is_missing_is_named(estimator: str, missing: str) -> None:
         advantages_of(make(), "grpo")
     with pytest.raises(ValueError, match="style"):
         advantages_of(batch, "gdpo", gdpo_reward_keys=("style",))
-    with pytest.raises(ValueError, match="2 values for 1"):
-        advantages_of(batch, "gdpo", gdpo_reward_keys=("acc",), gdpo_reward_weights=(1, 2))
 
 
 def test_adv_norm_replaces_the_whitening_of_gae() -> None:

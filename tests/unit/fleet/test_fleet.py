@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.fleet.fleet import FleetDeadlines, RolloutFleet
-from rlsys.fleet.ledger import Ledger, LedgerError
+from rlsys.fleet.ledger import Ledger
 from rlsys.fleet.replica import Replica
 from rlsys.protocol import DataProto
 from rlsys.rollout.batch import generate_sequences
@@ -493,21 +493,23 @@ def test_closing_releases_who_waits() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from(["issue", "answer", "drop"]), st.integers(0, 12)), max_size=30))
 def test_the_ledger_balances(events: list[tuple[str, int]]) -> None:
-    ledger, open_rows = Ledger(), set()
+    ledger, open_rows, num_dropped = Ledger(), set(), 0
     for what, number in events:
         if what == "issue":
             open_rows |= set(ledger.issue(number))
         elif number in open_rows:
-            ledger.settle(number, "" if what == "answer" else "reason")
+            ledger.settle(number, answered=what == "answer")
             open_rows.remove(number)
+            num_dropped += what == "drop"
         else:
-            with pytest.raises(LedgerError):
-                ledger.settle(number, "" if what == "answer" else "reason")
+            with pytest.raises(AssertionError):
+                ledger.settle(number, answered=what == "answer")
         counts = ledger.counts()
+        assert counts["dropped"] == num_dropped
         assert counts["issued"] == counts["answered"] + counts["dropped"] + counts["pending"]
     assert ledger.pending == open_rows
-    with pytest.raises(LedgerError):
-        ledger.settle(-1)
+    with pytest.raises(AssertionError):
+        ledger.settle(-1, answered=True)
 
 
 class InProcess(Fake):

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlsys.algorithms.masked import at_last_token
 from rlsys.config.schema.algorithm import (
     GradingConfig,
     ModuleConfig,
@@ -19,7 +20,7 @@ from rlsys.config.schema.algorithm import (
     RewardManagerConfig,
 )
 from rlsys.protocol import DataProto, object_array
-from rlsys.rewards.manager import RewardManager, build_reward_manager, place_on_last_token, register
+from rlsys.rewards.manager import RewardManager, build_reward_manager, register
 from rlsys.rewards.pool.pool import Grader, RewardPool
 from rlsys.utils.errors import ConfigError, RewardError
 
@@ -124,7 +125,7 @@ def test_dapo_takes_from_long_responses(pool: RewardPool) -> None:
 @given(st.lists(st.tuples(st.floats(-9, 9, width=32), st.integers(0, 7)), min_size=1, max_size=9))
 def test_placing_keeps_the_sum_and_touches_one_token(rows: list[tuple[float, int]]) -> None:
     rewards, lengths = torch.tensor([r for r, _ in rows]), torch.tensor([n for _, n in rows])
-    placed = place_on_last_token(rewards, lengths, 7)
+    placed = at_last_token(rewards, torch.arange(7) < lengths[:, None])
     assert torch.equal(placed.sum(-1), torch.where(lengths > 0, rewards, 0.0))
     assert all(set(row.nonzero().flatten().tolist()) <= {n - 1} for row, (_, n) in zip(placed, rows))
 

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
+from rlsys.algorithms.masked import at_last_token
 from rlsys.config.schema.trainer import TrainerConfig
 from rlsys.fleet.fleet import RolloutFleet
 from rlsys.fleet.requests import FleetDeadlines
 from rlsys.protocol import DataProto, object_array, response_lengths
-from rlsys.rewards.manager import Graded, place_on_last_token
+from rlsys.rewards.manager import Graded
 from rlsys.telemetry.metrics import StageTimer
 from rlsys.types import Finish, ModelRequest, ResponseDelta, SamplingParams
 from tests.timing import scaled_s
@@ -56,7 +57,7 @@ class LengthManager:
         lengths = response_lengths(data)
         if int(lengths.max()) > self.longest:
             raise ValueError(f"an answer of {int(lengths.max())} tokens")
-        return Graded(place_on_last_token(lengths.float(), lengths, data.tensors["responses"].shape[1]), {})
+        return Graded(at_last_token(lengths.float(), data.tensors["response_mask"]), {})
 
 
 BY_LENGTH = LengthManager()

@@ -144,8 +144,7 @@ def refuse(hf_config: HFConfig) -> str:
 
 
 FAMILY = Family(
-    architectures=("DeepseekV3ForCausalLM",),
-    model_types=("deepseek_v3",),
+    model_types=("deepseek_v3", "kimi_k2"),
     dims=dims,
     settings=settings,
     rope=lambda hf_config: {"rotary_base": rope_of(hf_config)["rope_theta"]},

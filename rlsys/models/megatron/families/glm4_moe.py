@@ -33,7 +33,6 @@ def settings(hf_config: HFConfig) -> dict[str, Any]:
 
 FAMILY = replace(
     deepseek_v3.FAMILY,
-    architectures=("Glm4MoeForCausalLM",),
     model_types=("glm4_moe",),
     dims=dims,
     settings=settings,

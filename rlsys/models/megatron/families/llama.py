@@ -2,4 +2,4 @@
 
 from rlsys.models.megatron.family import Family
 
-FAMILY = Family(architectures=("LlamaForCausalLM",), model_types=("llama",), refuse=lambda hf_config: "")
+FAMILY = Family(model_types=("llama",), refuse=lambda hf_config: "")

@@ -27,7 +27,6 @@ def settings(hf_config: HFConfig) -> dict[str, Any]:
 
 
 FAMILY = Family(
-    architectures=("MixtralForCausalLM",),
     model_types=("mixtral",),
     dims=dims,
     settings=settings,

@@ -4,7 +4,6 @@ from rlsys.models.megatron.blocks import ATTENTION, ONLY, QKV_BIAS, attention_se
 from rlsys.models.megatron.family import Family
 
 FAMILY = Family(
-    architectures=("Qwen2ForCausalLM",),
     model_types=("qwen2",),
     settings=lambda hf_config: {**attention_settings(hf_config), "add_qkv_bias": True},
     only={key: values for key, values in ONLY.items() if key != "attention_bias"},

@@ -29,7 +29,6 @@ def is_sparse(hf_config: HFConfig, layer: int) -> bool:
 
 
 FAMILY = Family(
-    architectures=("Qwen3MoeForCausalLM",),
     model_types=("qwen3_moe",),
     dims=expert_dims,
     settings=settings,

@@ -98,9 +98,7 @@ def _make(path: Path, sizes: ParallelSizes) -> Made:
         mpu.get_expert_tensor_parallel_rank(),
     )
     device = torch.device("cpu")
-    chunks = build_chunks(
-        family, config, megatron_section(sizes), dtype=torch.float32, scalar_head=False, device=device
-    )
+    chunks = build_chunks(family, config, megatron_section(sizes), dtype=torch.float32, head="lm", device=device)
     local = {f"{n}.{k}": t for n, chunk in enumerate(chunks) for k, t in chunk.state_dict().items() if t is not None}
     source = open_model_dir(path)
     check_names(family.hf_shapes(config), source)
