@@ -10,18 +10,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from rlsys.utils.errors import ConfigError
 
 
 def heads_to_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
     """(1, heads/S, tokens, dim) -> (1, heads, tokens/S, dim): what leaves attention."""
-    return _Exchange.apply(x, group, 1, 2)
+    return _exchange(x, group, 1, 2)
 
 
 def tokens_to_heads(x: Tensor, group: ProcessGroup) -> Tensor:
     """(1, heads, tokens/S, dim) -> (1, heads/S, tokens, dim): what enters attention."""
-    return _Exchange.apply(x, group, 2, 1)
+    return _exchange(x, group, 2, 1)
 
 
 def sum_over(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -44,22 +45,9 @@ def kv_repeats(num_heads: int, num_kv_heads: int, group_size: int) -> int:
 
 
 def _exchange(x: Tensor, group: ProcessGroup, gather_dim: int, split_dim: int) -> Tensor:
-    size = dist.get_world_size(group)
-    send = torch.stack(x.chunk(size, dim=split_dim)).contiguous()
-    received = torch.empty_like(send)
-    dist.all_to_all_single(received, send, group=group)
+    parts = torch.stack(x.chunk(dist.get_world_size(group), dim=split_dim))
+    received = all_to_all_single_autograd(parts, None, None, group)
     return torch.cat(received.unbind(0), dim=gather_dim)
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup, gather_dim: int, split_dim: int) -> Tensor:  # type: ignore[override]
-        ctx.group, ctx.gather_dim, ctx.split_dim = group, gather_dim, split_dim
-        return _exchange(x, group, gather_dim, split_dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        return _exchange(grad, ctx.group, ctx.split_dim, ctx.gather_dim), None, None, None
 
 
 class _SumOver(torch.autograd.Function):

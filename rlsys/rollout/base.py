@@ -15,7 +15,7 @@ import numpy as np
 
 from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.rollout.partial import complete
-from rlsys.rollout.sampling.log import SampledSequence, sampled_sequences
+from rlsys.rollout.sampling.log import by_request
 from rlsys.types import Finish, ModelRequest, ModelResponse, ResponseDelta, SamplingParams, WeightLayout
 from rlsys.utils.errors import RolloutError, WeightTransferError
 
@@ -87,17 +87,17 @@ def check_sampling(params: SamplingParams) -> None:
         raise ValueError(f"invalid sampling parameters {params}")
 
 
-def until_end(sampled: SampledSequence, running: RunningRequest) -> tuple[SampledSequence, Finish | None]:
+def until_end(sampled: np.ndarray, running: RunningRequest) -> tuple[np.ndarray, Finish | None]:
     """What follows the delivered tokens up to the one that ends the request, and how it ends, None if it runs on.
 
     An engine that starts steps ahead may have sampled more.
     """
     num_delivered = running.num_delivered
     shortest, room = running.request.gconfig.min_new_tokens - num_delivered, running.max_new_tokens - num_delivered
-    for at, token in enumerate(sampled.tokens[:room]):
+    for at, token in enumerate(sampled[:room, 0].tolist()):
         if at >= shortest and token in running.stop_ids:
-            return sampled.part(0, at + 1), Finish.STOP
-    return sampled.part(0, room), Finish.LENGTH if len(sampled.tokens) >= room else None
+            return sampled[: at + 1], Finish.STOP
+    return sampled[:room], Finish.LENGTH if len(sampled) >= room else None
 
 
 class BaseRolloutEngine(ABC):
@@ -262,12 +262,12 @@ class BaseRolloutEngine(ABC):
         """
         running, deltas = list(self._running.values()), []
         samples = self._take_samples([one.number for one in running], [one.num_delivered for one in running])
-        for one, sequence in zip(running, sampled_sequences(*samples), strict=True):
-            sampled, end = until_end(sequence, one)
+        for one, new in zip(running, by_request(*samples), strict=True):
+            sampled, end = until_end(new, one)
             if end is not None and not stops:
-                sampled, end = sampled.part(0, len(sampled.tokens) - 1), None
-            one.num_delivered += len(sampled.tokens)
-            if sampled.tokens:
+                sampled, end = sampled[:-1], None
+            one.num_delivered += len(sampled)
+            if len(sampled):
                 deltas.append(self._delta(one, sampled, end))
         self._deliver(deltas, reports=True)
         for one in running:
@@ -278,13 +278,13 @@ class BaseRolloutEngine(ABC):
 
         With `tokens` those that the engine returned for them, which must be the ones that were sampled.
         """
-        samples, deltas = sampled_sequences(*self._take_samples([one.number for one in ended])), []
+        samples, deltas = by_request(*self._take_samples([one.number for one in ended])), []
         for at, (one, whole) in enumerate(zip(ended, samples, strict=True)):
-            returned = whole.tokens if tokens is None else tuple(tokens[at])
-            sampled, end = until_end(whole.part(one.num_delivered, len(returned)), one)
+            returned = whole[:, 0].tolist() if tokens is None else list(tokens[at])
+            sampled, end = until_end(whole[one.num_delivered : len(returned)], one)
             if one.is_cancelled:
                 continue
-            if tokens is not None and sampled.tokens != returned[one.num_delivered :]:
+            if tokens is not None and sampled[:, 0].tolist() != returned[one.num_delivered :]:
                 raise RolloutError(f"the engine returned other tokens than were sampled for request {one.rid}")
             if end is None and not self._stopped():
                 raise RolloutError(f"the engine ended request {one.rid} after {len(returned)} tokens, before its end")
@@ -293,15 +293,15 @@ class BaseRolloutEngine(ABC):
             deltas.append(self._delta(one, sampled, end or Finish.ABORT))
         self._deliver(deltas)
 
-    def _delta(self, one: RunningRequest, sampled: SampledSequence, finish: Finish | None) -> ResponseDelta:
-        """What was sampled, by the weights served now; RolloutError if a token's logits were not finite."""
-        if not sampled.finite:
+    def _delta(self, one: RunningRequest, sampled: np.ndarray, finish: Finish | None) -> ResponseDelta:
+        """What was sampled (T, 4), by the weights served now; RolloutError if a token's logits were not finite."""
+        ids, full, drawn, finite = sampled.T
+        if not finite.all():
             raise RolloutError(f"logits are not finite for request {one.rid}: check the weights that were loaded")
-        versions, routes = (self.version,) * len(sampled.tokens), None
+        tokens, versions, routes = tuple(ids.astype(np.int64).tolist()), (self.version,) * len(sampled), None
         if one.routes and finish in (Finish.STOP, Finish.LENGTH):
             routes = np.concatenate(one.routes)
-        full, drawn = sampled.full_logprobs, sampled.sampled_logprobs
-        return ResponseDelta(one.rid, sampled.tokens, full, drawn, versions, finish, routes)
+        return ResponseDelta(one.rid, tokens, tuple(full.tolist()), tuple(drawn.tolist()), versions, finish, routes)
 
     def _queued(self, request: ModelRequest) -> RunningRequest:
         params, ids = request.gconfig, request.input_ids

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlsys.rollout.base import RunningRequest
 from rlsys.rollout.sampling.log import SampleLog
-from rlsys.rollout.sampling.sample import NO_TOKEN, BatchFlags, BatchSampling, row_keys, sample_tokens, stop_id_table
+from rlsys.rollout.sampling.sample import NO_TOKEN, BatchSampling, row_keys, sample_tokens, stop_id_table
 from rlsys.types import SamplingParams
 
 SPEC_KEY = "rlsys_sample"
@@ -94,12 +94,15 @@ class TorchRows:
             temperature=torch.tensor([one.temperature for one in params], device=device),
             top_p=torch.tensor([one.top_p for one in params], dtype=torch.float64, device=device),
             top_k=torch.tensor([one.top_k for one in params], device=device),
-            flags=BatchFlags.of(params),
+            scaled=any(one.temperature not in (0.0, 1.0) for one in params),
+            any_greedy=any(one.temperature == 0 for one in params),
+            any_top_p=any(one.top_p < 1 for one in params),
+            max_top_k=max((one.top_k for one in params), default=-1),
         )
         self._starts = torch.tensor([row.prompt_length for row in rows], device=device)
         self._min_new = torch.tensor([one.min_new_tokens for one in params], device=device)
         stops = [row.stop_ids if row.params.min_new_tokens > 0 else () for row in rows]
-        self._stops = stop_id_table(stops).to(device) if self._params.flags.any_min_new else None
+        self._stops = stop_id_table(stops).to(device) if any(one.min_new_tokens > 0 for one in params) else None
 
     def force(self, logits: Tensor, positions: Tensor) -> Tensor:
         """As `RowSampler.force`."""

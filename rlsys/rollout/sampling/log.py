@@ -5,7 +5,7 @@ Letters: N rows of a step, K requests, T tokens.
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,39 +18,9 @@ STEPS_HELD = 64
 """Number of logged steps after which arrived copies are moved into the table."""
 
 
-@dataclass(frozen=True)
-class SampledSequence:
-    """The tokens and log-probabilities sampled for one request, in order of position."""
-
-    tokens: tuple[int, ...]
-    full_logprobs: tuple[float, ...]
-    sampled_logprobs: tuple[float, ...]
-    finite: bool
-
-    def part(self, start: int, end: int) -> "SampledSequence":
-        """The tokens from `start` to `end`."""
-        return replace(
-            self,
-            tokens=self.tokens[start:end],
-            full_logprobs=self.full_logprobs[start:end],
-            sampled_logprobs=self.sampled_logprobs[start:end],
-        )
-
-
-def sampled_sequences(counts: np.ndarray, table: np.ndarray) -> list[SampledSequence]:
-    """The K sequences in what `SampleLog.take` returns."""
-    tokens = table[:, 0].astype(np.int64).tolist()
-    full, sampled = table[:, 1].tolist(), table[:, 2].tolist()
-    ends = np.cumsum(counts).tolist()
-    return [
-        SampledSequence(
-            tuple(tokens[end - count : end]),
-            tuple(full[end - count : end]),
-            tuple(sampled[end - count : end]),
-            bool(table[end - count : end, -1].all()),
-        )
-        for count, end in zip(counts.tolist(), ends, strict=True)
-    ]
+def by_request(counts: np.ndarray, table: np.ndarray) -> list[np.ndarray]:
+    """The tokens (T, 4) of each of the K requests in what `SampleLog.take` returns."""
+    return np.split(table, np.cumsum(counts))[:-1]
 
 
 @dataclass

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlsys.types import SamplingParams
-
 GOLDEN = 0x9E3779B97F4A7C15
 MIX_1 = 0xBF58476D1CE4E5B9
 MIX_2 = 0x94D049BB133111EB
@@ -57,27 +55,6 @@ def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
     return _shift_right(mix64(keys + positions * _signed(GOLDEN)), 11).double() * 2.0**-53
 
 
-@dataclass(frozen=True)
-class BatchFlags:
-    """What any of the rows needs, known on the host, so that passes that no row needs are skipped."""
-
-    scaled: bool = False
-    any_greedy: bool = False
-    any_top_p: bool = False
-    any_min_new: bool = False
-    max_top_k: int = -1
-
-    @classmethod
-    def of(cls, rows: Sequence[SamplingParams]) -> "BatchFlags":
-        return cls(
-            scaled=any(row.temperature not in (0.0, 1.0) for row in rows),
-            any_greedy=any(row.temperature == 0 for row in rows),
-            any_top_p=any(row.top_p < 1 for row in rows),
-            any_min_new=any(row.min_new_tokens > 0 for row in rows),
-            max_top_k=max((row.top_k for row in rows), default=-1),
-        )
-
-
 def stop_id_table(stop_ids: Sequence[tuple[int, ...]]) -> Tensor:
     """(B, S); short rows repeat their first id, empty ones hold -1."""
     width = max([1, *map(len, stop_ids)])
@@ -88,14 +65,18 @@ def stop_id_table(stop_ids: Sequence[tuple[int, ...]]) -> Tensor:
 class BatchSampling:
     """The sampling parameters of B rows as tensors.
 
-    keys (B,) int64, temperature (B,) (0 = greedy), top_p (B,), top_k (B,) int64 (-1 = all).
+    keys (B,) int64, temperature (B,) (0 = greedy), top_p (B,), top_k (B,) int64 (-1 = all). What any of the rows needs
+    is known on the host, so that passes that no row needs are skipped.
     """
 
     keys: Tensor
     temperature: Tensor
     top_p: Tensor
     top_k: Tensor
-    flags: BatchFlags
+    scaled: bool = False
+    any_greedy: bool = False
+    any_top_p: bool = False
+    max_top_k: int = -1
 
 
 @dataclass(frozen=True)
@@ -119,19 +100,19 @@ def sample_tokens(
     tie with the last one kept are kept. A row whose probabilities are NaN is reported in `finite`.
     """
     scores = logits.float()
-    if params.flags.scaled:
+    if params.scaled:
         scores = scores / torch.where(params.temperature > 0, params.temperature, 1.0)[:, None]
     probs = torch.softmax(scores, dim=-1)
     allowed = probs if banned is None else _ban(probs, banned)
-    weights = _truncate(allowed, params) if params.flags.max_top_k > 0 or params.flags.any_top_p else allowed
+    weights = _truncate(allowed, params) if params.max_top_k > 0 or params.any_top_p else allowed
     blocks = _block_sums(weights)
     kept = blocks.sum(-1, dtype=torch.float64)
     tokens = _invert(weights, blocks, uniforms(params.keys, positions))
-    if params.flags.any_greedy:
+    if params.any_greedy:
         tokens = torch.where(params.temperature > 0, tokens, allowed.argmax(-1))
     full = probs.gather(1, tokens[:, None]).squeeze(1).log()
     sampled = (full - kept.log()).float()
-    if params.flags.any_greedy:
+    if params.any_greedy:
         sampled = torch.where(params.temperature > 0, sampled, 0.0)
     return SampledTokens(tokens, full, sampled, torch.isfinite(kept) & (kept > 0))
 
@@ -143,13 +124,13 @@ def _ban(probs: Tensor, banned: Tensor) -> Tensor:
 
 
 def _truncate(probs: Tensor, params: BatchSampling) -> Tensor:
-    if params.flags.max_top_k > 0:
-        width = min(params.flags.max_top_k, probs.shape[1])
+    if params.max_top_k > 0:
+        width = min(params.max_top_k, probs.shape[1])
         top = probs.topk(width, dim=-1).values
         last = top.gather(1, params.top_k.clamp(1, width)[:, None] - 1)
         limited = (params.top_k > 0) & (params.top_k <= width)
         probs = torch.where(probs >= torch.where(limited[:, None], last, 0.0), probs, 0.0)
-    if params.flags.any_top_p:
+    if params.any_top_p:
         mass = probs.sum(-1, dtype=torch.float64) * params.top_p.double()
         cut = torch.where(params.top_p < 1, _top_p_cut(probs, mass, TOP_P_WIDTH), 0.0)
         probs = torch.where(probs >= cut[:, None], probs, 0.0)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.rollout.sampling.sample import BatchFlags, BatchSampling, combine_seeds, row_keys, sample_tokens, uniforms
+from rlsys.rollout.sampling.sample import BatchSampling, combine_seeds, row_keys, sample_tokens, uniforms
 
 
 def how(
@@ -18,7 +18,10 @@ def how(
         temperature=torch.full((num_rows,), temperature),
         top_p=torch.full((num_rows,), top_p, dtype=torch.float64),
         top_k=torch.full((num_rows,), top_k),
-        flags=BatchFlags(scaled=True, any_greedy=temperature == 0, any_top_p=top_p < 1, max_top_k=top_k),
+        scaled=True,
+        any_greedy=temperature == 0,
+        any_top_p=top_p < 1,
+        max_top_k=top_k,
     )
 
 

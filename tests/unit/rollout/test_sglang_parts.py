@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 from rlsys.config.schema.rollout import EngineKwargsConfig, GenerationConfig
 from rlsys.rollout.base import EngineContext
 from rlsys.rollout.sampling.hook import SampleSpec
-from rlsys.rollout.sampling.sample import BatchFlags, BatchSampling, row_keys, sample_tokens
+from rlsys.rollout.sampling.sample import BatchSampling, row_keys, sample_tokens
 from rlsys.rollout.sglang.arguments import SINGLE_RANK, ReplicaRank, server_arguments
 from rlsys.rollout.sglang.sampler import SchedulerSampler, request_id, spec_of
 from rlsys.types import SamplingParams
@@ -42,7 +42,9 @@ def test_samples_are_those_of_the_reference_in_any_row() -> None:
         temperature=torch.tensor([0.8, 0.8]),
         top_p=torch.tensor([0.9, 0.9], dtype=torch.float64),
         top_k=torch.tensor([20, 20]),
-        flags=BatchFlags(scaled=True, any_top_p=True, max_top_k=20),
+        scaled=True,
+        any_top_p=True,
+        max_top_k=20,
     )
     expected = sample_tokens(logits, torch.tensor([3, 6]), how)
     assert torch.equal(forced.argmax(1), expected.tokens)
