@@ -33,7 +33,7 @@ from rlsys.config import PPOConfig, load_config, plan_batches  # noqa: E402
 from rlsys.config.introspect import shown, value_at  # noqa: E402
 from rlsys.models.megatron.family import family_of  # noqa: E402
 from rlsys.models.megatron.parallel import ParallelSizes  # noqa: E402
-from rlsys.planning.advice import GIB, aligned, remedies, step_table, table, too_large  # noqa: E402
+from rlsys.planning.advice import GIB, remedies, step_table, table, too_large  # noqa: E402
 from rlsys.planning.layouts import propose_layouts  # noqa: E402
 from rlsys.planning.memory import Lengths, Machine, PlanInputs, plan_memory  # noqa: E402
 from rlsys.planning.sizes import replaced  # noqa: E402
@@ -49,6 +49,7 @@ from rlsys.planning.step_time import (  # noqa: E402
 from rlsys.types import WeightLayout  # noqa: E402
 from rlsys.utils.errors import ConfigError, WeightTransferError  # noqa: E402
 from rlsys.utils.gpus import GPUS  # noqa: E402
+from rlsys.utils.tables import aligned  # noqa: E402
 from rlsys.weights.plan import Plan, make_plan  # noqa: E402
 from scripts.model_shapes import SHAPES, sizes_of  # noqa: E402
 from scripts.weight_layouts import EngineSizes, engine_layouts, fsdp_layouts, megatron_layouts  # noqa: E402

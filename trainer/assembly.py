@@ -1,6 +1,6 @@
 """What a trainer holds beside its worker groups, put together from the configuration."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -190,25 +190,24 @@ def residency_moves(cfg: PPOConfig, groups: WorkerGroups, device: str, *, coloca
         (Resident.TEACHER, groups.teacher, ("params",) * ref.param_offload),
     )
     moves = {
-        resident: Moves(partial(group.move, parts, device), partial(group.move, parts, "cpu"))
+        resident: Moves([partial(group.move, parts, device)], [partial(group.move, parts, "cpu")])
         for resident, group, parts in offloaded
         if group is not None and parts
     }
-    before_sync: list[Callable[[], None]] = []
-    after_sync: list[Callable[[], None]] = []
+    before_sync: list[Callable[[], object]] = []
+    after_sync: list[Callable[[], object]] = []
     if actor.param_offload:
         before_sync.append(partial(groups.actor.move, ("params",), device))
         after_sync.append(partial(groups.actor.move, ("params",), "cpu"))
     if colocated and device.startswith("cuda") and policy.rollout.free_cache_engine:
         assert groups.rollout is not None
-        wake, everything = groups.rollout.wake, ("weights", "kv_cache")
-        own_pool = cfg.reward.reward_model.enable_resource_pool
+        own_pool, everything = cfg.reward.reward_model.enable_resource_pool, ("weights", "kv_cache")
         engines = [engine for engine in (groups.rollout, None if own_pool else groups.judge) if engine is not None]
         wakes, sleeps = ([partial(getattr(e, verb), everything) for e in engines] for verb in ("wake", "sleep"))
-        moves[Resident.ROLLOUT] = Moves(partial(_call_all, wakes), partial(_call_all, sleeps))
-        before_sync.append(partial(wake, ("weights",)))
+        moves[Resident.ROLLOUT] = Moves(wakes, sleeps)
+        before_sync.append(partial(groups.rollout.wake, ("weights",)))
     if before_sync:
-        moves[Resident.SYNC] = Moves(partial(_call_all, before_sync), partial(_call_all, after_sync))
+        moves[Resident.SYNC] = Moves(before_sync, after_sync)
     return moves
 
 
@@ -216,11 +215,6 @@ def _offloaded(role: FSDPConfig | MegatronConfig) -> tuple[str, ...]:
     """The parts of a trained role that leave the device while another role runs."""
     grads = isinstance(role, MegatronConfig) and role.grad_offload
     return ("params",) * role.param_offload + ("grads",) * grads + ("optimizer",) * role.optimizer_offload
-
-
-def _call_all(calls: Sequence[Callable[[], None]]) -> None:
-    for call in calls:
-        call()
 
 
 def _group_filter(settings: FilterGroupsConfig) -> GroupFilter | None:

@@ -5,7 +5,7 @@ the host, the rollout's weights and cache released), the next one takes it. Weig
 the actor's parameters and the rollout's weights on the device and nothing else.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
@@ -29,16 +29,12 @@ class Resident(StrEnum):
 TRAINED = (Resident.ACTOR, Resident.CRITIC, Resident.REFERENCE, Resident.TEACHER, Resident.REWARD_MODEL)
 
 
-def _nothing() -> None:
-    """The move of a role that stays where it is."""
-
-
 @dataclass(frozen=True)
 class Moves:
     """What a resident does when it enters and leaves the device."""
 
-    enter: Callable[[], None] = _nothing
-    leave: Callable[[], None] = _nothing
+    enter: Sequence[Callable[[], object]] = ()
+    leave: Sequence[Callable[[], object]] = ()
 
 
 class Residency:
@@ -62,7 +58,8 @@ class Residency:
     def offload_all(self) -> None:
         """Before the first stage: give back what models took when they were loaded, as if each had been resident."""
         for resident in TRAINED:
-            self._moves.get(resident, Moves()).leave()
+            for move in self._moves.get(resident, Moves()).leave:
+                move()
 
     def enter(self, resident: Resident) -> None:
         """Make `resident` the one that holds memory; to roll out before any weights were pushed is a mistake."""
@@ -74,9 +71,11 @@ class Residency:
         left = self.resident
         assert (left, resident) != (Resident.NONE, Resident.ROLLOUT), "call push_weights() before the rollout is used"
         leave, enter = self._moves.get(left, Moves()).leave, self._moves.get(resident, Moves()).enter
-        with self._stage("switch") if (leave, enter) != (_nothing, _nothing) else nullcontext():
-            leave()
+        with self._stage("switch") if leave or enter else nullcontext():
+            for move in leave:
+                move()
             self.resident = Resident.NONE
-            enter()
+            for move in enter:
+                move()
         self._lost = resident is not Resident.SYNC and (self._lost or left is Resident.ROLLOUT)
         self.resident = resident

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 
 from rlsys.config import DPOConfig, RMConfig, SFTConfig
-from rlsys.config.schema.actor import ActorRolloutRefConfig, CriticConfig
+from rlsys.config.schema.actor import ActorConfig, ActorRolloutRefConfig, CriticConfig
 from rlsys.config.schema.algorithm import RewardModelConfig
+from rlsys.config.schema.base import MicroBatches
 from rlsys.config.schema.megatron import MegatronShardConfig
 from rlsys.config.schema.model import ModelConfig, PolicyModelConfig, ShardConfig
 from rlsys.engines import rng
@@ -107,23 +108,32 @@ def check_model(key: str, model: ModelConfig, section: ShardConfig | MegatronSha
         raise ConfigError(f"{key}: {error}") from error
 
 
+def _trained(
+    role: ActorConfig | CriticConfig, model: ModelConfig, run: EngineRun, *, scoring: MicroBatches, **options: Any
+) -> "Engine":
+    return _engine(
+        model,
+        role.shard,
+        run,
+        sp_size=role.ulysses_sequence_parallel_size,
+        optim=role.optim,
+        grad_clip=role.grad_clip,
+        training=role.training,
+        scoring=scoring,
+        checkpoint=role.checkpoint,
+        **options,
+    )
+
+
 def build_actor_engine(cfg: ActorRolloutRefConfig, run: EngineRun) -> "Engine":
     """The actor's engine with its optimizer."""
-    actor = cfg.actor
-    tower = {"freeze_vision_tower": True} if actor.freeze_vision_tower else {}
-    return _engine(
-        cfg.model,
-        actor.shard,
-        run,
-        sp_size=actor.ulysses_sequence_parallel_size,
-        optim=actor.optim,
-        grad_clip=actor.grad_clip,
-        total_steps=run.actor_steps,
-        training=actor.training,
-        scoring=cfg.rollout.scoring,
-        checkpoint=actor.checkpoint,
-        **tower,
-    )
+    tower = {"freeze_vision_tower": True} if cfg.actor.freeze_vision_tower else {}
+    return _trained(cfg.actor, cfg.model, run, scoring=cfg.rollout.scoring, total_steps=run.actor_steps, **tower)
+
+
+def build_critic_engine(cfg: CriticConfig, run: EngineRun) -> "Engine":
+    """The critic's engine with its optimizer and a scalar head."""
+    return _trained(cfg, cfg.model, run, scoring=cfg.scoring, total_steps=run.critic_steps, head="scalar")
 
 
 def build_reference_engine(
@@ -136,23 +146,6 @@ def build_reference_engine(
         run,
         sp_size=cfg.ref.ulysses_sequence_parallel_size,
         training=cfg.ref.scoring,
-    )
-
-
-def build_critic_engine(cfg: CriticConfig, run: EngineRun) -> "Engine":
-    """The critic's engine with its optimizer and a scalar head."""
-    return _engine(
-        cfg.model,
-        cfg.shard,
-        run,
-        sp_size=cfg.ulysses_sequence_parallel_size,
-        head="scalar",
-        optim=cfg.optim,
-        grad_clip=cfg.grad_clip,
-        total_steps=run.critic_steps,
-        training=cfg.training,
-        scoring=cfg.scoring,
-        checkpoint=cfg.checkpoint,
     )
 
 

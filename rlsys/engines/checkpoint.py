@@ -24,7 +24,7 @@ from rlsys.engines import rng
 from rlsys.engines.mesh import gather_json, together
 from rlsys.engines.tensor_files import METADATA, Entries, StoredBoxes, read_tensor_index, write_files, write_index
 from rlsys.models.hf import differing_tensors
-from rlsys.utils.atomic import commit_dir, read_checked_json, staging_dir, write_checked_json, write_text_durable
+from rlsys.utils.atomic import commit_dir, read_checked_json, staging_dir, write_checked_json, write_whole
 from rlsys.utils.errors import CheckpointError
 from rlsys.utils.run_folders import HUGGINGFACE
 
@@ -98,7 +98,7 @@ class Saving:
         names, entries = write_files(self._staging, self._name_end, boxes)
         if self._extra is not None:
             names.append(f"extra_state_{self._name_end}.json")
-            write_text_durable(self._staging / names[-1], self._extra)
+            write_whole(self._staging / names[-1], self._extra.encode(), durable=True)
         return entries, {name: _fingerprint(self._staging / name) for name in names}
 
     @property
@@ -133,7 +133,7 @@ def _commit(
     unseen = [name for name in files if not (staging / name).exists()]
     if unseen:
         raise OSError(f"{unseen[0]} of another rank is not visible here: all ranks need one shared directory")
-    write_text_durable(staging / layout[0], json.dumps(layout[1]))
+    write_whole(staging / layout[0], json.dumps(layout[1]).encode(), durable=True)
     own = [layout[0], METADATA] if (staging / METADATA).exists() else [layout[0]]
     files = {**files, **{name: _fingerprint(staging / name) for name in own}}
     manifest = {"format": FORMAT, "world_size": dist.get_world_size(), **header, "files": dict(sorted(files.items()))}

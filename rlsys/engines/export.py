@@ -14,7 +14,7 @@ from transformers import GenerationConfig, PretrainedConfig
 
 from rlsys.engines.mesh import together
 from rlsys.models.hf import Head, auto_model
-from rlsys.utils.atomic import commit_dir, fsync_file, staging_dir, write_text_durable
+from rlsys.utils.atomic import commit_dir, fsync_file, staging_dir, write_whole
 from rlsys.utils.errors import CheckpointError
 
 KEPT_FLOATS = (".e_score_correction_bias",)
@@ -53,7 +53,7 @@ def write(
             folder = staging / "lora_adapter"
             folder.mkdir()
             save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "adapter_model.safetensors")
-            write_text_durable(folder / "adapter_config.json", json.dumps(adapter_config, indent=1))
+            write_whole(folder / "adapter_config.json", json.dumps(adapter_config, indent=1).encode(), durable=True)
         for file in staging.rglob("*"):
             if file.is_file():
                 fsync_file(file)
@@ -119,7 +119,7 @@ def name_parts(staging: Path, files: Mapping[str, Sequence[str]]) -> None:
         size += (staging / new).stat().st_size
         weight_map.update(dict.fromkeys(names, new))
     index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-    write_text_durable(staging / "model.safetensors.index.json", json.dumps(index, indent=1))
+    write_whole(staging / "model.safetensors.index.json", json.dumps(index, indent=1).encode(), durable=True)
 
 
 def exported_config(config: PretrainedConfig, head: Head, dtype: torch.dtype) -> PretrainedConfig:

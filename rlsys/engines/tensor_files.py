@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rlsys.engines.mesh import gather_json, together
 from rlsys.models.hf import open_safetensors
-from rlsys.utils.atomic import fsync_file, write_text_durable
+from rlsys.utils.atomic import fsync_file, write_whole
 from rlsys.utils.boxes import overlap, relative, slices
 from rlsys.utils.errors import CheckpointError
 
@@ -43,8 +43,8 @@ def write_index(directory: Path, entries: Entries, shapes: Mapping[str, Sequence
     for key, dtype, chunk in (entry for part in gather_json(entries) for entry in part):
         tensor = tensors.setdefault(key, {"dtype": dtype, "shape": list(shapes[key]), "chunks": []})
         tensor["chunks"].append(chunk)
-    index = json.dumps(dict(sorted(tensors.items())), indent=1)
-    together(lambda: write_text_durable(directory / METADATA, index) if tensors else None, only_first=True)
+    index = json.dumps(dict(sorted(tensors.items())), indent=1).encode()
+    together(lambda: write_whole(directory / METADATA, index, durable=True) if tensors else None, only_first=True)
 
 
 def write_files(directory: Path, name_end: str, boxes: StoredBoxes) -> tuple[list[str], Entries]:

@@ -4,7 +4,6 @@ One tensor is in memory at a time, and what it is made of. Output is there wholl
 """
 
 import json
-import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -37,7 +36,7 @@ from rlsys.models.megatron.convert import fill
 from rlsys.models.megatron.family import Head, family_of, find_family, tied
 from rlsys.models.megatron.rules import by_local
 from rlsys.types import EXPORT_FILE_BYTES, Shard
-from rlsys.utils.atomic import commit_dir, staging_dir, write_text_durable
+from rlsys.utils.atomic import commit_dir, staging_dir, write_whole, written_whole
 from rlsys.utils.boxes import buckets
 from rlsys.utils.errors import CheckpointError
 from rlsys.utils.run_folders import HUGGINGFACE
@@ -124,7 +123,7 @@ def split(model_dir: Path, target_dir: Path, layout: SplitLayout, *, overwrite: 
         kept = {name: (weights[name].dtype, shape) for name, shape in carried.items() if name in weights}
         if kept:
             write_file(staging / "carried.safetensors", kept, (read_whole(weights[name]) for name in kept))
-        write_text_durable(staging / SPLIT, msgspec.json.encode(layout).decode())
+        write_whole(staging / SPLIT, msgspec.json.encode(layout), durable=True)
         (staging / HUGGINGFACE).mkdir()
         _copy_settings(model_dir, staging / HUGGINGFACE, None)
 
@@ -224,7 +223,7 @@ def _copy_settings(source: Path, target: Path, dtype: str | None) -> None:
     config = read_config_json(source)
     if dtype is not None and dtype not in (config.get("dtype"), config.get("torch_dtype")):
         config = {**{key: value for key, value in config.items() if key != "torch_dtype"}, "dtype": dtype}
-    write_text_durable(target / "config.json", json.dumps(config, indent=2) + "\n")
+    write_whole(target / "config.json", f"{json.dumps(config, indent=2)}\n".encode(), durable=True)
     copy_tokenizer(source, target)
 
 
@@ -256,7 +255,7 @@ def num_bytes(spec: TensorSpec) -> int:
 def write_file(path: Path, specs: Mapping[str, TensorSpec], tensors: Iterable[Tensor]) -> None:
     """Write one file and force it to disk. `tensors` come in the order of `specs`, names to (stored type, shape)."""
     given = iter(tensors)
-    with path.open("wb") as file:
+    with written_whole(path, durable=True) as file:
         entries = ((name, spec[0], spec[1], num_bytes(spec)) for name, spec in specs.items())
         file.write(header(entries))
         for name, (dtype, shape) in specs.items():
@@ -264,8 +263,6 @@ def write_file(path: Path, specs: Mapping[str, TensorSpec], tensors: Iterable[Te
             assert (tensor.dtype, tuple(tensor.shape)) == (torch_dtype(dtype), tuple(shape)), name
             if tensor.numel():
                 file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def write_model_files(

@@ -12,6 +12,7 @@ from rlsys.planning.memory import CACHE, Device, Lengths, Machine, MemoryPlan, S
 from rlsys.planning.roles import together
 from rlsys.planning.step_time import GpuCluster, Phase, plan_step, step_seconds
 from rlsys.utils.errors import ConfigError
+from rlsys.utils.tables import aligned
 
 GIB = 1 << 30
 WORTH, HARDLY_ANY_S = 0.99, 0.005
@@ -76,13 +77,6 @@ def table(stages: Sequence[Stage], *, room_bytes: int) -> str:
         cells = [f"{size / GIB:.2f}" if size else "" for size in sizes]
         lines.append([stage.name, *cells, f"{left / GIB:.2f}{' !' if left < 0 else ''}"])
     return aligned(lines)
-
-
-def aligned(lines: Sequence[Sequence[str]]) -> str:
-    """Columns of text, the first to the left and the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    rows = (zip(line, widths, strict=True) for line in lines)
-    return "\n".join("  ".join([n.ljust(w), *(cell.rjust(w) for cell, w in row)]).rstrip() for (n, w), *row in rows)
 
 
 def step_table(phases: Sequence[Phase]) -> str:

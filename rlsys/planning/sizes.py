@@ -4,9 +4,9 @@ Token budgets of updates and of log-probs, whether activations are recomputed, h
 and the share of a GPU that a serving engine takes. What a user or a preset set is never changed.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from rlsys.config import PPOConfig, plan_batches
@@ -15,9 +15,10 @@ from rlsys.config.engines import rollout_backend
 from rlsys.config.introspect import nest, shown
 from rlsys.config.plan import RolePlan
 from rlsys.config.schema.actor import TrainedRoleConfig
-from rlsys.config.schema.base import Section
+from rlsys.config.schema.base import MicroBatches, Section
 from rlsys.planning import footprint as fp
 from rlsys.planning.memory import Machine, MemoryPlan, plan_memory, width_of
+from rlsys.planning.roles import Bytes
 from rlsys.utils.errors import ConfigError
 
 GIB = 1 << 30
@@ -31,38 +32,87 @@ _POLICY, _TOKENS = "actor_rollout_ref", "max_token_len_per_gpu"
 ROLLOUT, MODEL = f"{_POLICY}.rollout", f"{_POLICY}.model"
 SEQS, SHARE = f"{ROLLOUT}.max_num_seqs", f"{ROLLOUT}.gpu_memory_utilization"
 ACTOR_BUDGET, CRITIC_BUDGET = f"{_POLICY}.actor.ppo_{_TOKENS}", f"critic.ppo_{_TOKENS}"
-Chosen = Iterator[tuple[str, Any, str]]
-"""Keys with their values and what the plan says beside them."""
 
 
-@dataclass(frozen=True)
-class _Job:
-    """A configuration whose open keys get values one after the other."""
+class _Sizes:
+    """Values that are chosen one after the other, each for the configuration with those before."""
 
-    cfg: PPOConfig
-    given: Collection[str]
-    machine: Machine
+    def __init__(self, cfg: PPOConfig, given: Collection[str], machine: Machine) -> None:
+        self.cfg, self.given, self.machine = cfg, given, machine
+        self.values: dict[str, Any] = {}
+        self.words: list[str] = []
 
-    def with_value(self, key: str, value: Any) -> "_Job":
-        return replace(self, cfg=replaced(self.cfg, {key: value}))
+    def choose(self, key: str, value: Any, why: str = "") -> None:
+        self.cfg, self.values[key] = replaced(self.cfg, {key: value}), value
+        self.words.append(f"{key.removeprefix(_POLICY + '.')}={shown(value)}{why}")
 
-    def needs(self, *stages: str) -> dict[str, int]:
-        """Bytes by owner of the largest of these stages; nothing where they are not known."""
-        plan = plan_memory(self.cfg, self.machine) if self.machine.actor else MemoryPlan(())
+    def needs(self, settings: dict[str, Any], *stages: str) -> Bytes:
+        """Bytes by owner of the largest of these stages with further settings; nothing where they are not known."""
+        plan = plan_memory(replaced(self.cfg, settings), self.machine) if self.machine.actor else MemoryPlan(())
         there = [stage.bytes for stage in (*plan.train, *plan.rollout) if stage.name in stages]
         return max(there, key=lambda owners: sum(owners.values()), default={})
 
-    def fits(self, *stages: str) -> bool:
-        return sum(self.needs(*stages).values()) <= self.machine.room_bytes
+    def fits(self, settings: dict[str, Any], *stages: str) -> bool:
+        return sum(self.needs(settings, *stages).values()) <= self.machine.room_bytes
 
-    def largest(self, key: str, stage: str, least: int) -> int | None:
-        """The largest budget with which a stage fits, in steps of a quarter; None if not even `least` does."""
+    def largest(self, key: str, stage: str, least: int, settings: Mapping[str, Any] = MappingProxyType({})) -> int:
+        """The largest budget with which a stage fits, in steps of a quarter; 0 if not even `least` does."""
         size = max(least, MOST_TOKENS[self.machine.device])
-        while not self.with_value(key, size).fits(stage):
+        while not self.fits({**settings, key: size}, stage):
             if size == least:
-                return None
+                return 0
             size = max(least, size * 3 // 4 // 256 * 256)
         return size
+
+    def choose_sequences(self) -> None:
+        """All rows of a replica together, within limits."""
+        rollout, ranks = self.cfg.actor_rollout_ref.rollout, plan_batches(self.cfg).pools.rollout_ranks
+        if SEQS in self.given or not ranks or self.cfg.trainer.reproducible:
+            return
+        device, answers = self.machine.device, rollout.n * rollout.tensor_model_parallel_size
+        number = min(MOST_SEQS[device], max(FEWEST_SEQS[device], -(-self.cfg.data.gen_batch_size * answers // ranks)))
+        has_share = rollout_backend(rollout.name).cache_share_of
+        while number > 1 and not has_share and not self.fits({SEQS: number}, "start", "rollout"):
+            number //= 2
+        self.choose(SEQS, number)
+
+    def choose_share(self) -> None:
+        """The cache of all sequences at full length, if it fits beside what trains; all that is free where nothing
+        does."""
+        cfg, machine, rollout = self.cfg, self.machine, self.cfg.actor_rollout_ref.rollout
+        if SHARE in self.given or machine.device != "cuda" or not rollout_backend(rollout.name).cache_share_of:
+            return
+        d, c, rows = fp.decoder_of(machine.actor), width_of(rollout.dtype, "cuda"), rollout.max_num_seqs
+        columns = cfg.data.max_prompt_length + cfg.data.max_response_length
+        tp = rollout.tensor_model_parallel_size
+        split = d.parameters // tp + rows * columns * d.cached // min(tp, d.cache_heads)
+        needed = c * split + fp.drawing_bytes(d, rows, c=c) + ENGINE_EXTRA
+        wanted = max(LEAST_SHARE, needed / machine.device_bytes) if plan_batches(cfg).pools.colocated else 1.0
+        percent = min(90, 5 * round(20 * wanted + 0.49))
+        while percent > 5 and not self.fits({SHARE: percent / 100}, "start", "rollout"):
+            percent -= 5
+        if percent / 100 * machine.device_bytes < c * d.parameters // tp:
+            raise _refusal(f"{rollout.name} beside what trains", self.needs({SHARE: 0.01}, "start"), machine, SHARE)
+        self.choose(SHARE, percent / 100, f" (all sequences need {needed / GIB:.1f} GiB)")
+
+    def choose_update(self, of: TrainedRoleConfig, plan: RolePlan, model: str, key: str, least: int) -> None:
+        """Activations are kept if enough tokens, or a rank's whole share, then fit; else they are recomputed."""
+        if key in self.given or not of.use_dynamic_bsz:
+            return
+        recompute, stage = f"{model}.enable_gradient_checkpointing", f"update_{key.split('.')[-2]}"
+        enough = min(plan.rank_samples * least, max(ENOUGH_TOKENS, least))
+        if recompute not in self.given and self.machine.device == "cuda":
+            self.choose(recompute, self.largest(key, stage, least, {recompute: False}) < enough)
+        size = self.largest(key, stage, least) or least
+        needs = self.needs({key: size}, stage)
+        total = sum(needs.values())
+        if total > self.machine.device_bytes:
+            raise _refusal(f"{stage} with one sequence at a time", needs, self.machine, key)
+        self.choose(key, size, f" ({total / GIB:.1f} GiB)" if needs else "")
+
+    def choose_scoring(self, key: str, size: MicroBatches, follows: str, stage: str, least: int) -> None:
+        if size.max_tokens is not None and not {key, follows} & set(self.given):
+            self.choose(key, self.largest(key, stage, least) or least)
 
 
 def choose_sizes(cfg: PPOConfig, given: Collection[str], machine: Machine) -> tuple[dict[str, Any], str]:
@@ -77,13 +127,25 @@ def choose_sizes(cfg: PPOConfig, given: Collection[str], machine: Machine) -> tu
         machine = replace(machine, actor={})
     if machine.device == "cuda" and not (machine.actor and machine.device_bytes):
         return {}, ""
-    job, values, words = _Job(cfg, given, machine), dict[str, Any](), list[str]()
-    for part in (_sequences, _share, *_passes(cfg)):
-        for key, value, why in part(job):
-            job, values[key] = job.with_value(key, value), value
-            words.append(f"{key.removeprefix(_POLICY + '.')}={shown(value)}{why}")
-    room = f" ({machine.room_bytes / GIB:.1f} of {machine.device_bytes / GIB:.1f} GiB to plan with)" if words else ""
-    return values, f"{', '.join(words)}{room}"
+    policy, critic, grader, plan = cfg.actor_rollout_ref, cfg.critic, cfg.reward.reward_model, plan_batches(cfg)
+    longest, scored = cfg.data.max_prompt_length + cfg.data.max_response_length, f"log_prob_{_TOKENS}"
+    least, of_critic = -(-longest // sequence_ranks(policy.actor)), -(-longest // sequence_ranks(critic))
+    sizes = _Sizes(cfg, given, machine)
+    sizes.choose_sequences()
+    sizes.choose_share()
+    sizes.choose_update(policy.actor, plan.actor, MODEL, ACTOR_BUDGET, least)
+    if plan.critic is not None:
+        sizes.choose_update(critic, plan.critic, "critic.model", CRITIC_BUDGET, of_critic)
+    sizes.choose_scoring(f"{ROLLOUT}.{scored}", policy.rollout.scoring, ACTOR_BUDGET, "old_log_prob", least)
+    if cfg.use_reference:
+        sizes.choose_scoring(f"{_POLICY}.ref.{scored}", policy.ref.scoring, ACTOR_BUDGET, "ref", least)
+    if plan.critic is not None:
+        sizes.choose_scoring(f"critic.forward_{_TOKENS}", critic.scoring, CRITIC_BUDGET, "values", of_critic)
+    if grader.enable:
+        key = f"reward.reward_model.forward_{_TOKENS}"
+        sizes.choose_scoring(key, grader.scoring, key, "reward_model", longest)
+    room = f" ({machine.room_bytes / GIB:.1f} of {machine.device_bytes / GIB:.1f} GiB to plan with)"
+    return sizes.values, f"{', '.join(sizes.words)}{room if sizes.words else ''}"
 
 
 def replaced(section: Any, settings: dict[str, Any]) -> Any:
@@ -97,87 +159,6 @@ def _replaced(section: Any, tree: Mapping[str, Any]) -> Any:
         for name, value in tree.items()
     }
     return section.model_copy(update=update)
-
-
-def _sequences(job: _Job) -> Chosen:
-    """All rows of a replica together, within limits."""
-    rollout, ranks = job.cfg.actor_rollout_ref.rollout, plan_batches(job.cfg).pools.rollout_ranks
-    if SEQS in job.given or not ranks or job.cfg.trainer.reproducible:
-        return
-    device, rows = job.machine.device, job.cfg.data.gen_batch_size * rollout.n * rollout.tensor_model_parallel_size
-    number = min(MOST_SEQS[device], max(FEWEST_SEQS[device], -(-rows // ranks)))
-    while number > 1 and not rollout_backend(rollout.name).cache_share_of and not _fits_rollout(job, SEQS, number):
-        number //= 2
-    yield SEQS, number, ""
-
-
-def _share(job: _Job) -> Chosen:
-    """The cache of all sequences at full length, if it fits beside what trains; all that is free where nothing does."""
-    cfg, machine = job.cfg, job.machine
-    rollout = cfg.actor_rollout_ref.rollout
-    if SHARE in job.given or machine.device != "cuda" or not rollout_backend(rollout.name).cache_share_of:
-        return
-    d, c, rows = fp.decoder_of(machine.actor), width_of(rollout.dtype, "cuda"), rollout.max_num_seqs
-    columns = cfg.data.max_prompt_length + cfg.data.max_response_length
-    tp = rollout.tensor_model_parallel_size
-    split = d.parameters // tp + rows * columns * d.cached // min(tp, d.cache_heads)
-    needed = c * split + fp.drawing_bytes(d, rows, c=c) + ENGINE_EXTRA
-    wanted = max(LEAST_SHARE, needed / machine.device_bytes) if plan_batches(cfg).pools.colocated else 1.0
-    percent = min(90, 5 * round(20 * wanted + 0.49))
-    while percent > 5 and not _fits_rollout(job, SHARE, percent / 100):
-        percent -= 5
-    if percent / 100 * machine.device_bytes < c * d.parameters // rollout.tensor_model_parallel_size:
-        raise _refusal(f"{rollout.name} beside what trains", job.with_value(SHARE, 0.01).needs("start"), machine, SHARE)
-    yield SHARE, percent / 100, f" (all sequences need {needed / GIB:.1f} GiB)"
-
-
-def _fits_rollout(job: _Job, key: str, value: float) -> bool:
-    return job.with_value(key, value).fits("start", "rollout")
-
-
-def _passes(cfg: PPOConfig) -> Iterator[Callable[[_Job], Chosen]]:
-    """The choices of token budgets, of updates first."""
-    policy, critic, grader, plan = cfg.actor_rollout_ref, cfg.critic, cfg.reward.reward_model, plan_batches(cfg)
-    longest, scored = cfg.data.max_prompt_length + cfg.data.max_response_length, f"log_prob_{_TOKENS}"
-    least = -(-longest // sequence_ranks(policy.actor))
-    yield partial(_update, of=policy.actor, plan=plan.actor, model=MODEL, key=ACTOR_BUDGET, least=least)
-    passes = [(f"{ROLLOUT}.{scored}", policy.rollout.log_prob_use_dynamic_bsz, ACTOR_BUDGET, "old_log_prob", least)]
-    if cfg.use_reference:
-        passes.append((f"{_POLICY}.ref.{scored}", policy.ref.log_prob_use_dynamic_bsz, ACTOR_BUDGET, "ref", least))
-    if plan.critic is not None:
-        least = -(-longest // sequence_ranks(critic))
-        yield partial(_update, of=critic, plan=plan.critic, model="critic.model", key=CRITIC_BUDGET, least=least)
-        passes.append((f"critic.forward_{_TOKENS}", critic.use_dynamic_bsz, CRITIC_BUDGET, "values", least))
-    if grader.enable:
-        key = f"reward.reward_model.forward_{_TOKENS}"
-        passes.append((key, grader.use_dynamic_bsz, key, "reward_model", longest))
-    for key, is_dynamic, follows, stage, least in passes:
-        if is_dynamic:
-            yield partial(_score, key=key, follows=follows, stage=stage, least=least)
-
-
-def _score(job: _Job, *, key: str, follows: str, stage: str, least: int) -> Chosen:
-    if not {key, follows} & set(job.given):
-        yield key, job.largest(key, stage, least) or least, ""
-
-
-def _update(job: _Job, *, of: TrainedRoleConfig, plan: RolePlan, model: str, key: str, least: int) -> Chosen:
-    """Activations are kept if enough tokens, or a rank's whole share, then fit; else they are recomputed."""
-    if key in job.given or not of.use_dynamic_bsz:
-        return
-    recompute, stage = f"{model}.enable_gradient_checkpointing", f"update_{key.split('.')[-2]}"
-    enough = min(plan.rank_samples * least, max(ENOUGH_TOKENS, least))
-    if recompute not in job.given and job.machine.device == "cuda":
-        kept = job.with_value(recompute, False)
-        keeps = (kept.largest(key, stage, least) or 0) >= enough
-        job = kept if keeps else job.with_value(recompute, True)
-        yield recompute, not keeps, ""
-    size = job.largest(key, stage, least)
-    needs = job.with_value(key, size or least).needs(stage)
-    total = sum(needs.values())
-    if total > job.machine.device_bytes:
-        raise _refusal(f"{stage} with one sequence at a time", needs, job.machine, key)
-    yield key, size or least, f" ({total / GIB:.1f} GiB)" if needs else ""
 
 
 def _refusal(what: str, needs: Mapping[str, int], machine: Machine, key: str) -> ConfigError:

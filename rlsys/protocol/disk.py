@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from rlsys.ipc.framing import Buffer, WireError
-from rlsys.utils.atomic import fsync_dir
+from rlsys.utils.atomic import written_whole
 
 MAGIC = b"RLSYSDP2"
 OTHER_VERSION = (
@@ -23,17 +23,8 @@ _SUM = struct.Struct("<I")
 
 def write_file(path: str | os.PathLike[str], header: bytes, buffers: Sequence[Buffer]) -> None:
     """Write beside `path`, flush to disk and rename, so that `path` is never half a file."""
-    target = Path(path)
-    beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        with beside.open("wb") as file:
-            write_stream(file, header, buffers)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(target)
-    finally:
-        beside.unlink(missing_ok=True)
-    fsync_dir(target.parent)
+    with written_whole(Path(path), durable=True) as file:
+        write_stream(file, header, buffers)
 
 
 def read_file(path: str | os.PathLike[str]) -> tuple[bytes, list[bytearray]]:

@@ -171,40 +171,32 @@ class Backend(ABC):
 
 
 class Future:
-    """The answer of one rank, not waited for yet. A failure of its `peers` in the same call ends the wait too."""
+    """The answer of a call, not waited for yet: `collect` makes it of what is `pending`, the answers of some ranks.
 
-    def __init__(self, pending: Pending, peers: Sequence[Pending] = ()) -> None:
-        self.pending = pending
-        self._peers = [peer for peer in peers if peer is not pending]
+    A failure of their `peers` in the same call ends the wait too.
+    """
 
-    @property
-    def rank(self) -> int:
-        return self.pending.rank
-
-    def done(self) -> bool:
-        """Whether an answer or a failure is there."""
-        return bool(self.pending.backend.wait_done([self.pending], 0.0))
-
-    def get(self, deadline_s: float | None = None) -> Any:
-        """The value; WorkerError if the worker failed, DeadlineError after `deadline_s` (default: the stage's)."""
-        finish([self.pending], deadline_s=deadline_s, peers=self._peers)
-        return self.pending.value()
-
-
-class GroupFuture:
-    """The collected answer of a whole group, not waited for yet."""
-
-    def __init__(self, pending: Sequence[Pending], collect: Callable[[Sequence[Pending]], Any]) -> None:
-        self._pending, self._collect = list(pending), collect
+    def __init__(
+        self,
+        pending: Sequence[Pending],
+        collect: Callable[[Sequence[Pending]], Any],
+        peers: Sequence[Pending] = (),
+    ) -> None:
+        self.pending, self._collect, self._peers = list(pending), collect, _without(list(peers), pending)
 
     def done(self) -> bool:
         """Whether every rank has answered or failed."""
-        return len(self._pending[0].backend.wait_done(self._pending, 0.0)) == len(self._pending)
+        return len(self.pending[0].backend.wait_done(self.pending, 0.0)) == len(self.pending)
 
     def get(self, deadline_s: float | None = None) -> Any:
-        """What the blocking call would have returned; raises as it would have."""
-        finish(self._pending, deadline_s=deadline_s)
-        return self._collect(self._pending)
+        """The value; WorkerError if a worker failed, DeadlineError after `deadline_s` (default: the stage's)."""
+        finish(self.pending, deadline_s=deadline_s, peers=self._peers)
+        return self._collect(self.pending)
+
+
+def of_rank(one: Pending, peers: Sequence[Pending] = ()) -> Future:
+    """The answer of one rank."""
+    return Future([one], lambda pending: pending[0].value(), peers)
 
 
 def finish(

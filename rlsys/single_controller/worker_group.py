@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Self
 
-from rlsys.single_controller.calls import Backend, CallSpec, Future, GroupFuture, Pending, RankCall, finish
+from rlsys.single_controller.calls import Backend, CallSpec, Future, Pending, RankCall, finish, of_rank
 from rlsys.single_controller.dispatch import (
     Dispatch,
     Execute,
@@ -69,10 +69,10 @@ class WorkerGroup:
     def execute_all_async(self, method: str, *args: object, **kwargs: object) -> list[Future]:
         """Start a method on every rank; lists with one entry per rank are handed out, other values go to all."""
         pending = self._start(method, dispatch_all_to_all(self, *args, **kwargs))
-        return [Future(one, pending) for one in pending]
+        return [of_rank(one, pending) for one in pending]
 
     def execute_all_sync(self, method: str, *args: object, **kwargs: object) -> list[Any]:
-        return self._results([future.pending for future in self.execute_all_async(method, *args, **kwargs)])
+        return self._results(self._start(method, dispatch_all_to_all(self, *args, **kwargs)))
 
     execute_all = execute_all_async
 
@@ -92,7 +92,7 @@ class WorkerGroup:
             raise ValueError(f"{self.role} has ranks 0..{self.world_size - 1}, not {rank}")
         spec = CallSpec(method, self.role, self._target, tuple(kwargs))
         call = RankCall(rank, spec, _resolved((*args, *kwargs.values())))
-        return Future(self._backend.submit(self.role, stage or method, [call])[0])
+        return of_rank(self._backend.submit(self.role, stage or method, [call])[0])
 
     def execute_rank(
         self,
@@ -164,7 +164,7 @@ class WorkerGroup:
         mode = mode_of(registration["dispatch_mode"])
         if registration["execute_mode"] is Execute.RANK_ZERO or registration["dispatch_mode"] == Dispatch.RANK_ZERO:
             future = self.execute_rank_async(0, name, *args, **kwargs)
-            return self._results([future.pending])[0] if registration["blocking"] else future
+            return self._results(future.pending)[0] if registration["blocking"] else future
         pending = self._start(name, split_call(mode, self, args, kwargs))
         if not registration["blocking"]:
             return self._future(mode, pending)
@@ -173,10 +173,10 @@ class WorkerGroup:
     def _future(self, mode: Mode, pending: Sequence[Pending]) -> object:
         """A `DataProtoFuture` over the ranks that hold the rows, or a plain future for other results."""
         if mode.parts_fn is None:
-            return GroupFuture(pending, partial(self._collected, mode))
+            return Future(pending, partial(self._collected, mode))
         from rlsys.protocol import DataProto, DataProtoFuture
 
-        return DataProtoFuture(DataProto.concat, [Future(pending[rank], pending) for rank in mode.parts_fn(self)])
+        return DataProtoFuture(DataProto.concat, [of_rank(pending[rank], pending) for rank in mode.parts_fn(self)])
 
     def _collected(self, mode: Mode, pending: Sequence[Pending]) -> object:
         """The call's result; of ranks that only repeat another's rows, nothing is fetched."""

@@ -14,7 +14,10 @@ from typing import Any
 
 import psutil
 
+from rlsys.utils.tables import aligned
+
 GIB = 1024**3
+COLUMNS = ("rss_before", "rss_after", "rss_peak", "cuda_before", "cuda_after", "cuda_peak", "cuda_reserved")
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _RESET_PEAK_RSS = "5"
@@ -27,31 +30,24 @@ class MemorySnapshot:
 
     rss_bytes: int
     rss_peak_bytes: int
-    cuda_allocated_bytes: int = 0
-    cuda_allocated_peak_bytes: int = 0
+    cuda_bytes: int = 0
+    cuda_peak_bytes: int = 0
     cuda_reserved_peak_bytes: int = 0
+
+    def with_peaks_of(self, other: "MemorySnapshot") -> "MemorySnapshot":
+        """The same with the higher peaks of the two."""
+        peaks = [field.name for field in fields(self) if "peak" in field.name]
+        return replace(self, **{name: max(getattr(self, name), getattr(other, name)) for name in peaks})
 
 
 @dataclass
 class MemoryRecord:
-    """One stage on one worker: memory at its start and end (or now), and the highest in between."""
+    """One stage on one worker: memory at its start, and at its end (or now) with the highest in between."""
 
     worker: str
     stage: str
-    rss_before_bytes: int
-    rss_after_bytes: int
-    rss_peak_bytes: int
-    cuda_before_bytes: int
-    cuda_after_bytes: int
-    cuda_peak_bytes: int
-    cuda_reserved_peak_bytes: int
-
-    def continue_to(self, now: MemorySnapshot) -> None:
-        """Take over what is used now and the peaks until now."""
-        self.rss_after_bytes, self.cuda_after_bytes = now.rss_bytes, now.cuda_allocated_bytes
-        self.rss_peak_bytes = max(self.rss_peak_bytes, now.rss_peak_bytes)
-        self.cuda_peak_bytes = max(self.cuda_peak_bytes, now.cuda_allocated_peak_bytes)
-        self.cuda_reserved_peak_bytes = max(self.cuda_reserved_peak_bytes, now.cuda_reserved_peak_bytes)
+    before: MemorySnapshot
+    after: MemorySnapshot
 
 
 @dataclass
@@ -66,8 +62,7 @@ class MemoryLedger:
         """Record one stage, also when it raises; usable as a listener of StageTimer."""
         with _boundaries:
             before = _new_peaks()
-            rss, cuda = before.rss_bytes, before.cuda_allocated_bytes
-            record = MemoryRecord(self.worker, name, rss, rss, 0, cuda, cuda, 0, 0)
+            record = MemoryRecord(self.worker, name, before, MemorySnapshot(0, 0))
             _open.append(record)
         try:
             yield
@@ -93,7 +88,7 @@ def _new_peaks() -> MemorySnapshot:
     """Credit the peaks since the last boundary to every open stage and start new ones."""
     now = snapshot()
     for record in _open:
-        record.continue_to(now)
+        record.after = now.with_peaks_of(record.after)
     reset_peaks()
     return now
 
@@ -118,12 +113,12 @@ def memory_metrics(records: Iterable[MemoryRecord]) -> dict[str, float]:
     """verl's `perf/*` memory names over all workers, and the peaks of every stage under `perf/memory/{stage}/`."""
     records = list(records)
     metrics = {
-        "perf/max_memory_allocated_gb": max((r.cuda_peak_bytes for r in records), default=0) / GIB,
-        "perf/max_memory_reserved_gb": max((r.cuda_reserved_peak_bytes for r in records), default=0) / GIB,
+        "perf/max_memory_allocated_gb": max((r.after.cuda_peak_bytes for r in records), default=0) / GIB,
+        "perf/max_memory_reserved_gb": max((r.after.cuda_reserved_peak_bytes for r in records), default=0) / GIB,
         "perf/cpu_memory_used_gb": host_used_bytes() / GIB,
     }
     for r in records:
-        for name, size in (("rss_peak_gb", r.rss_peak_bytes), ("cuda_peak_gb", r.cuda_peak_bytes)):
+        for name, size in (("rss_peak_gb", r.after.rss_peak_bytes), ("cuda_peak_gb", r.after.cuda_peak_bytes)):
             key = f"perf/memory/{r.stage}/{name}"
             if size:
                 metrics[key] = max(metrics.get(key, 0.0), size / GIB)
@@ -133,21 +128,21 @@ def memory_metrics(records: Iterable[MemoryRecord]) -> dict[str, float]:
 def by_stage(records: Iterable[MemoryRecord]) -> list[MemoryRecord]:
     """One record per worker and stage in order of appearance: the last before/after, the highest peaks."""
     rows: dict[tuple[str, str], MemoryRecord] = {}
-    peaks = [f.name for f in fields(MemoryRecord) if "peak" in f.name]
     for r in records:
-        before = rows.get((r.worker, r.stage), r)
-        rows[r.worker, r.stage] = replace(r, **{name: max(getattr(before, name), getattr(r, name)) for name in peaks})
+        earlier = rows.get((r.worker, r.stage), r)
+        rows[r.worker, r.stage] = replace(r, after=r.after.with_peaks_of(earlier.after))
     return list(rows.values())
 
 
 def memory_table(records: Iterable[MemoryRecord]) -> str:
     """The ledger as text, one line for each record of `by_stage`; sizes in GiB."""
-    columns = [f.name for f in fields(MemoryRecord)][2:]
-    heads = ["worker", "stage", *(c.removesuffix("_bytes").replace("reserved_peak", "reserved") for c in columns)]
-    lines = [heads] + [[r.worker, r.stage, *(f"{getattr(r, c) / GIB:.2f}" for c in columns)] for r in by_stage(records)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(heads))]
-    pads = [str.ljust, str.ljust, *[str.rjust] * len(columns)]
-    return "\n".join("  ".join(pad(cell, w) for pad, cell, w in zip(pads, line, widths)).rstrip() for line in lines)
+    lines = [["worker", "stage", *COLUMNS]]
+    for r in by_stage(records):
+        rss, cuda = (r.before.rss_bytes, r.after.rss_bytes), (r.before.cuda_bytes, r.after.cuda_bytes)
+        peaks = (r.after.cuda_peak_bytes, r.after.cuda_reserved_peak_bytes)
+        sizes = (*rss, r.after.rss_peak_bytes, *cuda, *peaks)
+        lines.append([r.worker, r.stage, *(f"{size / GIB:.2f}" for size in sizes)])
+    return aligned(lines, num_left=2)
 
 
 def host_used_bytes() -> int:

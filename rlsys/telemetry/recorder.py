@@ -38,7 +38,7 @@ class StageRecorder:
         yield
         if stage not in JOINED:
             now = snapshot()
-            sizes = {"host": now.rss_bytes / GIB} | ({"gpu": gpu / GIB} if (gpu := now.cuda_allocated_bytes) else {})
+            sizes = {"host": now.rss_bytes / GIB} | ({"gpu": gpu / GIB} if (gpu := now.cuda_bytes) else {})
             self.tracer.counter("memory (GiB)", sizes)
 
 

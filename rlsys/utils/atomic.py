@@ -3,10 +3,11 @@
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 DIGEST_BYTES = 16
 
@@ -26,18 +27,10 @@ def fsync_dir(path: Path) -> None:
         os.close(handle)
 
 
-def write_text_durable(path: Path, text: str) -> None:
-    """Write a file and force it to disk; for files inside a directory that is committed later."""
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def write_checked_json(path: Path, record: Mapping[str, Any]) -> None:
     """Write a JSON object, durably, with the checksum of all bytes that follow it as its first entry."""
     body = json.dumps(record, indent=1)[1:]
-    write_text_durable(path, f'{{"checksum": "{_digest(body.encode())}",{body}')
+    write_whole(path, f'{{"checksum": "{_digest(body.encode())}",{body}'.encode(), durable=True)
 
 
 def read_checked_json(path: Path) -> dict[str, Any]:
@@ -60,12 +53,20 @@ def _digest(data: bytes) -> str:
 
 
 def write_whole(path: Path, content: bytes, *, durable: bool = False) -> None:
-    """Replace the content of a file: readers see the old one or the new one, never a mixture; what could not be
-    finished is removed. `durable` forces it to disk.
+    """Replace the content of a file, see `written_whole`."""
+    with written_whole(path, durable=durable) as file:
+        file.write(content)
+
+
+@contextmanager
+def written_whole(path: Path, *, durable: bool = False) -> Iterator[BinaryIO]:
+    """A file that replaces `path` on leaving: readers see the old content or the new one, never a mixture; what could
+    not be finished is removed. `durable` forces it to disk.
     """
     beside = path.with_name(f"{path.name}.tmp")  # one name, so that what a killed process leaves is written over
     try:
-        beside.write_bytes(content)
+        with beside.open("wb") as file:
+            yield file
         if durable:
             fsync_file(beside)
         beside.replace(path)

@@ -119,7 +119,7 @@ def rows_of(
                 if r.stage in CALLS[stage.name] and _belongs(r, stage.name, where, rollout_apart=rollout_apart)
             ]
             if records:
-                measured = max(r.cuda_peak_bytes if kept is None else r.cuda_after_bytes for r in records)
+                measured = max(r.after.cuda_peak_bytes if kept is None else r.after.cuda_bytes for r in records)
                 yield where + stage.name, stage.total if kept is None else stage.sum_of(*kept), measured
 
 

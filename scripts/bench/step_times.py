@@ -17,10 +17,10 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
 
 from rlsys.config import load_config  # noqa: E402
-from rlsys.planning.advice import aligned  # noqa: E402
 from rlsys.planning.memory import Lengths, Machine  # noqa: E402
 from rlsys.planning.step_time import GpuCluster, plan_step, step_seconds  # noqa: E402
 from rlsys.utils.gpus import GPUS  # noqa: E402
+from rlsys.utils.tables import aligned  # noqa: E402
 from scripts.model_shapes import SHAPES  # noqa: E402
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"

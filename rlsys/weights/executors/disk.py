@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rlsys.interfaces import RolloutEngine, TrainEngine
 from rlsys.types import Shard, TransferReport, WeightLayout
-from rlsys.utils.atomic import commit_dir, fsync_file, staging_dir, write_text_durable
+from rlsys.utils.atomic import commit_dir, fsync_file, staging_dir, write_whole
 from rlsys.utils.errors import WeightTransferError
 from rlsys.utils.safetensors_header import DTYPES, header
 from rlsys.weights.checksum import add_checksums, box_checksum, digest, tensor_checksum
@@ -96,7 +96,7 @@ class DiskWriter:
                 fsync_file(staging / asset.name)
         tensors = {name: f"{number:016x}" for name, number in checksums.items()}
         text = {"version": version, "digest": digest(checksums), "tensors": tensors}
-        write_text_durable(staging / CHECKSUMS, json.dumps(text))
+        write_whole(staging / CHECKSUMS, json.dumps(text).encode(), durable=True)
         commit_dir(staging, final)
         held = [int(p.name[1:]) for p in final.parent.glob("v*") if p.name[1:].isdigit() and int(p.name[1:]) != version]
         for old in sorted(held)[: max(0, len(held) + 1 - self.spec.keep)]:

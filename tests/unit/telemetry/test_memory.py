@@ -12,6 +12,7 @@ from rlsys.telemetry.memory import (
     GIB,
     MemoryLedger,
     MemoryRecord,
+    MemorySnapshot,
     host_used_bytes,
     memory_metrics,
     memory_table,
@@ -33,7 +34,9 @@ def touched(size: int) -> mmap.mmap:
 
 
 def record(worker: str, stage: str, *gib: float) -> MemoryRecord:
-    return MemoryRecord(worker, stage, *(int(g * GIB) for g in gib))
+    rss_before, rss, rss_peak, cuda_before, cuda, cuda_peak, reserved = (int(g * GIB) for g in gib)
+    before = MemorySnapshot(rss_before, 0, cuda_before)
+    return MemoryRecord(worker, stage, before, MemorySnapshot(rss, rss_peak, cuda, cuda_peak, reserved))
 
 
 def test_a_stage_that_frees_what_it_took_shows_only_in_its_peak() -> None:
@@ -44,9 +47,9 @@ def test_a_stage_that_frees_what_it_took_shows_only_in_its_peak() -> None:
         pass
     gen, quiet = ledger.drain()
     assert (gen.worker, gen.stage) == ("actor 0", "gen")
-    assert gen.rss_peak_bytes - gen.rss_before_bytes == pytest.approx(96 * MIB, abs=SLACK)
-    assert gen.rss_after_bytes - gen.rss_before_bytes < SLACK
-    assert quiet.rss_peak_bytes - quiet.rss_before_bytes < SLACK
+    assert gen.after.rss_peak_bytes - gen.before.rss_bytes == pytest.approx(96 * MIB, abs=SLACK)
+    assert gen.after.rss_bytes - gen.before.rss_bytes < SLACK
+    assert quiet.after.rss_peak_bytes - quiet.before.rss_bytes < SLACK
     assert ledger.drain() == []
 
 
@@ -58,7 +61,7 @@ def test_a_peak_inside_a_nested_stage_counts_for_the_outer_one_too() -> None:
             touched(96 * MIB).close()
         with timer("after"):
             pass
-    peaks = {r.stage: r.rss_peak_bytes - r.rss_before_bytes for r in ledger.drain()}
+    peaks = {r.stage: r.after.rss_peak_bytes - r.before.rss_bytes for r in ledger.drain()}
     assert peaks["step"] == pytest.approx(96 * MIB, abs=SLACK)
     assert peaks["inner"] == pytest.approx(96 * MIB, abs=SLACK)
     assert peaks["after"] < SLACK
@@ -72,7 +75,7 @@ def test_a_peak_in_a_stage_of_another_worker_of_this_process_counts_too() -> Non
         with actor.stage("after"):
             pass
     (record,) = controller.drain()
-    assert record.rss_peak_bytes - record.rss_before_bytes == pytest.approx(96 * MIB, abs=SLACK)
+    assert record.after.rss_peak_bytes - record.before.rss_bytes == pytest.approx(96 * MIB, abs=SLACK)
     assert [r.stage for r in actor.drain()] == ["update_actor", "after"]
 
 
@@ -151,5 +154,5 @@ def test_cuda_peaks_are_seen() -> None:
         block = torch.zeros(64 * MIB, dtype=torch.uint8, device="cuda")
         del block
     (gen,) = ledger.drain()
-    assert gen.cuda_peak_bytes - gen.cuda_before_bytes >= 64 * MIB
-    assert gen.cuda_after_bytes == gen.cuda_before_bytes
+    assert gen.after.cuda_peak_bytes - gen.before.cuda_bytes >= 64 * MIB
+    assert gen.after.cuda_bytes == gen.before.cuda_bytes

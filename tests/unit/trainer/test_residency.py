@@ -16,7 +16,7 @@ from trainer.weight_push import drops_weights_on_sleep
 def recorded_moves() -> tuple[Residency, list[str]]:
     done: list[str] = []
     residents = (Resident.ACTOR, Resident.REFERENCE, Resident.ROLLOUT, Resident.SYNC)
-    moves = {h: Moves(partial(done.append, f"enter {h}"), partial(done.append, f"leave {h}")) for h in residents}
+    moves = {h: Moves([partial(done.append, f"enter {h}")], [partial(done.append, f"leave {h}")]) for h in residents}
     return Residency(moves, StageTimer()), done
 
 
@@ -40,7 +40,7 @@ def test_moves_run_only_when_the_resident_changes() -> None:
 
 def test_a_rollout_without_weights_gets_them_again_before_it_serves_unless_new_ones_came() -> None:
     done: list[str] = []
-    moves = {h: Moves(partial(done.append, f"enter {h}")) for h in (Resident.ACTOR, Resident.ROLLOUT, Resident.SYNC)}
+    moves = {h: Moves([partial(done.append, f"enter {h}")]) for h in (Resident.ACTOR, Resident.ROLLOUT, Resident.SYNC)}
     residency = Residency(moves, StageTimer(), partial(done.append, "push again"))
     for resident in (Resident.SYNC, Resident.ROLLOUT, Resident.ACTOR, Resident.SYNC, Resident.ROLLOUT):
         residency.enter(resident)
