@@ -1,10 +1,16 @@
 """AReaL's names for what rlsys has: `from rlsys.areal import FSDPPPOActor, ParallelStrategy, ...`."""
 
+import json
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
+from rlsys.agent.presets import MathRLVRWorkflow as MathRLVRWorkflow
+from rlsys.agent.presets import MathVerifier as MathVerifier
+from rlsys.agent.presets import RLVRWorkflow as RLVRWorkflow
+from rlsys.agent.presets import VisionRLVRWorkflow as VisionRLVRWorkflow
 from rlsys.config.schema.megatron import MegatronConfig
-from rlsys.fleet.external.engine import SGLangRemoteEngine, VLLMRemoteEngine
+from rlsys.fleet.external.engine import RemoteEngine, SGLangRemoteEngine, VLLMRemoteEngine
 from rlsys.interfaces import RolloutEngine
 from rlsys.interfaces import TrainEngine as TrainEngine
 from rlsys.roles.actor import PPOActor
@@ -18,6 +24,26 @@ from rlsys.types import WeightUpdateMeta as WeightUpdateMeta
 
 FSDPPPOActor, FSDPLMEngine, InferenceEngine = PPOActor, LMEngine, RolloutEngine
 RemoteSGLangEngine, RemotevLLMEngine = SGLangRemoteEngine, VLLMRemoteEngine
+AsyncRolloutCollector = RemoteEngine
+
+
+class SettingsOfAReaL(SimpleNamespace):
+    """A section of AReaL's configuration by keyword. What it may hold is what `trainer.main_ppo` reads."""
+
+
+PPOActorConfig = RolloutConfig = SGLangConfig = DatasetConfig = SettingsOfAReaL
+
+
+class GRPOConfig(SettingsOfAReaL):
+    """The configuration of a GRPO run: sections actor, ref, rollout, sglang, train_dataset and eval_dataset, and keys
+    such as allocation_mode and async_training."""
+
+    def arguments(self) -> list[str]:
+        """The settings as arguments of `trainer.main_ppo.main`, which refuses those that it does not know."""
+        return [
+            f"{key}={json.dumps(vars(value) if isinstance(value, SettingsOfAReaL) else value)}"
+            for key, value in vars(self).items()
+        ]
 
 
 class RolloutWorkflow:

@@ -40,7 +40,7 @@ PRESETS = {
 """The configurations that verl's other trainers start from."""
 APART = {
     "other hardware": r"npu|ascend|rocm|amd",
-    "other engines": r"veomni|automodel|torchtitan|mindspeed|mlite|megatron_lite|trtllm",
+    "other engines": r"veomni|automodel|torchtitan|fsdp_turbo|mindspeed|mlite|megatron_lite|trtllm",
     "audio or video": r"data\.(video|audio)_key|omni|minicpmo",
 }
 IMAGES = r"data\.image_key|[-_](vl|VL)[-_]|vlm|Vision|limit_images|geo3k"
@@ -99,6 +99,7 @@ def commands(script: Path, folder: Path) -> list[list[str]]:
             if unset is None or unset[1] in environment or unset[1].isdigit():
                 break
             value = unset[1] if unset[1] in ("True", "False") else str(folder / "model")
+            value = "vllm" if "BACKEND" in unset[1] else value
             environment[unset[1]] = "8" if re.search("NUM|SIZE|N_|NNODES", unset[1]) else value
     return []
 

@@ -4,25 +4,37 @@ A workflow is such a function, a class with such a method, an environment class 
 with `arun_episode(engine, data)`. None rejects the episode: it is counted and not trained on.
 """
 
+import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
 
 from rlsys.agent.message_images import image_urls
-from rlsys.agent.session import Answer, EpisodeEnd, Score, Session
+from rlsys.agent.session import Answer, EpisodeEnd, Score, Session, SessionSettings
+from rlsys.agent.template import ChatTemplate
 from rlsys.agent.tool_process import CREATE
 from rlsys.agent.tools import Tool, load_target, target_of, tool_of, tools_of_class
 from rlsys.agent.trace import TraceRow
-from rlsys.types import ModelRequest, ModelResponse
+from rlsys.config.schema.agent import AgentConfig, MultiTurnConfig
+from rlsys.data.collate import pad_rows
+from rlsys.rewards.math import compute_score_anywhere
+from rlsys.types import ModelRequest, ModelResponse, SamplingParams
 from rlsys.utils.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rlsys.protocol import ImageInputs
 
 Row = Mapping[str, Any]
 Outcome = float | Score | Sequence[TraceRow] | None
 Run = Callable[[Row, Session], Awaitable[Outcome]]
+MAX_TOKENS = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -35,12 +47,70 @@ class Workflow:
     close: Callable[[], Awaitable[None]] | None = None
 
 
+@dataclass(eq=False)
 class RLVRWorkflow:
-    """One answer to each prompt, graded by the job's reward function."""
+    """One answer to each prompt, graded by the job's reward function.
+
+    The fields are for `arun_episode`, which needs no job: AReaL's `reward_fn(prompt, completion, prompt_ids,
+    completion_ids, **data)`, a tokenizer, and the VisionProcessor of a vision-language model.
+    """
+
+    reward_fn: Callable[..., float] | None = None
+    tokenizer: Any = None
+    processor: Any = None
+    n_generations: int = 1
+    temperature: float = 1.0
+    max_tokens: int = 1024
 
     async def run(self, row: Row, session: Session) -> Score:
         session.add(*row["prompt"])
         return await session.grade(await session.draw())
+
+    async def arun_episode(self, engine: Any, data: Row) -> dict[str, Tensor]:
+        """AReaL's tensors (n, T) of `n_generations` answers to `data["messages"]`, and `rewards` (n,).
+
+        `engine` has the method `sample` of a fleet. ValueError without `reward_fn` and `tokenizer`.
+        """
+        if self.reward_fn is None or self.tokenizer is None:
+            raise ValueError("arun_episode needs reward_fn and tokenizer; a job has its own and calls run")
+        seeds = range(self.n_generations)
+        rows = await asyncio.gather(*(self._generate_responses(engine, data, seed) for seed in seeds))
+        return self._format_output([row for of_one in rows for row in of_one])
+
+    async def _generate_responses(self, engine: Any, data: Row, seed: int) -> list[TraceRow]:
+        async def grade(row: Row, answer: str, extra_info: Row) -> Score:
+            return Score(self._compute_rewards(session.trace.rows()[-1], answer, data))
+
+        sampling = SamplingParams(self.max_tokens, temperature=self.temperature)
+        limits = (MAX_TOKENS, self.max_tokens, AgentConfig(), MultiTurnConfig())
+        session = Session(
+            SessionSettings(engine.sample, self._template(), sampling, *limits, grade), seed=seed, row=data
+        )
+        score = await self.run({"prompt": data["messages"], **data}, session)
+        return session.trace.rows(score.reward)
+
+    def _template(self) -> ChatTemplate:
+        return ChatTemplate(self.tokenizer, processor=self.processor)
+
+    def _compute_rewards(self, drawn: TraceRow, answer: str, data: Row) -> float:
+        assert self.reward_fn is not None
+        prompt = self.tokenizer.decode(list(drawn.prompt_ids))
+        return float(self.reward_fn(prompt, answer, drawn.prompt_ids, drawn.response_ids, **data))
+
+    @staticmethod
+    def _format_output(rows: Sequence[TraceRow]) -> dict[str, Tensor]:
+        def columns(given: float, name: str) -> Tensor:
+            return pad_rows([(given,) * len(row.prompt_ids) + getattr(row, name) for row in rows], value=given)
+
+        ids = [row.prompt_ids + row.response_ids for row in rows]
+        return {
+            "input_ids": pad_rows(ids, value=0),
+            "attention_mask": pad_rows([(1,) * len(one) for one in ids], value=0),
+            "loss_mask": columns(0, "mask"),
+            "logprobs": columns(0.0, "log_probs"),
+            "versions": columns(-1, "versions"),
+            "rewards": torch.tensor([sum(row.rewards) for row in rows]),
+        }
 
 
 class VisionRLVRWorkflow(RLVRWorkflow):
@@ -50,6 +120,17 @@ class VisionRLVRWorkflow(RLVRWorkflow):
         if not image_urls(row["prompt"]):
             raise ValueError("the prompt has no image: use RLVRWorkflow for rows of text")
         return await super().run(row, session)
+
+    @property
+    def image_token(self) -> str:
+        """The text that stands for an image in a prompt."""
+        return self.processor.image_token
+
+    def _process_images(self, data: Row) -> "tuple[ImageInputs, ...]":
+        return self._template().with_images(None, data["messages"])[1]
+
+    def _format_vision_prompt(self, data: Row) -> str:
+        return self.tokenizer.decode(list(self._template().with_images(None, data["messages"])[0]))
 
 
 class MultiTurnWorkflow:
@@ -76,11 +157,14 @@ class MultiTurnWorkflow:
         return replace(score, reward=score.reward * discount)
 
 
-class ToolWorkflow:
+@dataclass(eq=False)
+class ToolWorkflow(RLVRWorkflow):
     """The model calls tools until it answers without a call; that answer is graded."""
 
-    def __init__(self, tools: Sequence[str | Callable[..., Any]] = ()) -> None:
-        self.tools = [tool_of(tool) for tool in tools]
+    tools: Sequence[Any] = ()
+
+    def __post_init__(self) -> None:
+        self.tools = [tool_of(tool) for tool in self.tools]
 
     async def run(self, row: Row, session: Session) -> Score:
         session.add(*row["prompt"])
@@ -88,11 +172,33 @@ class ToolWorkflow:
         return Score(0.0) if answer is None else await session.grade(answer)
 
 
-class MathRLVRWorkflow(ToolWorkflow):
-    """Mathematics with a verifier and, with `use_tool`, Python in the sandbox as a tool."""
+class MathVerifier:
+    """Compares answers as mathematics."""
 
-    def __init__(self, use_tool: bool = True) -> None:
-        super().__init__(["rlsys.agent.builtin_tools:python"] if use_tool else [])
+    @staticmethod
+    def verify(solution: str, answer: object) -> bool:
+        """Whether the last box of a solution, without one its last expression, equals the answer."""
+        return bool(compute_score_anywhere(solution, answer)["acc"])
+
+
+@dataclass(eq=False)
+class MathRLVRWorkflow(ToolWorkflow):
+    """Mathematics with a verifier and, with `use_tool` in a job, Python in the sandbox as a tool."""
+
+    use_tool: bool = True
+    math_verifier = MathVerifier
+
+    def __post_init__(self) -> None:
+        self.tools = [tool_of("rlsys.agent.builtin_tools:python")] if self.use_tool else []
+        self.reward_fn = self.reward_fn or self._compute_math_reward
+
+    def _verify_math_solution(self, completion: str, answer: object) -> bool:
+        return self.math_verifier.verify(completion, answer)
+
+    def _compute_math_reward(
+        self, prompt: str, completion: str, *ids: Sequence[int], answer: object, **_: Any
+    ) -> float:
+        return float(self._verify_math_solution(completion, answer))
 
 
 async def run_environment(row: Row, session: Session) -> Outcome:
@@ -148,8 +254,12 @@ def load_workflow(
             spec = spec(**{**given, **(kwargs or {})})
         except TypeError as error:
             raise ConfigError(f"{key}: {error}; set actor_rollout_ref.rollout.agent.workflow_kwargs") from error
-    if hasattr(spec, "arun_episode"):
+    if getattr(type(spec), "arun_episode", None) not in (None, RLVRWorkflow.arun_episode):
         return Workflow(partial(run_areal_episode, spec, (of_areal or {}).get("gconfig")))
+    if isinstance(spec, RLVRWorkflow) and (
+        unused := {field.name for field in fields(RLVRWorkflow)} & (kwargs or {}).keys()
+    ):
+        raise ConfigError(f"{key}: {min(unused)} is for arun_episode; a job has settings for it")
     call = spec.run if hasattr(spec, "run") else spec
     if not inspect.iscoroutinefunction(call):
         raise ConfigError(f"{key}: {spec!r} must be an async function run(row, session)")

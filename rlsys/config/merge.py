@@ -60,6 +60,7 @@ class Layers:
         self._leaves, self._sections = leaves(schema), sections(schema)
         self._compat = compat_table(schema)
         self._ignored: dict[str, list[str]] = {}
+        self._splits: dict[str, Any] = {}
         self._layer: dict[str, Given] = {}
         self.given: dict[str, Given] = {}
         self.engines: dict[str, str] = {}
@@ -95,6 +96,10 @@ class Layers:
 
     def resolve(self) -> dict[str, Any]:
         """The values of all keys with references resolved; a reference that cannot be resolved becomes a problem."""
+        for path, split in self._splits.items():
+            if split is not None and path in self.given:
+                self.given[path] = replace(self.given[path], value=f"{self.given[path].value}:{split}")
+        self._splits.clear()
         values = {path: default_of(field) for path, field in self._leaves.items()}
         values |= {path: plain(given.value) for path, given in self.given.items()}
         for path in [path for path, value in values.items() if isinstance(value, str) and value == "???"]:
@@ -149,6 +154,8 @@ class Layers:
         if path in compat.expansions and not isinstance(value, dict) and (reason is None or reason.accepts(value)):
             for key, part in compat.expand(path, value).items():
                 self._set(key, Given(part, origin, spelling, value))
+        elif path in compat.splits:
+            self._splits[compat.splits[path]] = value
         elif path in compat.engines:
             self.engines[path] = str(value)
         elif (key := self._key_of(path)) not in (None, path) and path in compat.foreign:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config
 
-from tests.e2e.conftest import Toy
+from tests.e2e.conftest import Toy, with_model
 from trainer import main_ppo
 
 TEACHER = "distillation.teacher_models.teacher_model.model_path="
@@ -123,15 +123,35 @@ async def compute_score(
 """
 
 
-@pytest.mark.parametrize("place", ["colocated", "own"])
-def test_a_reward_function_asks_a_judge_that_the_job_serves(toy: Toy, tmp_path: Path, place: str) -> None:
-    (tmp_path / "judge.py").write_text(JUDGE)
-    common = ["trainer.backend=local", f"reward.custom_reward_function.path={tmp_path}/judge.py", "data.shuffle=false"]
-    common += ["reward.reward_model.enable=true", f"reward.reward_model.model_path={toy.model}"]
-    common += ["reward.reward_model.rollout.name=hf", "reward.reward_model.rollout.prompt_length=32"]
-    if place == "own":
-        common += ["reward.reward_model.enable_resource_pool=true", "reward.reward_model.nnodes=1"]
-    assert main_ppo.main(toy.overrides(tmp_path / "out", *common, "trainer.total_training_steps=2")) == 0
-    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+def judged(toy: Toy, folder: Path, judge: Path, engine: str, *overrides: str) -> list[dict[str, Any]]:
+    """The lines of two steps that an engine's judge graded; it refused the questions that are too long."""
+    (folder / "judge.py").write_text(JUDGE)
+    common = [f"reward.custom_reward_function.path={folder}/judge.py", "data.shuffle=false"]
+    common += ["reward.reward_model.enable=true", f"reward.reward_model.model_path={judge}"]
+    common += [f"reward.reward_model.rollout.name={engine}", "reward.reward_model.rollout.prompt_length=32"]
+    argv = toy.overrides(folder / "out", *common, "trainer.total_training_steps=2", *overrides)
+    assert main_ppo.main(argv) == 0
+    lines = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
     assert [line["reward/errors"] for line in lines] == [4, 4]
+    return lines
+
+
+OWN_POOL = ("reward.reward_model.enable_resource_pool=true", "reward.reward_model.nnodes=1")
+
+
+@pytest.mark.parametrize("pool", [(), OWN_POOL], ids=["colocated", "own"])
+def test_a_reward_function_asks_a_judge_that_the_job_serves(toy: Toy, tmp_path: Path, pool: tuple[str, ...]) -> None:
+    lines = judged(toy, tmp_path, toy.model, "hf", "trainer.backend=local", *pool)
     assert lines[0]["critic/rewards/mean"] > 0
+
+
+@pytest.mark.parametrize(
+    "engine", [pytest.param("vllm", marks=pytest.mark.vllm), pytest.param("sglang", marks=pytest.mark.sglang)]
+)
+def test_vllm_and_sglang_serve_the_judge_of_a_job(toy: Toy, tmp_path: Path, engine: str) -> None:
+    pytest.importorskip(engine)
+    sizes = {"hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    judge = with_model(toy, tmp_path / "judge", Qwen2Config, num_hidden_layers=2, **sizes).model
+    overrides = ("trainer.backend=ray", "trainer.device=cpu", "ray_kwargs.ray_init.num_cpus=2", *OWN_POOL)
+    lines = judged(toy, tmp_path, judge, engine, *overrides)
+    assert max(line["critic/rewards/max"] for line in lines) > 0

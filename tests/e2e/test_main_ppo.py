@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tests import trace_format
 from tests.e2e.conftest import Toy
 from trainer.main_ppo import main
 
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 LOCAL = "trainer.backend=local"
 CORRUPTED = "model.layers.1.mlp.up_proj.weight"
 WALL_CLOCK = ("timing", "perf/", "weights/seconds", "reward/seconds", "checkpoint/failed_uploads")
@@ -199,3 +201,13 @@ def test_other_algorithms_run_through_the_same_loop(toy: Toy, tmp_path: Path, ov
     assert line["actor/skipped_steps"] == 0
     (whole,) = [json.loads(text) for text in (out / "metrics.jsonl").read_text().splitlines()]
     assert ("perf/mfu/critic" in whole) == ("critic/vf_loss" in whole)
+
+
+def test_a_script_with_the_names_of_areal_trains(toy: Toy, tmp_path: Path) -> None:
+    config = runpy.run_path(str(SCRIPTS / "gsm8k_grpo.py"))["CONFIG"]
+    data = (f"train_dataset.path={toy.train}", f"eval_dataset.path={toy.val}", "data.max_prompt_length=16")
+    sizes = ("rollout.batch_size=4", "rollout.max_tokens=4", "total_train_steps=1", "reward.num_workers=1")
+    more = (LOCAL, "trainer.val_before_train=false", f"trainer.default_local_dir={tmp_path}")
+    assert main([*config.arguments(), f"actor.path={toy.model}", *data, *sizes, *more]) == 0
+    (line,) = metrics_of(tmp_path)
+    assert (line["rollout/answered"], line["actor/lr"]) == (16, 1e-6)

@@ -42,10 +42,12 @@ def _replicas(cfg: PPOConfig | EvalConfig, name: str, ranks: int) -> Iterator[st
     key, size = f"{KEY}.tensor_model_parallel_size", cfg.actor_rollout_ref.rollout.tensor_model_parallel_size
     backend, experts = rollout_backend(name), cfg.actor_rollout_ref.rollout.expert_parallel_size
     whole, why = f"{KEY}.expert_parallel_size", f"{name} divides whole experts among the {size} processes of a copy"
-    if experts > 1 and "e" in backend.dims and (size % experts or (name == "vllm" and size != experts)):
-        yield wrong(cfg, whole, f"{why}; set {size}, or 1 to divide each expert")
-    elif experts > 1 and "e" in backend.dims and cfg.trainer.device == "cpu":
+    if experts > 1 and "e" in backend.dims and cfg.trainer.device == "cpu":
         yield wrong(cfg, whole, f"the kernels of {name} for CPUs have no experts in other processes", 1)
+    elif experts > 1 and name == "vllm" and size != experts:
+        yield note(cfg, whole, f"{why}, whatever the number")
+    elif experts > 1 and "e" in backend.dims and size % experts:
+        yield wrong(cfg, whole, f"{why}; set {size}, or 1 to divide each expert")
     elif experts > 1 and "e" not in backend.dims and not backend.is_external:
         yield wrong(cfg, whole, f"the {name} engine runs a model in one process", 1)
     if size > 1 and backend.is_external:

@@ -184,11 +184,12 @@ def check_optimizer(cfg: PPOConfig | SupervisedConfig, key: str, optim: OptimCon
         yield wrong(cfg, f"{key}.optimizer_impl", f"{optim.optimizer} is in {impl}", impl)
     elif optim.optimizer == "AdamW8bit" and importlib.util.find_spec("bitsandbytes") is None:
         yield wrong(cfg, f"{key}.optimizer", "bitsandbytes is not installed; pip install -e '.[bitsandbytes]'", "AdamW")
-    why = "Megatron's distributed optimizer is AdamW, on the device; for others set strategy=fsdp"
     if strategy == "megatron" and optim.optimizer != "AdamW":
+        why = "Megatron's distributed optimizer is AdamW; for others set strategy=fsdp"
         yield wrong(cfg, f"{key}.optimizer", why, "AdamW")
     if strategy == "megatron" and optim.override_optimizer_config.optimizer_cpu_offload:
-        yield wrong(cfg, f"{key}.override_optimizer_config.optimizer_cpu_offload", why, False)
+        why = "Megatron's AdamW steps on the device; megatron.optimizer_offload offloads its state between updates"
+        yield note(cfg, f"{key}.override_optimizer_config.optimizer_cpu_offload", why)
 
 
 def _adapters(cfg: PPOConfig, key: str, model: ModelConfig) -> Iterator[str]:

@@ -6,6 +6,7 @@ jobs (`under`), of:
 - `aliases`: another spelling of a key or section. It maps by prefix, the longest first, so that one line moves a whole
   section. Both spellings may be set if the values agree.
 - `engines`: the two parts of trainer.allocation_mode.
+- `splits`: the keys to whose value a part of a data set on the hub is appended.
 - `groups`: choices of Hydra's config groups that change nothing here.
 - `expansions`: settings that set several keys: for each key a table from the value set to the key's value, `otherwise`
   for values that are not in it, whose `{}` is replaced by the value, in a list also an element `"{}"`; without
@@ -53,6 +54,7 @@ class CompatTable:
 
     aliases: dict[str, str] = field(default_factory=dict)
     engines: list[str] = field(default_factory=list)
+    splits: dict[str, str] = field(default_factory=dict)
     groups: dict[str, list[str]] = field(default_factory=dict)
     meanings: dict[str, str] = field(default_factory=dict)
     expansions: dict[str, dict[str, dict[Any, Any]]] = field(default_factory=dict)
@@ -102,6 +104,7 @@ def compat_table(schema: type[Section]) -> CompatTable:
             table.engines.extend(block.get("engines", ()))
             for name, keys in block.get("expansions", {}).items():
                 table.expansions[prefix + name] = {prefix + key: values for key, values in keys.items()}
+            table.splits.update(block.get("splits", {}))
             table.groups.update(block.get("groups", {}))
             table.meanings.update(block.get("meanings", {}))
             table.aliases.update({prefix + key: prefix + path for key, path in block.get("aliases", {}).items()})

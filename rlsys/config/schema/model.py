@@ -18,9 +18,7 @@ def _dtype(value: object) -> object:
 AnyDType = Annotated[t.DType, BeforeValidator(_dtype)]
 MasterDType = Annotated[Literal["float32", "bfloat16"], BeforeValidator(_dtype)]
 Scheduler = Literal["constant", "cosine", "linear"]
-NOT_WITH_POLICY = Requires(
-    ".offload_policy", (False,), why="offload_policy already offloads parameters", fix="set param_offload=false"
-)
+NOT_WITH_POLICY = ActiveIf(".offload_policy", (False,), why="offload_policy already keeps it in host memory")
 NO_ZERO_SCALE = Requires(
     ".lora_rank", (0,), given=(0,), why="it multiplies the adapters by 0", fix="set a number above 0"
 )
@@ -170,7 +168,7 @@ class RoleShardConfig(ShardConfig):
 class FSDPConfig(RoleShardConfig):
     """How FSDP2 shards a trained model that shares its ranks with other roles."""
 
-    optimizer_offload: t.Flag = False
+    optimizer_offload: Annotated[t.Flag, NOT_WITH_POLICY] = False
     """Offload optimizer state to host memory between updates."""
     full_determinism: t.Flag = linked("actor_rollout_ref.rollout.full_determinism")
     """Use bitwise reproducible CUDA kernels; this applies to the whole process."""

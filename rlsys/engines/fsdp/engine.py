@@ -170,7 +170,12 @@ class FSDPEngine(BaseTrainEngine[Ranks, ShardedOptimizer]):
         return self.lora, layers, factors
 
     def move(self, parts: Sequence[Part], device: str) -> None:
-        """Take the named parts to `device`; gradients follow their parameters, so "grads" alone moves nothing."""
+        """Take the named parts to `device`; gradients follow their parameters, so "grads" alone moves nothing.
+
+        With offload_policy FSDP2 moves them itself.
+        """
+        if self.shard.offload_policy:
+            return
         reshard(self.model)
         if "params" in parts:
             self.model.to(device)

@@ -17,9 +17,9 @@ from transformers import AutoTokenizer
 from rlsys.agent.collate import collate_episodes, with_branches
 from rlsys.agent.endpoint import Endpoint
 from rlsys.agent.episode_log import EpisodeEnd
-from rlsys.agent.presets import ToolWorkflow, load_workflow
+from rlsys.agent.presets import ToolWorkflow, VisionRLVRWorkflow, load_workflow
 from rlsys.agent.runner import EpisodeResult, EpisodeRunner, EpisodeStart
-from rlsys.agent.session import Score, Session
+from rlsys.agent.session import Score, Session, plain_message
 from rlsys.agent.template import ChatTemplate
 from rlsys.agent.tool_pool import EpisodeTools
 from rlsys.agent.tools import tool_of
@@ -239,3 +239,23 @@ def test_branches_of_an_episode_have_their_own_images(template: ChatTemplate) ->
     first, second = (row[0].shas for row in made.non_tensor_batch[IMAGES][:2])
     assert first != second
     assert np.array_equal(made.tensors["input_ids"][0], made.tensors["input_ids"][1])
+
+
+async def test_areals_vision_workflow_needs_no_job(template: ChatTemplate) -> None:
+    engine, processor = engine_of(template), template.processor
+    assert processor is not None
+
+    def reward_fn(prompt: str, completion: str, *ids: Any, messages: Any) -> float:
+        return prompt.count(workflow.image_token)
+
+    workflow = VisionRLVRWorkflow(reward_fn, template.tokenizer, processor=processor, max_tokens=8)
+    with pytest.raises(ValueError, match="no image"):
+        await workflow.arun_episode(engine, {"messages": [user("What is it?")]})
+    data = {"messages": [plain_message(user("What is it? ", picture("red", 32)))]}
+    tensors = await workflow.arun_episode(engine, data)
+    check(engine, template, 1)
+    token = processor.config.image_token_id
+    assert (tensors["input_ids"] == token).sum() == tensors["rewards"].item() > 1
+    (images,) = workflow._process_images(data)
+    assert images.shas == engine.images[0][0].shas
+    assert workflow._format_vision_prompt(data) == template.tokenizer.decode(engine.draws[0][0])

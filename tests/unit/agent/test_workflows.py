@@ -14,7 +14,7 @@ import torch
 
 from rlsys.agent.collate import collate_episodes
 from rlsys.agent.interactions import InteractionWorkflow
-from rlsys.agent.presets import load_workflow
+from rlsys.agent.presets import MathRLVRWorkflow, RLVRWorkflow, load_workflow
 from rlsys.agent.rounds import Rounds
 from rlsys.agent.runner import EpisodeRunner, EpisodeStart, episode_metrics
 from rlsys.agent.session import Score
@@ -139,6 +139,41 @@ def test_areals_workflow_class_runs_unchanged(episode):
     result = episode(ArealRetry(), lambda _: "42")
     assert text_of(result) == "6*7?42<|im_end|>42<|im_end|>"
     assert (result.reward, result.rows[0].mask) == (2.0, (1,) * 6)
+
+
+async def test_areals_arun_episode_needs_no_job():
+    engine, asked = RandomEngine(TOKENIZER, lambda _: next(answers)), []
+
+    def reward_fn(prompt, completion, prompt_ids, completion_ids, *, answer, **data):
+        asked.append((prompt, len(prompt_ids), TOKENIZER.decode(completion_ids)))
+        return 2.0 * (completion == answer)
+
+    data, answers = {"messages": ROW["prompt"], "answer": "42"}, iter(["42", "4"])
+    workflow = RLVRWorkflow(reward_fn, TOKENIZER, n_generations=2, temperature=0.5, max_tokens=8)
+    tensors = await workflow.arun_episode(engine, data)
+    assert [params.temperature for params in engine.params] == [0.5, 0.5]
+    assert engine.params[0].seed != engine.params[1].seed
+    prompt = TEMPLATE.start(ROW["prompt"])
+    assert asked == [(TOKENIZER.decode(prompt), len(prompt), f"{text}<|im_end|>") for text in ("42", "4")]
+    assert tensors["rewards"].tolist() == [2.0, 0.0]
+    (first, second), size = engine.draws, len(prompt)
+    assert tensors["input_ids"].tolist() == [[*prompt, *first[1]], [*prompt, *second[1], 0]]
+    assert tensors["attention_mask"].sum(1).tolist() == [size + 3, size + 2]
+    assert tensors["loss_mask"].tolist() == [[0] * size + [1] * 3, [0] * size + [1] * 2 + [0]]
+    assert tensors["versions"].tolist() == [[-1] * size + [3] * 3, [-1] * size + [3] * 2 + [-1]]
+    assert (tensors["logprobs"] < 0).equal(tensors["loss_mask"].bool())
+    with pytest.raises(ValueError, match="needs reward_fn and tokenizer"):
+        await RLVRWorkflow().arun_episode(engine, data)
+    with pytest.raises(ConfigError, match="n_generations is for arun_episode"):
+        load_workflow("RLVRWorkflow", {"n_generations": 2})
+
+
+async def test_mathematics_is_verified_without_a_reward_function():
+    answers = iter([r"\boxed{84/2}", "41"])
+    workflow = MathRLVRWorkflow(use_tool=False, tokenizer=TOKENIZER, n_generations=2, max_tokens=32)
+    data = {"messages": ROW["prompt"], "answer": "42"}
+    tensors = await workflow.arun_episode(RandomEngine(TOKENIZER, lambda _: next(answers)), data)
+    assert tensors["rewards"].tolist() == [1.0, 0.0]
 
 
 class ArealScripted:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from rlsys import areal
 from rlsys.config import DPOConfig, PPOConfig, RMConfig, SFTConfig, load_config
 from rlsys.config.arguments import parse_arguments
 from rlsys.config.introspect import value_at
@@ -195,6 +196,32 @@ def test_each_name_of_areal_sets_its_key(argument: str) -> None:
     path, value = NAMES[argument]
     group = [] if path.endswith("rollout.n") else ["actor_rollout_ref.rollout.n=8"]
     assert value_at(load_config([*job, *more, *group, argument]), path) == value
+
+
+def test_a_configuration_in_python_is_the_file_of_a_grpo_run() -> None:
+    config = areal.GRPOConfig(
+        actor=areal.PPOActorConfig(path="model", eps_clip=0.3, lr=2e-6, group_reward_norm=True),
+        rollout=areal.RolloutConfig(n_generations=4, max_tokens=64, batch_size=32),
+        train_dataset=areal.DatasetConfig(name="openai/gsm8k", split="main:train", shuffle=False, num_workers=4),
+        eval_dataset=areal.DatasetConfig(path="rows.jsonl"),
+        sglang=areal.SGLangConfig(tp_size=1, attention_backend="triton"),
+        allocation_mode="sglang:d1+fsdp:d1",
+        async_training=True,
+    )
+    cfg = load_config([*config.arguments(), "actor_rollout_ref.actor.ppo_mini_batch_size=32"])
+    policy = cfg.actor_rollout_ref
+    assert (cfg.data.train_files, cfg.data.val_files, cfg.data.shuffle) == (
+        ("openai/gsm8k:main:train",),
+        ("rows.jsonl",),
+        False,
+    )
+    assert (policy.actor.clip_ratio_high, policy.actor.optim.lr, policy.rollout.n) == (0.3, 2e-6, 4)
+    assert policy.rollout.engine_kwargs.sglang == {"attention_backend": "triton"}
+    assert (cfg.trainer.max_staleness, cfg.trainer.rollout_workers, config.actor.eps_clip) == (1, 1, 0.3)
+    with pytest.raises(ConfigError, match="no such key"):
+        load_config([*config.arguments(), *areal.GRPOConfig(actor=areal.PPOActorConfig(eps_clop=1)).arguments()])
+    local = load_config([*config.arguments(), "train_dataset.name=rows.jsonl", "train_dataset.split=null"])
+    assert local.data.train_files == ("rows.jsonl",)
 
 
 @pytest.mark.parametrize(("arguments", "versions"), [([], 1), (["rollout.max_head_offpolicyness=4"], 4)])

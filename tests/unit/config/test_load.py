@@ -404,6 +404,28 @@ def test_settings_that_nothing_else_asks_for_are_noted(setting: str, asks_for_it
     assert "ignored" not in notes(list(idle))
 
 
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (("offload_policy=true", "param_offload=true"), "ignored: {key} (offload_policy already keeps it"),
+        (("offload_policy=true", "optimizer_offload=true"), "ignored: {key} (offload_policy already keeps it"),
+        (
+            (f"{A}.strategy=megatron", f"{A}.optim.override_optimizer_config.optimizer_cpu_offload=true"),
+            "on the device",
+        ),
+        (
+            ("trainer.device=cuda", f"{R}.name=vllm", f"{R}.expert_parallel_size=2"),
+            "{key} = 2: vllm divides whole experts among the 1 processes of a copy, whatever the number",
+        ),
+    ],
+)
+def test_what_only_changes_memory_and_speed_is_noted(argv: tuple[str, ...], says: str) -> None:
+    argv = tuple(word if "." in word else f"{A}.fsdp_config.{word}" for word in argv)
+    printed = notes(list(argv))
+    assert says.format(key=argv[-1].partition("=")[0]) in printed
+    assert says.format(key=argv[-1].partition("=")[0]) not in notes(list(argv[:-1]))
+
+
 def test_settings_of_another_engine_are_noted() -> None:
     printed = notes([f"{R}.gpu_memory_utilization=0.6", f"{R}.enforce_eager=true"])
     assert "gpu_memory_utilization, enforce_eager only apply to" in printed

@@ -223,7 +223,7 @@ FOREIGN = [
     bad(f"{R}.engine_kwargs.vllm.enable_expert_parallel=true", "enable_expert_parallel", "expert_parallel_size"),
     bad(f"{R}.expert_parallel_size=2", f"{R}.expert_parallel_size", "the hf engine runs a model in one process"),
     bad(
-        [f"{R}.name=vllm", f"{R}.expert_parallel_size=2", "trainer.device=cuda"],
+        [f"{R}.name=sglang", f"{R}.expert_parallel_size=2", "trainer.device=cuda"],
         f"{R}.expert_parallel_size",
         "whole experts among the 1 processes",
     ),
@@ -276,15 +276,6 @@ FOREIGN = [
     bad(f"{A}.optim.optimizer=AdamW8bit", f"set {A}.optim.optimizer_impl=bitsandbytes.optim"),
     bad(f"{A}.optim.optimizer_impl=bitsandbytes.optim", f"set {A}.optim.optimizer_impl=torch.optim"),
     bad([f"{A}.strategy=megatron", f"{A}.optim.optimizer=Muon"], f"{A}.optim.optimizer", "set strategy=fsdp"),
-    bad(
-        [
-            "algorithm.adv_estimator=gae",
-            "critic.strategy=megatron",
-            "critic.optim.override_optimizer_config.optimizer_cpu_offload=true",
-        ],
-        "critic.optim.override_optimizer_config.optimizer_cpu_offload",
-        "set strategy=fsdp",
-    ),
     bad("+optim.override_optimizer_config.bf16_stochastic_round=true", "bf16_stochastic_round", schema=SFTConfig),
     bad("reward.sandbox_fusion.url=sandbox:8080", "reward.sandbox_fusion.url", "http"),
     bad("ray_kwargs.ray_init.num_gpus=8", "num_gpus", "CUDA_VISIBLE_DEVICES"),
@@ -344,11 +335,6 @@ BATCHES = [
     bad(f"{A}.ulysses_sequence_parallel_size=2", f"{A}.ulysses_sequence_parallel_size", "1 training processes"),
     bad([f"{A}.fsdp_config.fsdp_size=2", "trainer.n_gpus_per_node=3"], f"{A}.fsdp_config.fsdp_size", "fsdp_size=-1"),
     bad(f"{A}.fsdp_config.fsdp_size=0", f"{A}.fsdp_config.fsdp_size", "-1 or a whole number"),
-    bad(
-        [f"{A}.fsdp_config.offload_policy=true", f"{A}.fsdp_config.param_offload=true"],
-        "offload_policy",
-        "param_offload=false",
-    ),
     bad("data.gen_batch_size=96", "data.gen_batch_size = 96", "filter_groups"),
     bad("data.train_max_samples=0", "data.train_max_samples", "-1 or a whole number"),
     bad("data.train_max_samples=10", "data.train_max_samples = 10", "fewer rows than data.train_batch_size=48"),
