@@ -282,9 +282,11 @@ def optimal_token_baseline(
     `handle_zero_tail` neither has the part of the longest response beyond the second longest. For multi-turn rows
     `by_generated_tokens` aligns tokens by how many the model generated before.
     """
-    returns, energy = _returns_and_energy(
-        token_level_rewards, response_mask, old_log_probs, sum_pi_squared, rollout_is_weights
-    )
+    returns = discounted_returns(token_level_rewards, response_mask, 1.0)
+    variance = 1 - 2 * old_log_probs.double().exp() + sum_pi_squared.double()
+    if rollout_is_weights is not None:
+        variance = variance * rollout_is_weights.double().square()
+    energy = torch.where(response_mask.bool(), variance, 0.0).cumsum(dim=1)
     columns = packed_columns(response_mask) if by_generated_tokens else None
     packed, energy, mask = (pack(table, response_mask, columns) for table in (returns, energy, response_mask))
     baseline = _token_baseline(packed, energy, mask, group_ids, handle_zero_tail)
@@ -295,17 +297,6 @@ def optimal_token_baseline(
 tir_optimal_token_baseline = register_adv_est("tir_optimal_token_baseline")(
     partial(optimal_token_baseline, by_generated_tokens=True)
 )
-
-
-def _returns_and_energy(
-    rewards: Tensor, mask: Tensor, old_log_probs: Tensor, sum_pi_squared: Tensor, is_weights: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    returns = discounted_returns(rewards, mask, 1.0)
-    variance = 1 - 2 * old_log_probs.double().exp() + sum_pi_squared.double()
-    if is_weights is not None:
-        variance = variance * is_weights.double().square()
-    variance = torch.where(mask.bool(), variance, torch.zeros_like(variance))
-    return returns, torch.where(mask.bool(), variance.cumsum(dim=1), torch.zeros_like(variance))
 
 
 def _token_baseline(returns: Tensor, energy: Tensor, mask: Tensor, group_ids: Tensor, handle_zero_tail: bool) -> Tensor:

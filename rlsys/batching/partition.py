@@ -7,7 +7,6 @@ the largest and the other parts.
 """
 
 import heapq
-from collections.abc import Iterator
 
 import numpy as np
 
@@ -67,70 +66,47 @@ def _longest_first(descending: np.ndarray, num_parts: int) -> list[np.ndarray]:
     return [np.array(part) for part in parts]
 
 
-class _SortedPart:
-    """Weights in ascending order and the indices they come from."""
+def _exchange(weights: np.ndarray, parts: list[np.ndarray], equal_size: bool) -> list[np.ndarray]:
+    """Reduce the largest part by exchanges with the smallest one that has a fitting partner, while that helps.
 
-    def __init__(self, weights: np.ndarray, indices: np.ndarray) -> None:
-        self.indices, self.values = indices, weights[indices]
-
-    def take(self, at: int) -> tuple[int, float]:
-        taken = self.indices[at], self.values[at]
-        self.indices = np.concatenate((self.indices[:at], self.indices[at + 1 :]))
-        self.values = np.concatenate((self.values[:at], self.values[at + 1 :]))
-        return taken
-
-    def put(self, index: int, value: float) -> None:
-        at = self.values.searchsorted(value)
-        self.indices = np.concatenate((self.indices[:at], [index], self.indices[at:]))
-        self.values = np.concatenate((self.values[:at], [value], self.values[at:]))
-
-
-def _exchange(weights: np.ndarray, indices: list[np.ndarray], equal_size: bool) -> list[np.ndarray]:
-    """Reduce the largest part by exchanges with the smallest one that has a fitting partner, while that helps."""
-    parts = [_SortedPart(weights, part) for part in indices]
-    sums = np.array([part.values.sum() for part in parts])
+    The indices of a part are in ascending order of their weights.
+    """
+    sums = np.array([weights[part].sum() for part in parts])
     close = max(sums.mean() * CLOSE, 1 if weights.dtype.kind == "i" else 0)
-    if sums.max() - sums.min() <= close:
-        return indices
     tries = EXCHANGES * len(parts)
     while tries > 0:
         high = int(sums.argmax())
-        for low in _smallest_first(sums):
+        for low in np.argsort(sums, kind="stable").tolist():
             gap, tries = sums[high] - sums[low], tries - 1
             if gap <= close:
-                return [part.indices for part in parts]
-            if moved := _exchange_best(parts[high], parts[low], gap, moves=not equal_size):
-                sums[high] -= moved
-                sums[low] += moved
+                return parts
+            values = weights[parts[high]], weights[parts[low]]
+            if (pair := _best_exchange(*values, gap, moves=not equal_size)) is not None:
+                at, back = pair
+                given, returned = parts[high][at], parts[low][back]
+                parts[high] = _merge(weights, np.delete(parts[high], at), returned)
+                parts[low] = _merge(weights, np.delete(parts[low], back), given)
+                sums[high], sums[low] = weights[parts[high]].sum(), weights[parts[low]].sum()
                 break
         else:
             break
-    return [part.indices for part in parts]
+    return parts
 
 
-def _smallest_first(sums: np.ndarray) -> Iterator[int]:
-    yield int(sums.argmin())
-    yield from np.argsort(sums, kind="stable")[1:].tolist()
+def _merge(weights: np.ndarray, part: np.ndarray, more: np.ndarray) -> np.ndarray:
+    return np.insert(part, weights[part].searchsorted(weights[more]), more)
 
 
-def _exchange_best(high: _SortedPart, low: _SortedPart, gap: float, *, moves: bool) -> float:
-    """Swap (or move) the weights that minimise the difference of both parts; the weight moved, 0 if nothing helps."""
-    targets = high.values - gap / 2
-    after = low.values.searchsorted(targets)
-    near = np.concatenate((np.maximum(after - 1, 0), np.minimum(after, len(low.values) - 1)))
-    rest = 2 * np.abs(np.tile(targets, 2) - low.values[near])
+def _best_exchange(high: np.ndarray, low: np.ndarray, gap: float, *, moves: bool) -> tuple[list[int], list[int]] | None:
+    """Places of the weights whose swap (or move) minimises the difference of both parts; None if nothing helps."""
+    targets = high - gap / 2
+    after = low.searchsorted(targets)
+    near = np.concatenate((np.maximum(after - 1, 0), np.minimum(after, len(low) - 1)))
+    rest = 2 * np.abs(np.tile(targets, 2) - low[near])
     best = int(rest.argmin())
-    if moves and len(high.values) > 1:
-        alone = np.abs(gap - 2 * high.values)
+    if moves and len(high) > 1:
+        alone = np.abs(gap - 2 * high)
         single = int(alone.argmin())
         if alone[single] < min(rest[best], gap):
-            index, value = high.take(single)
-            low.put(index, value)
-            return value
-    if rest[best] >= gap:
-        return 0
-    index, value = high.take(best % len(targets))
-    index_back, value_back = low.take(int(near[best]))
-    low.put(index, value)
-    high.put(index_back, value_back)
-    return value - value_back
+            return [single], []
+    return ([best % len(targets)], [int(near[best])]) if rest[best] < gap else None

@@ -52,12 +52,15 @@ def read_rows(files: str | Sequence[str]) -> Iterator[Row | BadRow]:
             raise ConfigError(f"data file {path}: {why}")
         readers = {".parquet": _read_parquet, ".jsonl": _read_json_lines, ".json": _read_json, ".csv": _read_csv}
         reader = _read_saved_dataset if path.is_dir() else readers[path.suffix.lower()]
-        is_empty = True
-        for row in reader(path):
-            is_empty = False
-            yield row
-        if is_empty:
-            yield BadRow(str(path), "whole file", "it has no rows")
+        try:
+            is_empty = True
+            for row in reader(path):
+                is_empty = False
+                yield row
+            if is_empty:
+                raise ValueError("it has no rows")
+        except ValueError as error:
+            yield BadRow(str(path), "whole file", str(error))
 
 
 def count_rows(file: str) -> int:
@@ -96,12 +99,7 @@ def _read_json(path: Path) -> Iterator[Row | BadRow]:
     if not data.lstrip().startswith(b"["):
         yield from _read_json_lines(path)
         return
-    try:
-        items = _parse(data, max_bytes=None)
-    except ValueError as error:
-        yield BadRow(str(path), "whole file", str(error))
-        return
-    for number, item in enumerate(items):
+    for number, item in enumerate(_parse(data, max_bytes=None)):
         try:
             yield Row(str(path), f"row {number}", _object(item))
         except ValueError as error:
@@ -152,14 +150,11 @@ def _read_csv(path: Path) -> Iterator[Row | BadRow]:
         try:
             names = next(reader, [])
         except csv.Error as error:
-            yield BadRow(str(path), "whole file", f"its first line is not CSV: {error}")
-            return
+            raise ValueError(f"its first line is not CSV: {error}") from error
         if len(names) == 1 and any(mark in names[0] for mark in ";\t"):
             yield BadRow(str(path), "whole file", f"its columns must be separated by commas: {names[0]!r}", fix="")
             return
-        if repeated := sorted({name for name in names if names.count(name) > 1}):
-            yield BadRow(str(path), "whole file", f"the column {repeated[0]!r} occurs twice")
-            return
+        _check_names(names)
         while True:
             place = f"line {reader.line_num + 1}"
             try:
@@ -201,8 +196,7 @@ def _read_parquet(path: Path) -> Iterator[Row | BadRow]:
     try:
         file = pq.ParquetFile(path)
     except (pa.ArrowException, OSError) as error:
-        yield BadRow(str(path), "whole file", f"not a readable parquet file: {_first_line(error)}")
-        return
+        raise ValueError(f"not a readable parquet file: {_first_line(error)}") from error
     first = 0
     for group in range(file.num_row_groups):
         num_rows = file.metadata.row_group(group).num_rows
@@ -223,8 +217,7 @@ def _read_saved_dataset(path: Path) -> Iterator[Row | BadRow]:
     try:
         names = [entry["filename"] for entry in json.loads((path / "state.json").read_text())["_data_files"]]
     except (ValueError, KeyError, TypeError) as error:
-        yield BadRow(str(path), "whole file", f"its state.json is broken: {error!r}")
-        return
+        raise ValueError(f"its state.json is broken: {error!r}") from error
     first = 0
     for name in names:
         try:
@@ -238,10 +231,7 @@ def _read_saved_dataset(path: Path) -> Iterator[Row | BadRow]:
 
 
 def _table_rows(path: Path, table: "pa.Table", first: int) -> Iterator[Row | BadRow]:
-    names = table.column_names
-    if repeated := sorted({name for name in names if names.count(name) > 1}):
-        yield BadRow(str(path), "whole file", f"the column {repeated[0]!r} occurs twice")
-        return
+    _check_names(table.column_names)
     for start in range(0, table.num_rows, 1024):
         part = table.slice(start, 1024)
         try:
@@ -253,6 +243,11 @@ def _table_rows(path: Path, table: "pa.Table", first: int) -> Iterator[Row | Bad
                 yield Row(str(path), f"row {number}", values)
             else:
                 yield BadRow(str(path), f"row {number}", str(values))
+
+
+def _check_names(names: list[str]) -> None:
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"the column {repeated[0]!r} occurs twice")
 
 
 def _one_row(table: "pa.Table", row: int) -> dict[str, Any] | str:

@@ -40,7 +40,6 @@ class Ranks(EngineRanks):
     """The groups of FSDPEngine. Ranks of one sequence-parallel group are neighbours."""
 
     mesh: DeviceMesh
-    sp_rank: int
     sp_size: int
     sp_group: dist.ProcessGroup | None
 
@@ -117,7 +116,6 @@ def make_ranks(device: str, *, fsdp_size: int = -1, sp_size: int = 1) -> Ranks:
         reports_loss=True,
         loss_group=dp_group,
         mesh=mesh,
-        sp_rank=rank % sp,
         sp_size=sp,
         sp_group=sp_group,
     )

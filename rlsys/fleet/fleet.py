@@ -28,7 +28,7 @@ from rlsys.fleet.requests import (
     wrong_version,
 )
 from rlsys.protocol import DataProto
-from rlsys.rollout.batch import from_responses, to_requests, with_request_seeds
+from rlsys.rollout.batch import from_responses, to_requests
 from rlsys.rollout.partial import EXCHANGE_WAIT_S, PartialResponse
 from rlsys.types import Finish, ModelRequest, ModelResponse, ResponseDelta, SamplingParams
 from rlsys.utils.errors import DeadlineError, RolloutError, WeightTransferError
@@ -123,8 +123,7 @@ class RolloutFleet:
 
     def generate_sequences(self, batch: DataProto) -> DataProto:
         """Complete every row of a batch of prompts, as `rlsys.rollout.batch.generate_sequences` does."""
-        seeded = with_request_seeds(batch)
-        return from_responses(batch, self.generate(to_requests(seeded)))
+        return from_responses(batch, self.generate(to_requests(batch)))
 
     async def sample(
         self, token_ids: Sequence[int], params: SamplingParams, session: str = "", images: Sequence[object] = ()

@@ -51,10 +51,11 @@ def generate_sequences(engine: RolloutEngine, batch: DataProto) -> DataProto:
 
 def to_requests(batch: DataProto) -> list[ModelRequest]:
     """One request per row: its prompt without pads, and its images."""
-    prompts, attention = prompts_of(with_request_seeds(batch))
+    batch = with_request_seeds(batch)
+    prompts, attention = prompts_of(batch)
     lengths = attention.sum(1).tolist()
     make = _params_of(batch.meta_info)
-    seeds = tensors_of(with_request_seeds(batch).batch)[SEEDS].tolist()
+    seeds = tensors_of(batch.batch)[SEEDS].tolist()
     rows, images = prompts.tolist(), images_of(batch)
     return [
         ModelRequest(tuple(row[len(row) - length :]), make(seed), rid=f"{number}", images=images[number])

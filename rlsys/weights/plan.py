@@ -33,7 +33,6 @@ class Copy:
     source_rank: int
     source_local: str
     source_start: tuple[int, ...]
-    source_dtype: str
     rank: int
     local: str
     local_start: tuple[int, ...]
@@ -105,10 +104,8 @@ class Plan:
         part, source_shard, shard, source_rank, rank = moves.T
         start, shape, dims = self.start[part], self.shape[part], self.start.shape[1]
         source, destination = self.source_shards.places(source_shard, start), self.shards.places(shard, start)
-        columns = (self.part_tensor[part], start, shape, source_rank, *source, rank, *destination)
-        for t, at, n, s, sl, ss, sd, st, r, ln, ls, ld, lt in zip(
-            *(column.tolist() for column in columns), strict=True
-        ):
+        columns = (self.part_tensor[part], start, shape, source_rank, *source[:3], rank, *destination)
+        for t, at, n, s, sl, ss, sd, r, ln, ls, ld, lt in zip(*(column.tolist() for column in columns), strict=True):
             own = dims - int(self.tensor_dims[t])
             yield Copy(
                 self.tensors[t],
@@ -117,7 +114,6 @@ class Plan:
                 s,
                 self.locals[sl],
                 tuple(ss[dims - sd :]),
-                self.dtypes[st],
                 r,
                 self.locals[ln],
                 tuple(ls[dims - ld :]),

@@ -96,7 +96,9 @@ class ShardingManager:
         started_s = time.monotonic()
         with self._stage(f"push of version {version}") as remaining_s:
             stats = self._connected().push(version, remaining_s)
-            checksum = _common_checksum(stats)
+            checksum, *others = {part.checksum for part in stats}
+            if others:
+                raise WeightTransferError(f"the rollout ranks report different checksums: {[checksum, *others]}")
             self.version = version
         return TransferReport(
             version=version,
@@ -183,10 +185,3 @@ def choose(sources: Sequence[WeightLayout], destinations: Sequence[WeightLayout]
 def _by_group_rank(layouts: Sequence[WeightLayout]) -> list[WeightLayout]:
     """Layouts under their ranks in the group, by which its workers are called."""
     return [replace(layout, rank=rank) for rank, layout in enumerate(layouts)]
-
-
-def _common_checksum(stats: Sequence[TransferReport]) -> str:
-    checksums = {part.checksum for part in stats}
-    if len(checksums) != 1:
-        raise WeightTransferError(f"the rollout ranks report different checksums: {sorted(checksums)}")
-    return checksums.pop()

@@ -107,16 +107,13 @@ class TorchRows:
     def force(self, logits: Tensor, positions: Tensor) -> Tensor:
         """As `RowSampler.force`."""
         indices = positions - self._starts
-        sampled = sample_tokens(logits, positions, self._params, self._banned(indices))
+        banned = None
+        if self._stops is not None:  # ids of the rows that may not end yet
+            banned = torch.where((indices < self._min_new)[:, None], self._stops, NO_TOKEN)
+        sampled = sample_tokens(logits, positions, self._params, banned)
         logits.scatter_(1, sampled.tokens[:, None], FORCED)
         columns = (indices, sampled.tokens, sampled.full_logprobs, sampled.sampled_logprobs, sampled.finite)
         return torch.stack([column.double() for column in columns], 1)
-
-    def _banned(self, indices: Tensor) -> Tensor | None:
-        """Stop ids (N, S) of the rows that may not end yet, -1 in the other places; None if there is no such row."""
-        if self._stops is None:
-            return None
-        return torch.where((indices < self._min_new)[:, None], self._stops, NO_TOKEN)
 
 
 class KernelRows:

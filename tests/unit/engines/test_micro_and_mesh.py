@@ -60,13 +60,12 @@ def places(fsdp_size: int, sp_size: int) -> dict[str, Any]:
     ranks = make_ranks("cpu", fsdp_size=fsdp_size, sp_size=sp_size)
     groups = {"dp": ranks.loss_group, "sp": ranks.sp_group, "shard": ranks.shard_group}
     members = {name: dist.get_process_group_ranks(group) if group else None for name, group in groups.items()}
-    return {"dp_rank": ranks.dp_rank, "dp_size": ranks.dp_size, "sp_rank": ranks.sp_rank, **members}
+    return {"dp_rank": ranks.dp_rank, "dp_size": ranks.dp_size, **members}
 
 
 def test_neighbours_share_sequences_and_shards() -> None:
     ranks = run_ranks(4, places, 2, 2)
     assert [place["dp_rank"] for place in ranks] == [0, 0, 1, 1]
-    assert [place["sp_rank"] for place in ranks] == [0, 1, 0, 1]
     assert [place["dp"] for place in ranks] == [[0, 2], [1, 3], [0, 2], [1, 3]]
     assert [place["sp"] for place in ranks] == [place["shard"] for place in ranks] == [[0, 1]] * 2 + [[2, 3]] * 2
 
