@@ -91,10 +91,14 @@ class EpisodeRollout(GradedRollout):
         check_episodes(results, self.cfg.actor_rollout_ref.rollout.agent.max_failed_share)
         return self.collate(results, rows), episode_metrics(results)
 
-    def _num_spare(self, num_episodes: int, sampling: SamplingParams) -> int:
-        """How many episodes of a step are not waited for; none of validation or a baseline, whose sampling differs."""
+    def _run_of(self, sampling: SamplingParams) -> PPOConfig | None:
+        """The configuration of training episodes; None for validation or a baseline, whose sampling differs."""
         cfg = self.cfg
-        if not isinstance(cfg, PPOConfig) or sampling != training_sampling(cfg):
+        return cfg if isinstance(cfg, PPOConfig) and sampling == training_sampling(cfg) else None
+
+    def _num_spare(self, num_episodes: int, sampling: SamplingParams) -> int:
+        """How many episodes of a step are not waited for; none but of training."""
+        if (cfg := self._run_of(sampling)) is None:
             return 0
         return num_episodes - int(num_episodes * (1 - cfg.actor_rollout_ref.rollout.over_sample_rate))
 
@@ -115,11 +119,8 @@ class EpisodeRollout(GradedRollout):
         )
 
     def keep(self, starts: Sequence[EpisodeStart], sampling: SamplingParams, step: int) -> None:
-        """Write the logs of training episodes, not those of validation or a baseline, whose sampling differs."""
-        cfg = self.cfg
-        if not isinstance(cfg, PPOConfig) or sampling != training_sampling(cfg):
-            return
-        if cfg.trainer.rollout_data_dir is not None:
+        """Write the logs of training episodes."""
+        if (cfg := self._run_of(sampling)) is not None and cfg.trainer.rollout_data_dir is not None:
             path = Path(cfg.trainer.rollout_data_dir) / "episodes" / f"{step}.jsonl"
             write_episodes(path, (start.to_dict() for start in starts), max_mb=cfg.trainer.rollout_data_max_mb)
 

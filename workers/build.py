@@ -11,9 +11,9 @@ import torch.distributed as dist
 from rlsys.config import DPOConfig, RMConfig, SFTConfig
 from rlsys.config.schema.actor import ActorConfig, ActorRolloutRefConfig, CriticConfig
 from rlsys.config.schema.algorithm import RewardModelConfig
-from rlsys.config.schema.base import MicroBatches
 from rlsys.config.schema.megatron import MegatronShardConfig
 from rlsys.config.schema.model import ModelConfig, PolicyModelConfig, ShardConfig
+from rlsys.config.schema.types import MicroBatches
 from rlsys.engines import rng
 from rlsys.engines.fsdp.engine import FSDPEngine
 from rlsys.engines.mesh import ensure_process_group

@@ -16,8 +16,7 @@ _PARSER.add_argument("--gpu")
 _PARSER.add_argument("--help", "-h", nargs="*")
 for _flag in ("--print-config", "--dry-run", "--version"):
     _PARSER.add_argument(_flag, action="store_true")
-_OPTIONS = ("--config-name", "--config-path", "--config-dir", "--print-config", "--dry-run", "--gpu", "--help")
-_OPTIONS += ("--version",)
+_OPTIONS = [name for action in _PARSER._actions for name in action.option_strings if name.startswith("--")]
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,10 @@ from types import MappingProxyType
 
 from rlsys.config.pools import Pools, resolve_pools
 from rlsys.config.schema.actor import TrainedRoleConfig
-from rlsys.config.schema.base import MicroBatches, Section
+from rlsys.config.schema.base import Section
 from rlsys.config.schema.jobs import PPOConfig, SupervisedConfig, SupervisedEngineConfig
-from rlsys.config.schema.trainer import RunConfig
+from rlsys.config.schema.trainer import RunConfig, TrainingConfig
+from rlsys.config.schema.types import MicroBatches
 from rlsys.utils.errors import ConfigError
 
 
@@ -108,10 +109,9 @@ def plan_text(cfg: Section, facts: Mapping[str, str] = MappingProxyType({})) -> 
     "layouts" and the "sizes" that were chosen.
     """
     lines = [(name, facts.get(name, "")) for name in ("data", "validation")]
-    if isinstance(cfg, PPOConfig):
-        lines += _ppo_lines(cfg, facts)
-    if isinstance(cfg, SupervisedConfig):
-        lines += _supervised_lines(cfg)
+    if isinstance(cfg, PPOConfig | SupervisedConfig):
+        lines += _ppo_lines(cfg, facts) if isinstance(cfg, PPOConfig) else _supervised_lines(cfg)
+        lines.append(("output", str(Path(cfg.trainer.default_local_dir).absolute())))
     return "\n".join(f"  {name:<11}{words}" for name, words in lines if words)
 
 
@@ -130,11 +130,10 @@ def _ppo_lines(cfg: PPOConfig, facts: Mapping[str, str]) -> list[tuple[str, str]
         ("reference", "yes, for the KL term" if plan.use_reference else "none"),
         ("teachers", ", ".join(model.path or "" for model in cfg.teachers.values())),
         ("advantages", f"{cfg.algorithm.adv_estimator}; loss {cfg.actor_rollout_ref.actor.policy_loss.loss_mode}"),
-        ("length", _length_words(trainer.total_training_steps, trainer.total_epochs, data.train_batch_size)),
+        ("length", _length_words(trainer, data.train_batch_size)),
         ("workers", _worker_words(trainer, plan.pools)),
         *((name, facts.get(name, "")) for name in ("memory", "sizes", "time", "layouts")),
         ("weights", _weights_words(trainer.max_staleness, trainer.sync_freq) + by),
-        ("output", str(Path(trainer.default_local_dir).absolute())),
     ]
 
 
@@ -149,9 +148,8 @@ def _supervised_lines(cfg: SupervisedConfig) -> list[tuple[str, str]]:
     )
     return [
         ("step", f"{data.train_batch_size} rows of {data.max_length} tokens at most; {_rank_words(role)}"),
-        ("length", _length_words(trainer.total_training_steps, trainer.total_epochs, data.train_batch_size)),
+        ("length", _length_words(trainer, data.train_batch_size)),
         ("workers", _worker_words(trainer)),
-        ("output", str(Path(trainer.default_local_dir).absolute())),
     ]
 
 
@@ -176,8 +174,9 @@ def _rank_words(role: RolePlan) -> str:
     return f"each rank: {role.rank_samples} in {micro}"
 
 
-def _length_words(steps: int | None, epochs: int, batch: int) -> str:
-    return _many(steps, "step") if steps is not None else f"{_many(epochs, 'epoch')} of (rows / {batch}) steps"
+def _length_words(run: TrainingConfig, batch: int) -> str:
+    epochs, steps = f"{_many(run.total_epochs, 'epoch')} of (rows / {batch}) steps", run.total_training_steps
+    return epochs if steps is None else _many(steps, "step")
 
 
 def _worker_words(trainer: RunConfig, pools: Pools | None = None) -> str:

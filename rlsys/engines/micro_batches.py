@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from rlsys.batching import TOO_LONG, micro_batches
-from rlsys.config.schema.base import MicroBatches as MicroBatches
+from rlsys.config.schema.types import MicroBatches as MicroBatches
 from rlsys.models.packing import TokenRows
 
 

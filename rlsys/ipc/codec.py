@@ -53,27 +53,12 @@ class Tag(IntEnum):
     RECORD = 11
 
 
-class _Scalar(Struct, array_like=True, forbid_unknown_fields=True):
-    dtype: str
-    data: bytes
-
-
 class _Memory(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
     """An array or tensor in buffer number `index`."""
 
     index: Annotated[int, Meta(ge=0)]
     dtype: str
     shape: Shape
-
-
-class _Objects(Struct, array_like=True, forbid_unknown_fields=True):
-    shape: Shape
-    items: list[Any]
-
-
-class _Record(Struct, array_like=True, forbid_unknown_fields=True):
-    name: str
-    fields: dict[str, Any]
 
 
 _records: dict[str, type] = {}
@@ -270,11 +255,11 @@ class _Reader:
             case Tag.NP_BYTES:
                 return np.bytes_(bytes(data))
             case Tag.SCALAR:
-                return _read_scalar(self._decode(data, _Scalar))
+                return _read_scalar(*self._decode(data, tuple[str, bytes]))
             case Tag.OBJECTS:
-                return _read_objects(self._decode(data, _Objects))
+                return _read_objects(*self._decode(data, tuple[Shape, list[Any]]))
             case Tag.RECORD:
-                return _read_record(self._decode(data, _Record))
+                return _read_record(*self._decode(data, tuple[str, dict[str, Any]]))
             case Tag.ARRAY | Tag.TENSOR:
                 return self._read_memory(tag, self._decode(data, _Memory))
 
@@ -343,21 +328,21 @@ def _read_dtype(text: str) -> np.dtype[Any]:
     return dtype
 
 
-def _read_scalar(scalar: _Scalar) -> np.generic:
-    (value,) = np.frombuffer(scalar.data, dtype=_read_dtype(scalar.dtype))
+def _read_scalar(dtype: str, data: bytes) -> np.generic:
+    (value,) = np.frombuffer(data, dtype=_read_dtype(dtype))
     return value
 
 
-def _read_objects(objects: _Objects) -> np.ndarray:
-    if math.prod(objects.shape) != len(objects.items):
-        raise WireError(f"an object array of shape {objects.shape} came with {len(objects.items)} entries")
-    column = np.empty(len(objects.items), dtype=object)
-    for row, item in enumerate(objects.items):
+def _read_objects(shape: tuple[int, ...], items: list[Any]) -> np.ndarray:
+    if math.prod(shape) != len(items):
+        raise WireError(f"an object array of shape {shape} came with {len(items)} entries")
+    column = np.empty(len(items), dtype=object)
+    for row, item in enumerate(items):
         column[row] = item
-    return column.reshape(objects.shape)
+    return column.reshape(shape)
 
 
-def _read_record(record: _Record) -> Any:
-    if record.name not in _records:
-        raise WireError(f"a record '{record.name[:64]}' may not cross between processes")
-    return msgspec.convert(record.fields, _records[record.name])
+def _read_record(name: str, values: dict[str, Any]) -> Any:
+    if name not in _records:
+        raise WireError(f"a record '{name[:64]}' may not cross between processes")
+    return msgspec.convert(values, _records[name])

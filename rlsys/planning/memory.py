@@ -15,9 +15,9 @@ from rlsys.config.checks.batches import sequence_ranks
 from rlsys.config.checks.files import model_facts
 from rlsys.config.engines import rollout_backend
 from rlsys.config.plan import BatchPlan, RolePlan
-from rlsys.config.schema.base import MicroBatches
 from rlsys.config.schema.megatron import MegatronConfig, MegatronRoleConfig
 from rlsys.config.schema.model import FSDPConfig, ModelConfig, OptimConfig, ShardConfig
+from rlsys.config.schema.types import MicroBatches
 from rlsys.models.megatron.family import Head
 from rlsys.models.megatron.parallel import ParallelSizes
 from rlsys.planning import footprint as fp

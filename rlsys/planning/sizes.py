@@ -15,7 +15,8 @@ from rlsys.config.engines import rollout_backend
 from rlsys.config.introspect import nest, shown
 from rlsys.config.plan import RolePlan
 from rlsys.config.schema.actor import TrainedRoleConfig
-from rlsys.config.schema.base import MicroBatches, Section
+from rlsys.config.schema.base import Section
+from rlsys.config.schema.types import MicroBatches
 from rlsys.planning import footprint as fp
 from rlsys.planning.memory import Machine, MemoryPlan, plan_memory, width_of
 from rlsys.planning.roles import Bytes

@@ -4,36 +4,21 @@ It works on any type with `len`, slices, `chunk` and `concat`, so that a worker 
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeGuard
+from typing import Any, TypeGuard
 
 
-class Rows(Protocol):
-    """A batch, such as a DataProto."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, rows: slice, /) -> Any: ...
-    @staticmethod
-    def concat(data: Any, /) -> Any: ...
-
-
-class RowsFuture(Protocol):
-    """Rows that are not there yet, such as a DataProtoFuture."""
-
-    def get(self) -> object: ...
-
-
-def is_rows(value: object) -> TypeGuard[Rows]:
+def is_rows(value: object) -> TypeGuard[Any]:
     """Whether a value is a batch: it has a length, slices, `chunk` and `concat`."""
     kind = type(value)
     return all(hasattr(kind, name) for name in ("__len__", "__getitem__", "chunk", "concat"))
 
 
-def is_future(value: object) -> TypeGuard[RowsFuture]:
+def is_future(value: object) -> TypeGuard[Any]:
     """Whether a value is a `DataProtoFuture`: it has `futures`, `collect_fn`, `get` and `chunk`."""
     return all(hasattr(value, name) for name in ("futures", "collect_fn", "get", "chunk"))
 
 
-def split_rows(rows: Rows, chunks: int, *, pads: bool) -> tuple[list[Rows], list[int]]:
+def split_rows(rows: Any, chunks: int, *, pads: bool) -> tuple[list[Any], list[int]]:
     """Equal shares of a batch and the number of repeated rows at the end of each.
 
     When the rows do not divide, the first ones are repeated behind the last (`pads`) or a ValueError is raised.
@@ -48,7 +33,7 @@ def split_rows(rows: Rows, chunks: int, *, pads: bool) -> tuple[list[Rows], list
     return [rows[end - size : end] for end in ends], [max(0, min(size, end - total)) for end in ends]
 
 
-def join_rows(parts: Sequence[Rows]) -> Rows:
+def join_rows(parts: Sequence[Any]) -> Any:
     """One batch of the rows of several; empty parts are left out, and the only other one is not copied."""
     filled = [part for part in parts if len(part)] or list(parts[:1])
     return filled[0] if len(filled) == 1 else filled[0].concat(filled)

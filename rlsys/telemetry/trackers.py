@@ -33,13 +33,14 @@ class Tracking:
         self._generations: JsonlWriter | None = None
         self._trackers: dict[str, Tracker] = {}
         self._metrics: JsonlWriter | None = JsonlWriter(run.directory / "metrics.jsonl", resume_step=run.resume_step)
-        try:
-            for name in dict.fromkeys(loggers):
-                if name not in ALWAYS_WRITTEN:
-                    self._trackers[name] = _start(name, run)
-        except BaseException:
-            self.close()
-            raise
+        for name in (name for name in dict.fromkeys(loggers) if name not in ALWAYS_WRITTEN):
+            try:
+                self._trackers[name] = ADAPTERS[name](run)
+            except BaseException as error:
+                self.close()
+                if not isinstance(error, Exception):
+                    raise
+                raise ConfigError(f"trainer.logger={name!r} did not start: {type(error).__name__}: {error}") from error
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
         """Record the metrics of a step; calling twice for a step gives two lines."""
@@ -74,10 +75,3 @@ class Tracking:
             if writer is not None:
                 writer.close()
         self._metrics = self._generations = None
-
-
-def _start(name: str, run: TrackedRun) -> Tracker:
-    try:
-        return ADAPTERS[name](run)
-    except Exception as error:
-        raise ConfigError(f"trainer.logger={name!r} did not start: {type(error).__name__}: {error}") from error

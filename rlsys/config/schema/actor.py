@@ -5,17 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, Strict
 
 from rlsys.config.schema import types as t
-from rlsys.config.schema.base import (
-    IF_MEGATRON,
-    IF_REFERENCE,
-    ActiveIf,
-    MicroBatches,
-    Registered,
-    Requires,
-    Section,
-    linked,
-    section,
-)
+from rlsys.config.schema.base import IF_MEGATRON, IF_REFERENCE, ActiveIf, Registered, Requires, Section, linked, section
 from rlsys.config.schema.megatron import MegatronConfig, MegatronRoleConfig
 from rlsys.config.schema.model import (
     CheckpointConfig,
@@ -101,11 +91,11 @@ class TrainedRoleConfig(Section):
     checkpoint: CheckpointConfig = section(CheckpointConfig)
 
     @property
-    def training(self) -> MicroBatches:
+    def training(self) -> t.MicroBatches:
         """The micro-batches of updates."""
         if self.use_dynamic_bsz:
-            return MicroBatches(max_tokens=self.ppo_max_token_len_per_gpu)
-        return MicroBatches(rows=self.ppo_micro_batch_size_per_gpu)
+            return t.MicroBatches(max_tokens=self.ppo_max_token_len_per_gpu)
+        return t.MicroBatches(rows=self.ppo_micro_batch_size_per_gpu)
 
 
 class ActorConfig(TrainedRoleConfig):
@@ -239,8 +229,8 @@ class CriticConfig(TrainedRoleConfig):
         return self.megatron if self.strategy == "megatron" else self.fsdp
 
     @property
-    def scoring(self) -> MicroBatches:
+    def scoring(self) -> t.MicroBatches:
         """The micro-batches in which values are computed."""
         if self.use_dynamic_bsz:
-            return MicroBatches(max_tokens=self.forward_max_token_len_per_gpu)
-        return MicroBatches(rows=self.forward_micro_batch_size_per_gpu)
+            return t.MicroBatches(max_tokens=self.forward_max_token_len_per_gpu)
+        return t.MicroBatches(rows=self.forward_micro_batch_size_per_gpu)

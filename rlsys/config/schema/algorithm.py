@@ -6,7 +6,7 @@ from pydantic import Field, Strict
 
 from rlsys.config.engines import rollout_backends
 from rlsys.config.schema import types as t
-from rlsys.config.schema.base import ActiveIf, MicroBatches, Registered, Requires, Section, linked, open_dict, section
+from rlsys.config.schema.base import ActiveIf, Registered, Requires, Section, linked, open_dict, section
 from rlsys.config.schema.model import ServedModelConfig
 from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.config.vocabulary import ADV_ESTIMATORS, REWARD_MANAGERS, KLEstimator
@@ -349,11 +349,11 @@ class RewardModelConfig(Section):
     rollout: JudgeRolloutConfig = section(JudgeRolloutConfig)
 
     @property
-    def scoring(self) -> MicroBatches:
+    def scoring(self) -> t.MicroBatches:
         """The micro-batches in which it scores."""
         if self.use_dynamic_bsz:
-            return MicroBatches(max_tokens=self.forward_max_token_len_per_gpu)
-        return MicroBatches(rows=self.micro_batch_size_per_gpu)
+            return t.MicroBatches(max_tokens=self.forward_max_token_len_per_gpu)
+        return t.MicroBatches(rows=self.micro_batch_size_per_gpu)
 
     @property
     def model(self) -> ServedModelConfig:

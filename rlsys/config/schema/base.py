@@ -57,19 +57,6 @@ class Registered:
     names: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class MicroBatches:
-    """How a rank's rows are split: `rows` of them each, as many as fit `max_tokens` real tokens, or all at once."""
-
-    rows: int | None = None
-    max_tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        sizes = [size for size in (self.rows, self.max_tokens) if size is not None]
-        if len(sizes) > 1 or min(sizes, default=1) < 1:
-            raise ValueError(f"a micro-batch needs either rows or max_tokens, at least 1; got {self}")
-
-
 class Section(BaseModel):
     """A frozen group of keys; an unknown key is refused."""
 

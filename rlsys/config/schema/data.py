@@ -3,7 +3,7 @@
 from typing import Annotated, Literal
 
 from rlsys.config.schema import types as t
-from rlsys.config.schema.base import ActiveIf, MicroBatches, Requires, Section, linked, open_dict, section
+from rlsys.config.schema.base import ActiveIf, Requires, Section, linked, open_dict, section
 
 Truncation = Literal["error", "left", "right", "middle"]
 BadRows = Literal["refuse", "skip"]
@@ -127,11 +127,11 @@ class SupervisedDataConfig(TrainingRowsConfig):
     """Column of the prompt; for SFT of rows without a conversation."""
 
     @property
-    def training(self) -> MicroBatches:
+    def training(self) -> t.MicroBatches:
         """The micro-batches of a step."""
         if self.use_dynamic_bsz:
-            return MicroBatches(max_tokens=self.max_token_len_per_gpu)
-        return MicroBatches(rows=self.micro_batch_size_per_gpu)
+            return t.MicroBatches(max_tokens=self.max_token_len_per_gpu)
+        return t.MicroBatches(rows=self.micro_batch_size_per_gpu)
 
 
 class SFTDataConfig(SupervisedDataConfig):

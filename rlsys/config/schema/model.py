@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, Strict
 
 from rlsys.config.schema import types as t
-from rlsys.config.schema.base import ActiveIf, MicroBatches, Requires, Section, linked, open_dict, section
+from rlsys.config.schema.base import ActiveIf, Requires, Section, linked, open_dict, section
 
 _SHORT_DTYPES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 
@@ -185,11 +185,11 @@ class LogProbConfig(Section):
     """Tokens per pass on a rank."""
 
     @property
-    def scoring(self) -> MicroBatches:
+    def scoring(self) -> t.MicroBatches:
         """The micro-batches of these passes."""
         if self.log_prob_use_dynamic_bsz:
-            return MicroBatches(max_tokens=self.log_prob_max_token_len_per_gpu)
-        return MicroBatches(rows=self.log_prob_micro_batch_size_per_gpu)
+            return t.MicroBatches(max_tokens=self.log_prob_max_token_len_per_gpu)
+        return t.MicroBatches(rows=self.log_prob_micro_batch_size_per_gpu)
 
 
 class CheckpointConfig(Section):

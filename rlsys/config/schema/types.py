@@ -1,7 +1,8 @@
-"""The types of values, with their ranges."""
+"""The types of values, with their ranges, and of what several keys say together."""
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, Strict, WithJsonSchema
@@ -60,3 +61,16 @@ OpenDict = dict[str, Any]
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Strategy = Annotated[Literal["fsdp", "fsdp2", "megatron"], BeforeValidator(lambda v: "fsdp" if v == "dp" else v)]
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """How a rank's rows are split: `rows` of them each, as many as fit `max_tokens` real tokens, or all at once."""
+
+    rows: int | None = None
+    max_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        sizes = [size for size in (self.rows, self.max_tokens) if size is not None]
+        if len(sizes) > 1 or min(sizes, default=1) < 1:
+            raise ValueError(f"a micro-batch needs either rows or max_tokens, at least 1; got {self}")

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from rlsys.config import PPOConfig, SFTConfig, load_config, plan_batches
 from rlsys.config.plan import RolePlan, plan_text, total_steps
 from rlsys.config.pools import resolve_pools
-from rlsys.config.schema.base import MicroBatches
+from rlsys.config.schema.types import MicroBatches
 
 SMOLLM2_135M = {
     "model_type": "llama",

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from rlsys.config import PPOConfig, load_config
-from rlsys.config.schema.base import MicroBatches
 from rlsys.config.schema.model import OptimConfig, OverrideOptimizerConfig
+from rlsys.config.schema.types import MicroBatches
 from rlsys.models.megatron.parallel import ParallelSizes
 from rlsys.planning import footprint as fp
 from rlsys.planning.advice import remedies, table, too_large
