@@ -1,4 +1,4 @@
-"""An agent: the model answers a sum itself, or asks a calculator by a question mark, which costs a tenth of the reward.
+"""An agent: the model answers a sum itself, or asks a calculator by anything else, which costs a tenth of the reward.
 
 python -m trainer.main_ppo --config-name quickstart \
     actor_rollout_ref.rollout.workflow=scripts/agent_calculator.py:AskCalculator
@@ -26,7 +26,7 @@ class AskCalculator:
     async def run(self, row, session):
         session.add(*row["prompt"])
         answer = await session.draw()
-        if "?" not in answer.text:
+        if answer.text.lstrip("-").isdigit():
             return await session.grade(answer)
         result = await session.call("calculator", expression=row["prompt"][-1]["content"])
         return 0.9 if result == row["reward_model"]["ground_truth"] else 0.0

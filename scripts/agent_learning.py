@@ -2,11 +2,13 @@
 
     python scripts/agent_learning.py --out runs/agent --seeds 1 2 3 4 5 --ks 0 4
     python scripts/agent_learning.py --out runs/sleep --seeds 1 --ks 0 4 --tool-s 2
+    python scripts/agent_learning.py --out runs/python --seeds 1 --ks 0 --steps 24 --tool python
 
 The start model (0.8M parameters, warmed up here by SFT in a few minutes on one core) answers a product of two-digit
 numbers, which it cannot compute, mostly with "?" and sometimes with a call of a calculator, whose result it then
 repeats. It is rewarded for the right result. Each run takes a minute or two on one core; those that are there already
-are kept. With --tool-s the calculator sleeps, lognormally distributed with this mean. Printed are the mean rewards of
+are kept. With --tool-s the calculator sleeps, lognormally distributed with this mean. With --tool python it is the job
+of config/agent_python.yaml with this small model, which writes programs. Printed are the mean rewards of
 the first three and the last ten steps, seconds a step, and how far apart the runs of two k end.
 """
 
@@ -25,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SCORE = "critic/score/mean"
 FIRST, LAST = 3, 10
 TOOL_SHARE = 0.2
+NUM_HELD_OUT = 64
 TOOLS = '''
 import asyncio, os
 from random import Random
@@ -47,12 +50,14 @@ async def calc(q: str) -> str:
 '''
 
 
-def call_of(question: str) -> str:
+def call_of(question: str, tool: str) -> str:
     """How the model writes a call of the tool."""
+    if tool == "python":
+        return f"```python\nprint({question})\n```"
     return json.dumps({"name": "calc", "arguments": {"q": question}})
 
 
-def make_start(folder: Path) -> None:
+def make_start(folder: Path, tool: str) -> None:
     """The start model and the prompts."""
     from prepare_data import write_rows  # pyrefly: ignore
     from start_model import WarmUp, build_tokenizer, model_config, warm_up  # pyrefly: ignore
@@ -70,7 +75,7 @@ def make_start(folder: Path) -> None:
         if is_last and random.random() > TOOL_SHARE:
             talk.append({"role": "assistant", "content": "?"})
         else:
-            talk += [{"role": "assistant", "content": call_of(question)}, {"role": "tool", "content": result}]
+            talk += [{"role": "assistant", "content": call_of(question, tool)}, {"role": "tool", "content": result}]
             talk.append({"role": "assistant", "content": result})
         texts.append({"messages": talk})
     model.mkdir(parents=True, exist_ok=True)
@@ -86,7 +91,8 @@ def make_start(folder: Path) -> None:
         }
         for a, b in pairs
     ]
-    write_rows(folder / "train.parquet", rows)
+    write_rows(folder / "train.parquet", rows[:-NUM_HELD_OUT])
+    write_rows(folder / "test.parquet", rows[-NUM_HELD_OUT:])
     (folder / "tools.py").write_text(TOOLS)
     warm_up(model, folder / "sft.parquet", settings)
 
@@ -95,21 +101,24 @@ def run(options: argparse.Namespace, seed: int, k: int, more: list[str]) -> list
     """The metrics of a run's steps."""
     folder, start, rollout = options.out / f"k{k}-seed{seed}", options.out / "start", "actor_rollout_ref.rollout"
     if not (folder / "done").exists():
+        calculator = [
+            *("data.max_prompt_length=24", "data.max_response_length=72", f"{rollout}.n=4", "reward.num_workers=1"),
+            *("algorithm.adv_estimator=grpo", f"{rollout}.workflow=ToolWorkflow", f"{rollout}.multi_turn.format=json"),
+            *(f"{rollout}.multi_turn.function_tool_path={start}/tools.py", f"{rollout}.agent.num_workers=1"),
+            *(f"{rollout}.multi_turn.max_assistant_turns=2", f"{rollout}.agent.max_concurrent=1024"),
+            *("trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.save_freq=-1"),
+        ]
         command = [
             *(sys.executable, "-m", "trainer.main_ppo", f"data.train_files={start}/train.parquet"),
             *(f"actor_rollout_ref.model.path={start}/model", f"trainer.default_local_dir={folder}"),
             *(f"data.seed={seed}", f"{rollout}.seed={seed}", f"data.train_batch_size={options.prompts}"),
-            *(f"actor_rollout_ref.actor.ppo_mini_batch_size={options.prompts}", f"{rollout}.n=4"),
-            *("data.max_prompt_length=24", "data.max_response_length=72", "algorithm.adv_estimator=grpo"),
+            *(f"data.val_files={start}/test.parquet", f"actor_rollout_ref.actor.ppo_mini_batch_size={options.prompts}"),
             *("actor_rollout_ref.actor.use_dynamic_bsz=true", f"actor_rollout_ref.actor.optim.lr={options.lr}"),
-            *("actor_rollout_ref.model.enable_gradient_checkpointing=false", "reward.num_workers=1"),
-            *(f"{rollout}.workflow=ToolWorkflow", f"{rollout}.multi_turn.format=json"),
-            *(f"{rollout}.multi_turn.function_tool_path={start}/tools.py", f"{rollout}.agent.num_workers=1"),
-            *(f"{rollout}.multi_turn.max_assistant_turns=2", f"{rollout}.agent.max_concurrent=1024"),
-            *("algorithm.rollout_correction.rollout_is=token", f"trainer.max_staleness={k}", "trainer.backend=local"),
-            *(f"trainer.total_training_steps={options.steps}", "trainer.device=cpu", "trainer.val_before_train=false"),
-            *("trainer.test_freq=-1", "trainer.save_freq=-1", "trainer.resume_mode=disable", "trainer.logger=[jsonl]"),
-            *(f"{rollout}.parity.freq=-1", *more),
+            *("actor_rollout_ref.model.enable_gradient_checkpointing=false", f"{rollout}.parity.freq=-1"),
+            *(f"trainer.max_staleness={k}", "trainer.backend=local", "trainer.device=cpu", "trainer.logger=[jsonl]"),
+            *(f"trainer.total_training_steps={options.steps}", "trainer.resume_mode=disable"),
+            *(["--config-name=agent_python"] if options.tool == "python" else calculator),
+            *more,
         ]
         folder.mkdir(parents=True, exist_ok=True)
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "TOOL_MEAN_S": str(options.tool_s)}
@@ -134,11 +143,12 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--tool", choices=["calculator", "python"], default="calculator")
     parser.add_argument("--tool-s", type=float, default=0.0)
     options, more = parser.parse_known_args()
     sys.path.insert(0, str(ROOT))
     if not (options.out / "start" / "model" / "model.safetensors").exists():
-        make_start(options.out / "start")
+        make_start(options.out / "start", options.tool)
     last: dict[int, list[float]] = {k: [] for k in options.ks}
     for seed in options.seeds:
         for k in options.ks:

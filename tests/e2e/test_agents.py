@@ -2,7 +2,10 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
@@ -216,3 +219,31 @@ def test_the_agent_of_the_guide_and_the_python_agent_run(toy: Toy, tmp_path: Pat
     assert main_ppo.main(toy.overrides(tmp_path / "calculator", *calculator)) == 0
     python = ["--config-name=agent_python", *toy.overrides(tmp_path / "python", *common), "data.max_response_length=20"]
     assert main_ppo.main(python) == 0
+
+
+def rewards_of(out: Path) -> list[float]:
+    """The mean reward of every step."""
+    return [
+        record["critic/score/mean"] for record in read_jsonl(out / "metrics.jsonl") if "critic/score/mean" in record
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_agent_of_the_guide_learns_to_ask(tmp_path: Path) -> None:
+    argv = ["--config-name=quickstart", f"{ROLLOUT}workflow=scripts/agent_calculator.py:AskCalculator"]
+    argv += ["trainer.backend=local", "trainer.device=cpu", f"trainer.default_local_dir={tmp_path}"]
+    assert main_ppo.main(argv) == 0
+    rewards = rewards_of(tmp_path)
+    assert len(rewards) == 25
+    assert fmean(rewards[-5:]) > fmean(rewards[:2]) + 0.15
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_python_agent_learns_to_write_programs(tmp_path: Path) -> None:
+    options = ["--tool=python", "--seeds=1", "--ks=0", "--steps=24", f"--out={tmp_path}"]
+    subprocess.run([sys.executable, "scripts/agent_learning.py", *options], check=True)
+    rewards = rewards_of(tmp_path / "k0-seed1")
+    assert len(rewards) == 24
+    assert fmean(rewards[-5:]) > fmean(rewards[:3]) + 0.5
