@@ -1,7 +1,6 @@
 """What was generated, for people: JSON lines and a page to browse them."""
 
 import copy
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
@@ -25,8 +24,6 @@ SHOWN_VALUES = {
     "turn_ids": "turn_ids",
 }
 T = TypeVar("T")
-TURN_S = 0.0005
-"""How long a dump keeps other threads waiting: the next step hands its requests through several of them."""
 
 
 class _Lazy(Sequence[T]):
@@ -113,15 +110,8 @@ class BackgroundDumps:
         """Begin to write the rows of a step, once those of the step before are written."""
         self.settle()
         if self.run.rollout_data_dir is not None and not self._stuck:
-            self._pending = self._thread.submit(self._dump, batch, step, Path(self.run.rollout_data_dir))
-
-    def _dump(self, batch: DataProto, step: int, folder: Path) -> Path:
-        usual_s = sys.getswitchinterval()
-        sys.setswitchinterval(TURN_S)
-        try:
-            return dump(batch, step, folder, self.tokenizer, max_mb=self.run.rollout_data_max_mb)
-        finally:
-            sys.setswitchinterval(usual_s)
+            folder, max_mb = Path(self.run.rollout_data_dir), self.run.rollout_data_max_mb
+            self._pending = self._thread.submit(dump, batch, step, folder, self.tokenizer, max_mb=max_mb)
 
     def settle(self) -> None:
         """Wait until everything is written."""

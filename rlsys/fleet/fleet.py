@@ -9,6 +9,7 @@ request until it is answered or dropped, once.
 import asyncio
 import itertools
 import logging
+import sys
 import threading
 import time
 from bisect import insort
@@ -35,6 +36,7 @@ from rlsys.utils.errors import DeadlineError, RolloutError, WeightTransferError
 
 log = logging.getLogger(__name__)
 MAX_SESSIONS = 100_000
+TURN_S = 0.0005  # how long one thread of the controller keeps the others waiting for the interpreter
 EXCHANGED_S = 1.0  # a replica that answered an exchange in these seconds is healthy
 COUNTS = ("failures", "retries", "restarts", "refused_versions", "continued")
 
@@ -81,6 +83,7 @@ class RolloutFleet:
         self._closed = self._is_pushing = False
         self._down_from_s = 0.0
         self._change = threading.Condition()
+        sys.setswitchinterval(TURN_S)
         for entry in self._replicas:
             thread = threading.Thread(target=self._pump, args=(entry,), name=f"fleet-{entry.replica.name}", daemon=True)
             thread.start()
@@ -205,7 +208,6 @@ class RolloutFleet:
             entry.idle_s, entry.idle_from_s = entry.idle_until(time.monotonic()), None
             if self._closed or entry.state == "away":
                 return not self._closed
-            since_s = entry.exchanged_s if entry.running else None
             new, cancel = self._hand_in(entry), entry.cancelled
             entry.cancelled, entry.is_exchanging = set(), True
             ends_soon = any(batch.fixed for _, batch in entry.running.values())
@@ -219,8 +221,7 @@ class RolloutFleet:
         with self._change:
             entry.is_exchanging = False
             problem = problem or self._take(entry, deltas)
-            if since_s is not None:
-                self._measure(deltas, entry.exchanged_s - since_s)
+            self._measure(entry, deltas)
             if problem is not None:
                 entry.cancelled |= cancel
                 if entry.state == "ready":
@@ -236,12 +237,12 @@ class RolloutFleet:
                 self._change.wait_for(lambda: self._closed or entry.placed or entry.cancelled, EXCHANGE_WAIT_S / 2)
         return True
 
-    def _measure(self, deltas: Sequence[ResponseDelta], seconds: float) -> None:
+    def _measure(self, entry: ReplicaState, deltas: Sequence[ResponseDelta]) -> None:
         """Add seconds, decode steps and tokens to those of loads of this size."""
-        if drawn := [len(delta.tokens) for delta in deltas if delta.tokens]:
-            load = self.pace.get(len(drawn).bit_length(), (0.0, 0, 0))
-            new = zip(load, (seconds, max(drawn), sum(drawn)), strict=True)
-            self.pace[len(drawn).bit_length()] = tuple(before + more for before, more in new)
+        if (report := entry.report(deltas)) is not None:
+            size, *new = report
+            load = self.pace.get(size.bit_length(), (0.0, 0, 0))
+            self.pace[size.bit_length()] = tuple(before + more for before, more in zip(load, new, strict=True))
 
     def _has_work(self, entry: ReplicaState) -> bool:
         return entry.state == "ready" and not self._is_pushing and bool(entry.load or entry.cancelled)

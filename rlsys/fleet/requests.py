@@ -1,5 +1,7 @@
 """What a fleet keeps of its requests and replicas."""
 
+from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -53,8 +55,22 @@ class ReplicaState:
     is_exchanging: bool = False
     heard_s: float = 0.0
     exchanged_s: float = float("-inf")
+    reported_s: float | None = None
+    drawn: Counter[str] = field(default_factory=Counter)
+    """Tokens by id since all running requests were reported."""
     idle_s: float = 0.0
     idle_from_s: float | None = None
+
+    def report(self, deltas: Sequence[ResponseDelta]) -> tuple[int, float, int, int] | None:
+        """Requests, seconds, decode steps and tokens from one report of all that runs to the next, if this is one."""
+        self.drawn.update({delta.rid: len(delta.tokens) for delta in deltas if delta.tokens})
+        since_s, drawn, report = self.reported_s, list(self.drawn.values()), None
+        if any(delta.tokens and delta.finish is None for delta in deltas):
+            report = None if since_s is None else (len(drawn), self.exchanged_s - since_s, max(drawn), sum(drawn))
+            self.drawn, self.reported_s = Counter(), self.exchanged_s
+        if not self.running:
+            self.drawn, self.reported_s = Counter(), None
+        return report
 
     def idle_until(self, now_s: float) -> float:
         """Seconds without work since the start."""

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 SLEEP_TAGS = ("weights", "kv_cache")
 STEP_WAIT_S = 45.0
+REPORT_S = 0.25
 
 
 DEFAULT_CONFIG = GenerationConfig()
@@ -125,7 +126,7 @@ class BaseRolloutEngine(ABC):
         """Requests that came in, and rids of requests that are not wanted any more."""
         self._running: dict[str, RunningRequest] = {}
         self._outbox: list[ResponseDelta] = []
-        self._report_at_s = 0.0
+        self._report_at_s, self._reported_s = 0.0, float("-inf")
         self._parked = self._is_serving = False
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollout")
 
@@ -160,6 +161,7 @@ class BaseRolloutEngine(ABC):
     ) -> list[ResponseDelta]:
         """Hand in requests, cancel others, and take what was sampled since the last exchange (see RolloutEngine).
 
+        Requests that run on are reported every REPORT_S seconds at most, those that ended in the next exchange.
         Greedy requests get log-probabilities at temperature 1. A request that cannot be served is answered as refused.
         Raises WeightTransferError while quarantined and RolloutError while asleep or closed; nothing is taken then.
         """
@@ -174,7 +176,7 @@ class BaseRolloutEngine(ABC):
                     self._inbox.append(self._queued(request))
                 except ValueError as error:
                     self._outbox.append(ResponseDelta(request.rid, error=str(error), refused=True))
-            self._report_at_s = time.monotonic() + wait_s / 2
+            self._report_at_s = max(time.monotonic() + wait_s / 2, self._reported_s + REPORT_S)
             self._continue()
             self._change.wait_for(lambda: not self._report_at_s or not self._is_open, timeout=wait_s)
             deltas, self._outbox = self._outbox, []
@@ -252,7 +254,7 @@ class BaseRolloutEngine(ABC):
                     self._running.pop(delta.rid, None)
             self._outbox += deltas
             if reports:
-                self._report_at_s = 0.0
+                self._report_at_s, self._reported_s = 0.0, time.monotonic()
                 self._change.notify_all()
 
     def _report(self, *, stops: bool = False) -> None:
