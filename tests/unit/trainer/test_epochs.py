@@ -44,23 +44,36 @@ def small_model() -> LlamaForCausalLM:
 
 
 class EngineReplica:
-    """An engine in this process; every exchange is late by a random time of up to `delay_s`."""
+    """An engine in this process; every exchange is late by up to `delay_s`, and it is lost in those of `lost_in`."""
 
-    def __init__(self, name: str, delay_s: float) -> None:
+    def __init__(self, name: str, delay_s: float, lost_in: Collection[int] = ()) -> None:
         self.name, self.delay_s, self.random = name, delay_s, random.Random(name)
+        self.lost_in, self.num_exchanges, self.num_restarts, self.is_lost = lost_in, 0, 0, False
         self.engine = HFRollout(small_model(), GenerationConfig())
 
     def exchange(
         self, new: Sequence[ModelRequest], *, cancel: Collection[str], wait_s: float, deadline_s: float
     ) -> Sequence[ResponseDelta]:
         time.sleep(self.random.uniform(0, self.delay_s))
-        return self.engine.exchange(new, wait_s=wait_s, cancel=cancel)
+        self.num_exchanges += 1
+        deltas = self.engine.exchange(new, wait_s=wait_s, cancel=cancel)
+        self.is_lost = self.num_exchanges in self.lost_in
+        self.health(deadline_s)
+        return deltas
 
     def health(self, deadline_s: float) -> Mapping[str, Any]:
+        if self.is_lost:
+            raise ConnectionError("the process is gone, and with it the tokens of this exchange")
         return self.engine.health()
 
     def restart(self, deadline_s: float) -> None:
-        raise AssertionError("nothing here needs a restart")
+        lost, self.engine = self.engine, HFRollout(small_model(), GenerationConfig())
+        self.engine.begin_update()
+        self.engine.model.load_state_dict(lost.model.state_dict())
+        self.engine.finish_update(lost.version)
+        lost.close()
+        self.is_lost = False
+        self.num_restarts += 1
 
 
 class Trainer:
@@ -113,13 +126,14 @@ def batches_of(
     max_staleness: int,
     num_steps: int = 6,
     delay_s: float = 0.0,
+    lost_in: Sequence[Collection[int]] = ((), (), ()),
     folder: Path | None = None,
     group_filter: GroupFilter | None = None,
     lookahead: int = 0,
 ) -> tuple[list[DataProto], Trainer]:
     """The batches of a run; with a `folder` each step is made by a source that continues from a checkpoint."""
     window = {"groups_per_step": PER_STEP, "max_staleness": max_staleness, "lookahead": lookahead}
-    replicas = [EngineReplica(f"replica {n}", delay_s) for n in range(num_replicas)]
+    replicas = [EngineReplica(f"replica {n}", delay_s, lost_in[n]) for n in range(num_replicas)]
     trainer, batches = Trainer(replicas), []
 
     def source_over(fleet: Any) -> EpochSource | AsyncSource:
@@ -161,7 +175,7 @@ def bits_of(batches: Sequence[DataProto]) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize(("max_staleness", "lookahead"), [(1, 0), (3, 0), (3, 1)])
-def test_the_bits_depend_on_neither_speed_nor_replicas_nor_restarts(
+def test_the_bits_depend_on_neither_speed_nor_replicas_nor_losses_nor_restarts(
     tmp_path: Path, max_staleness: int, lookahead: int
 ) -> None:
     settings: dict[str, Any] = {
@@ -170,7 +184,8 @@ def test_the_bits_depend_on_neither_speed_nor_replicas_nor_restarts(
         "group_filter": GroupFilter(varied, 0),
     }
     batches, trainer = batches_of(EpochSource, 1, **settings)
-    others, other = batches_of(EpochSource, 3, **settings, delay_s=0.02)
+    others, other = batches_of(EpochSource, 3, **settings, delay_s=0.02, lost_in=((2, 7), (4,), ()))
+    assert [replica.num_restarts for replica in other.replicas] == [2, 1, 0]
     assert bits_of(others) == bits_of(batches)
     resumed, _ = batches_of(EpochSource, 2, **settings, folder=tmp_path)
     assert bits_of(resumed) == bits_of(batches)
