@@ -1,5 +1,6 @@
 """Shared test settings: one thread per process, no network, no tracker accounts."""
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+
+gc.disable()  # while libraries and tests are imported
+
+
+def pytest_collection_finish() -> None:
+    """What was imported lives as long as this process and those forked from it: it is never looked through."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -128,7 +128,7 @@ def _start(config: JobConfig, command: str) -> dict[str, Any]:
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "python": sys.version.split()[0],
-        "versions": {one.name: one.version for one in metadata.distributions() if one.name in PACKAGES},
+        "versions": {one.name: one.version for name in PACKAGES for one in metadata.distributions(name=name)},
         "git": {"rlsys": _git_state(Path(__file__).parent), "folder": _git_state(Path.cwd())},
         "code": _code(config),
     }

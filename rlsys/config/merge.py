@@ -2,6 +2,7 @@
 
 import json
 import operator
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,13 +11,14 @@ from typing import Any
 from warnings import catch_warnings
 
 from rlsys.config.checks.findings import ignored
-from rlsys.config.compat.reader import compat_table, prefixes
+from rlsys.config.compat.reader import REFERENCE, compat_table, prefixes
 from rlsys.config.introspect import default_of, is_count, is_open, leaves, nearest, nest, plain, sections, shown
 from rlsys.config.overrides import Override
 from rlsys.config.schema.base import Section
 from rlsys.utils.errors import ConfigError
 
 COMMAND_LINE = "command line"
+_TEXT = re.compile(rf"([^$\\]|{REFERENCE.pattern})+")
 _LORA_OF_AREAL = ("actor.use_lora", "${rollout.use_lora}")
 _EPOCHS = (("saver.freq_epochs", 1), ("evaluator.freq_epochs", 1))
 _YIELDING = (
@@ -105,8 +107,21 @@ class Layers:
         for path in [path for path, value in values.items() if isinstance(value, str) and value == "???"]:
             self.problems.append(f"{path} = ???: it must be set; set {path}=<value>")
             self.unresolved.add(path)
-        self._resolve_references(values, [path for path, value in values.items() if "${" in json.dumps(value)])
+        paths = [path for path, value in values.items() if "${" in json.dumps(value)]
+        values |= {path: json.loads(self._compat.canonical_references(json.dumps(values[path]))) for path in paths}
+        if paths := self._insert_keys(values, paths):
+            self._resolve_references(values, paths)
         return values
+
+    def _insert_keys(self, values: dict[str, Any], paths: list[str]) -> list[str]:
+        """Resolve text whose only references are keys, without omegaconf's slow tree; returns the other paths."""
+        texts = {path: _absolute(values[path], path) for path in paths if isinstance(values[path], str)}
+        names = {path: {*REFERENCE.findall(text)} for path, text in texts.items() if _TEXT.fullmatch(text)}
+        rest = {*paths, *self.unresolved}
+        while done := [path for path in names if path in rest and names[path] <= values.keys() - rest]:
+            values |= {path: _inserted(texts[path], values) for path in done}
+            rest.difference_update(done)
+        return [path for path in paths if path in rest]
 
     def _resolve_references(self, values: dict[str, Any], paths: list[str]) -> None:
         from omegaconf import OmegaConf
@@ -116,7 +131,6 @@ class Layers:
             for name, compute in _COMPUTED.items():
                 OmegaConf.register_new_resolver(name, compute, replace=True)
         for path in paths:
-            values[path] = json.loads(self._compat.canonical_references(json.dumps(values[path])))
             try:
                 OmegaConf.create([values[path]])
             except OmegaConfBaseException as error:
@@ -247,6 +261,17 @@ class Layers:
         section = path.rpartition(".")[0] or "all"
         listed = f"--help {section if section in self._sections else 'all'} lists keys"
         return f"no such key; did you mean {' or '.join(near)}?" if near else f"no such key; {listed}"
+
+
+def _absolute(text: str, path: str) -> str:
+    """The text with `${.name}` as the name in the section of `path`."""
+    return re.sub(r"\$\{\.(?=\w)", "${" + path[: path.rfind(".") + 1], text)
+
+
+def _inserted(text: str, values: dict[str, Any]) -> Any:
+    """The value that the text refers to, or the text with the values in it."""
+    whole = REFERENCE.fullmatch(text)
+    return values[whole[1]] if whole else REFERENCE.sub(lambda match: str(values[match[1]]), text)
 
 
 def _divide(whole: object, *parts: object) -> int:

@@ -266,7 +266,7 @@ class RolloutEngineContract:
         assert bench.engine.health()["version"] == 41
 
     def test_tokens_come_home_while_the_engine_decodes_on(self, bench: Bench) -> None:
-        requests = requests_of(3, SamplingParams(1500, ignore_eos=True))
+        requests = requests_of(3, SamplingParams(600, ignore_eos=True))
         driver = Driver(bench.engine)
         started_s = time.monotonic()
         driver.exchange(requests, wait_s=0.2)
@@ -277,7 +277,7 @@ class RolloutEngineContract:
         late = replace(requests_of(5, SamplingParams(40, ignore_eos=True))[4], rid="late")
         driver.exchange([late])
         whole = driver.finish()
-        assert [len(response.output_tokens) for response in whole] == [1500, 1500, 1500, 40]
+        assert [len(response.output_tokens) for response in whole] == [600, 600, 600, 40]
         assert tokens_of(whole) == tokens_of(complete(bench.engine, [*requests, late]))
         assert bench.engine.exchange(wait_s=5.0) == []
 
@@ -297,7 +297,7 @@ class RolloutEngineContract:
         assert wait_until(lambda: not bench.engine.exchange(wait_s=0.1) and not bench.engine.health()["running"])
 
     def test_answers_survive_an_update_and_every_token_has_its_version(self, bench: Bench) -> None:
-        requests = requests_of(3, SamplingParams(800, ignore_eos=True))
+        requests = requests_of(3, SamplingParams(400, ignore_eos=True))
         driver = Driver(bench.engine)
         driver.exchange(requests)
         driver.until(lambda partial: len(partial.tokens) > 10)
@@ -308,8 +308,8 @@ class RolloutEngineContract:
         whole = driver.finish()
         for response in whole:
             num_old = response.output_versions.count(0)
-            assert response.output_versions == (0,) * num_old + (7,) * (800 - num_old)
-            assert 10 < num_old < 800
+            assert response.output_versions == (0,) * num_old + (7,) * (400 - num_old)
+            assert 10 < num_old < 400
         assert tokens_of(whole) == tokens_of(complete(bench.engine, requests))
 
     @pytest.mark.parametrize("on_update", ["keep", "recompute"])

@@ -6,6 +6,7 @@ the server, which therefore sees what a run leaves behind.
 """
 
 import ctypes
+import gc
 import json
 import os
 import resource
@@ -25,7 +26,12 @@ from tests.timing import scaled_s
 
 PR_SET_CHILD_SUBREAPER = 36
 ORPHAN_GRACE_S = 5.0
-START_S = 120.0
+IMPORTED = (
+    *("trainer.main_ppo", "trainer.build", "workers.actor", "workers.critic", "workers.reference", "workers.rollout"),
+    *("rlsys.planning.advice", "rlsys.planning.sizes", "rlsys.rollout.hf.engine", "rich.console", "numpy.ma"),
+    *("transformers.models.qwen2.modeling_qwen2", "transformers.models.qwen2.tokenization_qwen2"),
+)
+"""What most runs import later than at their start."""
 
 
 @dataclass(frozen=True)
@@ -106,10 +112,13 @@ def serve() -> None:
     """Answer requests until the input ends."""
     import torch
 
-    import trainer.build  # noqa: F401
+    from rlsys.config import load_config
 
     torch.set_num_threads(1)
-    import_module("transformers.models.qwen2.modeling_qwen2")
+    for name in IMPORTED:
+        import_module(name)
+    load_config()
+    gc.freeze()  # children need not copy the pages of what lives as long as they do
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     for line in sys.stdin:
         request = json.loads(line)

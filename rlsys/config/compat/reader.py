@@ -31,7 +31,7 @@ from rlsys.config.schema.base import Section
 
 FILES = ("verl.yaml", "areal.yaml", "rlinf.yaml", "hf.yaml")
 _MAX_ALIASES = 4
-_REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
+REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class CompatTable:
         def key(path: str) -> str:
             return next(iter(self.expansions.get(path, [path])))
 
-        return _REFERENCE.sub(lambda match: "${" + key(self.canonical(match[1])) + "}", text)
+        return REFERENCE.sub(lambda match: "${" + key(self.canonical(match[1])) + "}", text)
 
     def expand(self, path: str, value: Any) -> dict[str, Any]:
         """The keys, with their values, that the expansion `path` sets; null sets those that have a meaning for it."""

@@ -533,6 +533,19 @@ def test_references_are_resolved_after_all_layers() -> None:
     assert cfg.trainer.default_local_dir == "checkpoints/rlsys/n8"
 
 
+def test_references_in_text_are_relative_escaped_or_computed() -> None:
+    texts = {
+        "${.seed} of ${..trainer.nnodes}": "7 of 3",
+        "${.seed}${trainer.resume_from_path}": "7None",
+        r"\${.seed} for ${.seed}": "${.seed} for 7",
+        "${quotient:${data.seed},${trainer.nnodes}}": "2",
+        "$5 {${.seed}}": "$5 {7}",
+    }
+    for text, expected in texts.items():
+        cfg = load_config([f"data.prompt_key='{text}'", "data.seed=7", "trainer.nnodes=3"])
+        assert cfg.data.prompt_key == expected, text
+
+
 def test_linked_keys_follow_unless_set() -> None:
     cfg = load_config([f"{A}.clip_ratio=0.3", "algorithm.adv_estimator=gae", f"{A}.use_dynamic_bsz=false"])
     assert cfg.actor_rollout_ref.actor.clip_ratio_low == 0.3
