@@ -18,6 +18,8 @@ from transformers import (
     Qwen2Config,
 )
 
+from tests.e2e.fork_server import ForkServer
+from tests.e2e.ray_head import Head, ray_head
 from tests.start_tokenizer import build_tokenizer
 
 GRADER = """
@@ -107,6 +109,20 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "grader.py").write_text(GRADER)
     return Toy(folder / "model", folder / "train.jsonl", folder / "val.jsonl", folder / "grader.py", folder / "judge")
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[ForkServer]:
+    """The process from which whole runs are forked."""
+    with ForkServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def head() -> Iterator[Head]:
+    """A Ray head that all jobs join and leave clean."""
+    with ray_head() as head:
+        yield head
 
 
 @pytest.fixture

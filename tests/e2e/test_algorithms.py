@@ -6,7 +6,7 @@ refused, every metric is a finite number, and the setting's own metric says that
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,11 +76,10 @@ class Lab:
 
 
 @pytest.fixture(scope="module")
-def lab(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+def lab(server: ForkServer, toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Lab:
     folder = tmp_path_factory.mktemp("lab")
     (folder / "grader.py").write_text(GRADER)
-    with ForkServer() as server:
-        yield Lab(server, toy, folder)
+    return Lab(server, toy, folder)
 
 
 def same(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:

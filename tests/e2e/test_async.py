@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,8 @@ LOCAL = ("trainer.backend=local", "trainer.device=cpu", "data.max_response_lengt
 
 
 @pytest.fixture(scope="module")
-def runs(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    with ForkServer() as server:
-        yield Runs(server, toy, tmp_path_factory.mktemp("runs"))
+def runs(server: ForkServer, toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(server, toy, tmp_path_factory.mktemp("runs"))
 
 
 def metrics_of(out: Path) -> list[dict[str, Any]]:

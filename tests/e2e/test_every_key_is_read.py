@@ -15,6 +15,7 @@ import pytest
 from rlsys.config.introspect import leaves
 from tests.config_reads import keys_read_by, schema_of
 from tests.e2e.conftest import Toy
+from tests.e2e.fork_server import IMPORTED
 from tests.timing import scaled_s
 from trainer import main_dpo, main_eval, main_ppo, main_rm, main_sft
 
@@ -247,7 +248,7 @@ def runs_of(job: ModuleType, toy: Toy, folder: Path) -> list[list[str]]:
 def in_child(job: ModuleType, argv: list[str]) -> set[str]:
     """The keys that a run reads, in a process of its own, forked from one that has imported everything."""
     context = get_context("forkserver")
-    context.set_forkserver_preload(["tests.e2e.test_every_key_is_read", "trainer.build", "trainer.supervised"])
+    context.set_forkserver_preload(["tests.e2e.test_every_key_is_read", *IMPORTED, "trainer.supervised"])
     here, there = context.Pipe(duplex=False)
     child = context.Process(target=_run, args=(there, job.__name__, argv))
     child.start()

@@ -1,7 +1,7 @@
 """What goes wrong around a run ends in recovery or in one clear error: exit code 1 or 2, no traceback, nothing left."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,12 +50,6 @@ class Job:
             f"import os, time\ndef compute_score(data_source, solution_str, ground_truth, extra_info=None):\n{body}"
         )
         return f"reward.custom_reward_function.path={path}"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with ForkServer() as server:
-        yield server
 
 
 @pytest.fixture
@@ -195,6 +189,14 @@ def test_a_damaged_checkpoint_is_refused_by_name(
     named = "global_step_7" if "7" in (job.out / POINTER).read_text(errors="replace") else Path(name).name
     assert_one_error(job.run(), 1, "CheckpointError", named)
     assert set(before) <= set(job.out.rglob("*"))
+
+
+@pytest.mark.parametrize("name", [f"global_step_2/actor/{MODEL}", "global_step_2/trainer.json", POINTER])
+def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(
+    job: Job, saved: Callable[[Path], None], name: str
+) -> None:
+    saved(job.out)
+    (job.out / name).write_bytes(b"")
     older = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={job.out}/global_step_1")
     assert job.run(*older).status == 0
     assert [line["step"] for line in job.metrics()] == [1, 2, 3]

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import nbformat
@@ -11,14 +10,8 @@ import pytest
 from nbclient import NotebookClient
 
 from tests.e2e.conftest import Toy
-from tests.e2e.ray_head import ROOT, Head, ray_head
+from tests.e2e.ray_head import ROOT, Head
 from tests.timing import scaled_s
-
-
-@pytest.fixture(scope="module")
-def head() -> Iterator[Head]:
-    with ray_head() as head:
-        yield head
 
 
 def test_the_notebook_steps_a_trainer_on_a_running_head(

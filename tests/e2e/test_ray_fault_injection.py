@@ -20,7 +20,7 @@ import pytest
 from tests.e2e.conftest import Toy, enlarge
 from tests.e2e.fault_injection import HEAD_PID, Fault
 from tests.e2e.fork_server import Ended, ForkServer, Patches
-from tests.e2e.ray_head import Head, ray_head
+from tests.e2e.ray_head import Head
 from tests.e2e.test_resume_after_kill import assert_same, metrics_of
 from tests.timing import scaled_s
 
@@ -149,8 +149,8 @@ def shared_memory() -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def runs(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    with ray_head() as head, ForkServer({**head.env, HEAD_PID: str(head.process.pid)}) as server:
+def runs(head: Head, toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    with ForkServer({**head.env, HEAD_PID: str(head.process.pid)}) as server:
         head.own.add(server.pid)
         yield Runs(server, head, toy, tmp_path_factory.mktemp("runs"))
 

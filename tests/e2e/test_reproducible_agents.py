@@ -2,7 +2,6 @@
 
 import shutil
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +51,8 @@ SAVE = Patches(Kill("trainer.episodes:EpisodeEpochSource.save"))
 
 
 @pytest.fixture(scope="module")
-def runs(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    with ForkServer() as server:
-        yield Runs(server, toy, tmp_path_factory.mktemp("runs"))
+def runs(server: ForkServer, toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(server, toy, tmp_path_factory.mktemp("runs"))
 
 
 def episodes_of(out: Path) -> list[Any]:

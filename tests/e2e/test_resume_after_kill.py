@@ -6,7 +6,7 @@ left at the end with an uninterrupted run: parameters, optimizer, random generat
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,9 +111,8 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def runs(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    with ForkServer() as server:
-        yield Runs(server, toy, tmp_path_factory.mktemp("runs"))
+def runs(server: ForkServer, toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(server, toy, tmp_path_factory.mktemp("runs"))
 
 
 def test_killed_in_every_stage_of_every_step_and_at_every_point_of_a_save(runs: Runs) -> None:

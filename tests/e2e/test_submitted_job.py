@@ -4,22 +4,15 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.conftest import Toy
-from tests.e2e.ray_head import RAY, ROOT, Head, ray_head
+from tests.e2e.ray_head import RAY, ROOT, Head
 from tests.timing import scaled_s
 
 DEADLINE_S = 120.0
-
-
-@pytest.fixture(scope="module")
-def head() -> Iterator[Head]:
-    with ray_head() as head:
-        yield head
 
 
 def submit(head: Head, argv: list[str], *options: str) -> subprocess.CompletedProcess[str]:
