@@ -19,6 +19,7 @@ from typing import Any
 
 import yaml
 
+from rlsys.config.introspect import shown
 from rlsys.config.schema.trainer import RunConfig, TrainingConfig
 from rlsys.data.first_rows import JobConfig
 from rlsys.telemetry.log import FILE_ONLY, get_logger, log_to_file, redact, redact_tree
@@ -102,7 +103,7 @@ def _compared(config: JobConfig, root: Path) -> list[str]:
         return []
     before, now = _before(resumed.parent), flat_settings(_settings(config)) | _code(config)
     changes = {
-        key: f"  {key} {_short(before.get(key))} -> {_short(now.get(key))}"
+        key: f"  {key} {shown(before.get(key))} -> {shown(now.get(key))}"
         for key in sorted(before.keys() | now.keys())
         if before.get(key) != now.get(key) and not key.startswith("trainer.resume")
     }
@@ -190,11 +191,6 @@ def _before(root: Path) -> dict[str, Any]:
     except (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError) as error:
         log.warning("%s and %s cannot be compared with this run: %s", root / CONFIG, STARTS, error)
         return {}
-
-
-def _short(value: object) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _listed(lines: Sequence[str]) -> str:

@@ -192,7 +192,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(
 
 
 @pytest.mark.parametrize("name", [f"global_step_2/actor/{MODEL}", "global_step_2/trainer.json", POINTER])
-def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(
+def test_a_run_continues_from_the_checkpoint_before_a_damaged_one(
     job: Job, saved: Callable[[Path], None], name: str
 ) -> None:
     saved(job.out)

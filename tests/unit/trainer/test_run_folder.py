@@ -123,7 +123,7 @@ def test_a_checkpoint_of_another_experiment_is_only_continued_if_confirmed(tmp_p
     overrides = ["algorithm.adv_estimator=rloo"] if changed == "the algorithm" else []
     if changed == "the reward function":
         grader(tmp_path, "return 0.5")
-    line = 'algorithm.adv_estimator "grpo" -> "rloo"' if overrides else "code of reward.custom_reward_function.path"
+    line = "algorithm.adv_estimator grpo -> rloo" if overrides else "code of reward.custom_reward_function.path"
     with pytest.raises(ConfigError, match="global_step_3 belongs to another experiment") as raised:
         started(config_of(tmp_path, *overrides))
     assert line in str(raised.value)
