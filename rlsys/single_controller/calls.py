@@ -125,7 +125,10 @@ class Pending:
 
 
 class Backend(ABC):
-    """The processes behind a group and how they are spoken to; the roles of a colocated class share one."""
+    """The processes behind a group and how they are spoken to; the roles of a colocated class share one.
+
+    As it is here, `references` are the header and the value themselves, and every answer is there at once.
+    """
 
     def __init__(self, world_size: int, deadlines: Deadlines) -> None:
         self.world_size, self.deadlines = world_size, deadlines
@@ -144,13 +147,19 @@ class Backend(ABC):
     def workers(self) -> list[Any]: ...
     @abstractmethod
     def submit(self, role: str, stage: str, calls: Sequence[RankCall]) -> list[Pending]: ...
-    @abstractmethod
-    def header(self, one: Pending) -> Header: ...
-    @abstractmethod
-    def value(self, one: Pending) -> Any: ...
-    @abstractmethod
+
+    def header(self, one: Pending) -> Header:
+        return one.references[0]
+
+    def value(self, one: Pending) -> Any:
+        return one.references[1]
+
     def wait_done(self, pending: Sequence[Pending], timeout_s: float) -> list[Pending]:
         """Those that are done, as soon as there is one, or none after the timeout; they may be of several backends."""
+        return list(pending)
+
+    def log_tail(self, rank: int) -> str:
+        return ""
 
     @abstractmethod
     def probe(self, rank: int) -> Pending:
@@ -158,8 +167,6 @@ class Backend(ABC):
 
     @abstractmethod
     def host(self, rank: int) -> str: ...
-    @abstractmethod
-    def log_tail(self, rank: int) -> str: ...
     @abstractmethod
     def diagnose(self, rank: int) -> str:
         """What a rank that does not answer is doing: its process state and where its code stands."""

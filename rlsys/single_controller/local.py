@@ -97,23 +97,11 @@ class LocalBackend(Backend):
             pending.append(Pending(self, role, call.rank, stage, answered))
         return pending
 
-    def header(self, one: Pending) -> Header:
-        return one.references[0]
-
-    def value(self, one: Pending) -> Any:
-        return one.references[1]
-
-    def wait_done(self, pending: Sequence[Pending], timeout_s: float) -> list[Pending]:
-        return list(pending)
-
     def probe(self, rank: int) -> Pending:
         return Pending(self, self._role, rank, "probe", (Header(), None))
 
     def host(self, rank: int) -> str:
         return f"{socket.gethostname()} (this process)"
-
-    def log_tail(self, rank: int) -> str:
-        return ""
 
     def diagnose(self, rank: int) -> str:
         return f"pid {os.getpid()} is this process"
