@@ -30,13 +30,12 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
 from rlsys.config import PPOConfig, load_config, plan_batches  # noqa: E402
-from rlsys.config.introspect import shown, value_at  # noqa: E402
+from rlsys.config.introspect import replaced, shown, value_at  # noqa: E402
 from rlsys.models.megatron.family import family_of  # noqa: E402
 from rlsys.models.megatron.parallel import ParallelSizes  # noqa: E402
 from rlsys.planning.advice import GIB, remedies, step_table, table, too_large  # noqa: E402
 from rlsys.planning.layouts import propose_layouts  # noqa: E402
 from rlsys.planning.memory import Lengths, Machine, PlanInputs, plan_memory  # noqa: E402
-from rlsys.planning.sizes import replaced  # noqa: E402
 from rlsys.planning.staleness_forecast import MeasuredRun, fitted_pace, staleness_advice  # noqa: E402
 from rlsys.planning.step_time import (  # noqa: E402
     GpuCluster,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
 from rlsys.config.schema.trainer import TrainerConfig
@@ -50,7 +51,6 @@ def dump(
     """
     rows, columns, size = batch.tensors, batch.non_tensor_batch, len(batch)
     lengths = response_lengths(batch).tolist()
-    width = rows["prompts"].shape[1]
 
     @cache
     def text_of(ids: tuple[int, ...], *, skip: bool) -> str:
@@ -60,7 +60,7 @@ def dump(
         return _Lazy(size, lambda row: rows[key][row, : lengths[row]].tolist())
 
     def prompt(row: int) -> str:
-        return text_of(tuple(rows["prompts"][row][rows["attention_mask"][row, :width].bool()].tolist()), skip=True)
+        return text_of(tuple(_prompt_ids(rows, row)), skip=True)
 
     def pieces(row: int) -> list[str]:
         return token_texts_of(tokens[row], lambda ids: text_of(tuple(ids), skip=False))
@@ -135,13 +135,19 @@ def sample_rows(
     batch: DataProto, tokenizer: PreTrainedTokenizerBase, count: int, *, seed: int
 ) -> list[tuple[str, str, float]]:
     """`count` rows drawn by seed as (prompt, answer, score), for the trackers' tables."""
-    if count == 0:
-        return []
-    order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed))[:count]
-    chosen = batch.select_idxs(order)
-    rows, lengths = chosen.tensors, response_lengths(chosen).tolist()
-    kept = rows["attention_mask"][:, : rows["prompts"].shape[1]].bool()
-    prompts = [ids[mask].tolist() for ids, mask in zip(rows["prompts"], kept)]
-    responses = [ids[:length].tolist() for ids, length in zip(rows["responses"], lengths)]
-    texts = (tokenizer.batch_decode(ids, skip_special_tokens=True) for ids in (prompts, responses))
-    return list(zip(*texts, rows["token_level_scores"].sum(-1).tolist()))
+    order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed))[:count].tolist()
+    rows, lengths = batch.tensors, response_lengths(batch).tolist()
+    scores = rows["token_level_scores"].sum(-1).tolist()
+
+    def text(ids: list[int]) -> str:
+        return str(tokenizer.decode(ids, skip_special_tokens=True))
+
+    return [
+        (text(_prompt_ids(rows, row)), text(rows["responses"][row, : lengths[row]].tolist()), scores[row])
+        for row in order
+    ]
+
+
+def _prompt_ids(rows: TensorDict, row: int) -> list[int]:
+    prompts = rows["prompts"]
+    return prompts[row][rows["attention_mask"][row, : prompts.shape[1]].bool()].tolist()

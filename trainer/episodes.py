@@ -39,14 +39,7 @@ from rlsys.types import GenerationHyperparameters, SamplingParams
 from rlsys.utils.errors import ConfigError, DeadlineError, RolloutError
 from trainer.async_source import AsyncSource
 from trainer.epochs import EpochSource
-from trainer.generation import (
-    GradedRollout,
-    answer_printer,
-    fleet_generate,
-    meta_of_all_calls,
-    training_sampling,
-    validation_sampling,
-)
+from trainer.generation import GradedRollout, fleet_generate, meta_of_all_calls, training_sampling, validation_sampling
 from trainer.prompt_groups import PromptGroup, PromptGroups
 from trainer.rewards import reward_manager
 
@@ -283,7 +276,7 @@ def graded_rollout(
         greedy_baseline=isinstance(cfg, PPOConfig) and cfg.algorithm.adv_estimator == "remax",
         pad_token_id=tokenizer.pad_token_id,
         stage=stage,
-        on_answers=answer_printer(cfg.actor_rollout_ref.rollout, tokenizer),
+        print_by=tokenizer if cfg.actor_rollout_ref.rollout.print_outputs else None,
     )
     loaded = load_agents(cfg, tokenizer)
     if loaded is None or loaded.template is None:

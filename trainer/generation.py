@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from rlsys.config import EvalConfig, PPOConfig
-from rlsys.config.schema.rollout import GenerationConfig, RolloutConfig, ValKwargsConfig
+from rlsys.config.schema.rollout import RolloutConfig, ValKwargsConfig
 from rlsys.fleet.fleet import RolloutFleet
 from rlsys.protocol import IMAGES, DataProto
 from rlsys.rewards.manager import RewardManager
@@ -23,7 +23,7 @@ VALIDATION_SEED = 1 << 40
 
 @dataclass(frozen=True)
 class GradedRollout:
-    """Completes each prompt `num_answers` times by `generate` and grades the answers; `on_answers` sees them all."""
+    """Completes each prompt `num_answers` times by `generate` and grades the answers, after `print_by` printed them."""
 
     generate: Generate
     manager: RewardManager
@@ -32,7 +32,7 @@ class GradedRollout:
     greedy_baseline: bool
     pad_token_id: int
     stage: StageTimer
-    on_answers: Callable[[DataProto], None] | None
+    print_by: PreTrainedTokenizerBase | None
 
     def make(self, prompts: DataProto, *, step: int, call: int = 0) -> tuple[DataProto, dict[str, float]]:
         """Graded answers of a training step, those of a prompt in neighbouring rows, and metrics."""
@@ -50,8 +50,8 @@ class GradedRollout:
 
     def grade(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
         """The completed rows with their scores and what else the graders return, and metrics."""
-        if self.on_answers is not None:
-            self.on_answers(batch)
+        if self.print_by is not None:
+            print_answers(batch, self.print_by)
         with self.stage("reward"):
             graded = self.manager.grade(batch)
         batch.tensors["token_level_scores"] = graded.rm_scores
@@ -89,18 +89,12 @@ def fleet_generate(fleet: RolloutFleet) -> Generate:
     return generate
 
 
-def answer_printer(rollout: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> Callable[[DataProto], None] | None:
-    """Prints the text and the token ids of each answer, where `rollout.print_outputs` asks for it."""
-    if not rollout.print_outputs:
-        return None
-
-    def show(batch: DataProto) -> None:
-        responses, mask = batch.tensors["responses"], batch.tensors["response_mask"].bool()
-        for row, (ids, kept) in enumerate(zip(responses, mask, strict=True)):
-            answer = ids[kept].tolist()
-            print(f"--- answer {row}: {tokenizer.decode(answer)}\n{answer}", flush=True)
-
-    return show
+def print_answers(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Print the text and the token ids of each answer."""
+    responses, mask = batch.tensors["responses"], batch.tensors["response_mask"].bool()
+    for row, (ids, kept) in enumerate(zip(responses, mask, strict=True)):
+        answer = ids[kept].tolist()
+        print(f"--- answer {row}: {tokenizer.decode(answer)}\n{answer}", flush=True)
 
 
 def sampling_meta(sampling: SamplingParams, *, pad_token_id: int, step: int) -> dict[str, Any]:

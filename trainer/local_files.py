@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from rlsys.config import PPOConfig
 from rlsys.config.checks.files import check_files
+from rlsys.config.introspect import replaced
 from rlsys.config.schema.base import Section
 from rlsys.config.schema.model import ModelConfig
 from rlsys.data.remote import is_remote, local_copy
@@ -31,14 +32,11 @@ def with_start_assets(config: PPOConfig) -> PPOConfig:
     """The configuration with the start model and its rows where it names none."""
     if config.actor_rollout_ref.model.path is not None:
         return config
-    tree, model = config.model_dump(), str(START_MODEL)
-    tree["actor_rollout_ref"]["model"]["path"] = model
-    tree["critic"]["model"]["path"] = tree["critic"]["model"]["path"] or model
-    data = tree["data"]
-    if data["train_files"] is None:
-        data["train_files"] = (str(TRAIN_ROWS),)
-        data["val_files"] = data["val_files"] or (str(HELD_OUT_ROWS),)
-    return config.model_validate(tree)
+    model, val_files = str(START_MODEL), config.data.val_files
+    settings = {"actor_rollout_ref.model.path": model, "critic.model.path": config.critic.model.path or model}
+    if config.data.train_files is None:
+        settings |= {"data.train_files": (str(TRAIN_ROWS),), "data.val_files": val_files or (str(HELD_OUT_ROWS),)}
+    return replaced(config, settings)
 
 
 def with_local_files(config: ConfigT) -> ConfigT:

@@ -2,7 +2,7 @@
 
 import difflib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from copy import copy
 from functools import cache
 from typing import Annotated, Any, get_origin
@@ -121,6 +121,19 @@ def nest(values: dict[str, Any]) -> dict[str, Any]:
             node = node.setdefault(parent, {})
         node[last] = value
     return tree
+
+
+def replaced(section: Any, settings: dict[str, Any]) -> Any:
+    """A section with other values of some keys, given with their dots."""
+    return _replaced(section, nest(settings))
+
+
+def _replaced(section: Any, tree: Mapping[str, Any]) -> Any:
+    update = {
+        name: _replaced(old, value) if isinstance(old := getattr(section, name), Section) else value
+        for name, value in tree.items()
+    }
+    return section.model_copy(update=update)
 
 
 def shown(value: Any) -> str:

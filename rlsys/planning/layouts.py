@@ -7,11 +7,12 @@ from typing import Any
 
 from rlsys.config import PPOConfig, plan_batches
 from rlsys.config.engines import rollout_backend
+from rlsys.config.introspect import replaced
 from rlsys.models.megatron.family import find_family
 from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
 from rlsys.planning import footprint as fp
 from rlsys.planning.memory import Lengths, Machine, PlanInputs, device_roles, plan_memory
-from rlsys.planning.sizes import choose_sizes, replaced
+from rlsys.planning.sizes import choose_sizes
 from rlsys.planning.step_time import (
     GpuCluster,
     Phase,

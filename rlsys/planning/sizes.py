@@ -12,10 +12,9 @@ from typing import Any
 from rlsys.config import PPOConfig, plan_batches
 from rlsys.config.checks.batches import sequence_ranks
 from rlsys.config.engines import rollout_backend
-from rlsys.config.introspect import nest, shown
+from rlsys.config.introspect import replaced, shown
 from rlsys.config.plan import RolePlan
 from rlsys.config.schema.actor import TrainedRoleConfig
-from rlsys.config.schema.base import Section
 from rlsys.config.schema.types import MicroBatches
 from rlsys.planning import footprint as fp
 from rlsys.planning.memory import Machine, MemoryPlan, plan_memory, width_of
@@ -147,19 +146,6 @@ def choose_sizes(cfg: PPOConfig, given: Collection[str], machine: Machine) -> tu
         sizes.choose_scoring(key, grader.scoring, key, "reward_model", longest)
     room = f" ({machine.room_bytes / GIB:.1f} of {machine.device_bytes / GIB:.1f} GiB to plan with)"
     return sizes.values, f"{', '.join(sizes.words)}{room if sizes.words else ''}"
-
-
-def replaced(section: Any, settings: dict[str, Any]) -> Any:
-    """A section with other values of some keys, given with their dots."""
-    return _replaced(section, nest(settings))
-
-
-def _replaced(section: Any, tree: Mapping[str, Any]) -> Any:
-    update = {
-        name: _replaced(old, value) if isinstance(old := getattr(section, name), Section) else value
-        for name, value in tree.items()
-    }
-    return section.model_copy(update=update)
 
 
 def _refusal(what: str, needs: Mapping[str, int], machine: Machine, key: str) -> ConfigError:

@@ -82,7 +82,7 @@ def prompt_groups(
         greedy_baseline=False,
         pad_token_id=0,
         stage=StageTimer(),
-        on_answers=None,
+        print_by=None,
     )
     return PromptGroups(window, CountedPrompts(vocabulary), rollout, group_filter=group_filter, failures=failures)
 

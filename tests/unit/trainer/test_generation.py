@@ -14,7 +14,7 @@ from rlsys.types import SamplingParams
 from rlsys.utils.errors import ConfigError
 from tests.start_tokenizer import build_tokenizer
 from trainer.backend import load_tokenizer
-from trainer.generation import answer_printer, sampling_meta, training_sampling, validation_sampling
+from trainer.generation import print_answers, sampling_meta, training_sampling, validation_sampling
 
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -50,9 +50,5 @@ def test_answers_are_printed_without_their_padding(capsys: pytest.CaptureFixture
     batch = DataProto.from_dict(
         {"responses": torch.tensor([[*ids, 0, 0]]), "response_mask": torch.tensor([[1] * len(ids) + [0, 0]])}
     )
-    rollout = config(f"{ROLLOUT}.print_outputs=true").actor_rollout_ref.rollout
-    show = answer_printer(rollout, tokenizer)
-    assert show is not None
-    show(batch)
+    print_answers(batch, tokenizer)
     assert capsys.readouterr().out == f"--- answer 0: 12\n{ids}\n"
-    assert answer_printer(config().actor_rollout_ref.rollout, tokenizer) is None
