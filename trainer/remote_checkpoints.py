@@ -35,11 +35,7 @@ class RemoteCheckpoints:
 
     def upload(self, folder: Path) -> None:
         """Copy a complete checkpoint, and then name it in the pointer."""
-        target = f"{self.root}/{folder.name}"
-        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-            copy = f"{target}/{path.relative_to(folder).as_posix()}"
-            self.files.makedirs(copy.rpartition("/")[0], exist_ok=True)
-            self.files.put_file(str(path), copy)
+        self.files.put(f"{folder}/", f"{self.root}/{folder.name}/", recursive=True)
         self.files.pipe_file(f"{self.root}/{LATEST}", folder.name.rpartition("_")[2].encode())
 
     def download(self, name: str, to: Path) -> Path:
@@ -48,11 +44,7 @@ class RemoteCheckpoints:
         with self._readable():
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir(parents=True)
-            top = f"{self.root}/{name}"
-            for path in self.files.find(top):
-                copy = part / path[path.index(top.strip("/")) + len(top.strip("/")) + 1 :]
-                copy.parent.mkdir(parents=True, exist_ok=True)
-                self.files.get_file(path, str(copy))
+            self.files.get(f"{self.root}/{name}/", f"{part}/", recursive=True)
         commit_dir(part, local)
         return local
 

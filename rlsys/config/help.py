@@ -1,16 +1,15 @@
 """The text of --help: keys with their default, allowed values and description, from the schema's source.
 
-Descriptions are the strings below the attributes. They are parsed here, on demand, because pydantic's
+Descriptions are the strings below the attributes. They are extracted here, on demand, because pydantic's
 use_attribute_docstrings parses the source of every class at import.
 """
 
-import ast
 import inspect
 import re
-import sys
 import textwrap
 from functools import cache
-from itertools import pairwise
+
+from pydantic._internal._docs_extraction import extract_docstrings_from_cls
 
 from rlsys.config.compat.reader import compat_table
 from rlsys.config.introspect import allowed, default_of, job_name, leaves, nearest, sections, shown
@@ -111,20 +110,10 @@ def _whole(schema: type[Section], key: str) -> str:
 
 def describe(section: type[Section], name: str) -> str:
     """The description of a key, from its section or the nearest parent class that has one."""
-    texts = (_descriptions(cls.__module__).get((cls.__name__, name), "") for cls in section.__mro__)
+    texts = (_descriptions(cls).get(name) for cls in section.__mro__ if issubclass(cls, Section))
     return next(filter(None, texts), "")
 
 
 @cache
-def _descriptions(module: str) -> dict[tuple[str, str], str]:
-    """{(class, attribute): the string below it} of a module."""
-    descriptions: dict[tuple[str, str], str] = {}
-    classes = (
-        node for node in ast.parse(inspect.getsource(sys.modules[module])).body if isinstance(node, ast.ClassDef)
-    )
-    for node in classes if module.startswith("rlsys.") else ():
-        for this, below in pairwise(node.body):
-            match this, below:
-                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                    descriptions[node.name, name] = text
-    return descriptions
+def _descriptions(section: type[Section]) -> dict[str, str]:
+    return extract_docstrings_from_cls(section, use_inspect=True)
