@@ -1,6 +1,5 @@
 """Episodes of a reproducible run: the same bits however long tools take, on one or three replicas, after a kill."""
 
-import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -56,12 +55,14 @@ def runs(server: ForkServer, toy: Toy, tmp_path_factory: pytest.TempPathFactory)
 
 
 def episodes_of(out: Path) -> list[Any]:
-    """The logs of all trained episodes, without times of tools and names of requests; their folder is removed."""
-    files = sorted((out / "rollouts" / "episodes").iterdir())
+    """The logs of trained and of saved episodes, without what a clock or a counter says; the files are removed."""
+    files = sorted([*out.glob("rollouts/episodes/*"), *out.glob("global_step_*/open_episodes.jsonl")])
     episodes = [episode for file in files for episode in read_episodes(file).values()]
     for entry in (entry for episode in episodes for entry in episode["log"]):
-        entry["result"] = {key: value for key, value in entry["result"].items() if key not in ("seconds", "rid")}
-    shutil.rmtree(out / "rollouts" / "episodes")
+        result = entry["result"] or {}
+        entry["result"] = {key: value for key, value in result.items() if key not in ("seconds", "rid")}
+    for file in files:
+        file.unlink()
     return episodes
 
 
@@ -88,6 +89,7 @@ def test_killed_runs_with_sleeping_tools_end_in_the_same_bits_and_repeat_no_reco
     assert set(made.values()) == {1}
     assert len(made) > 40
     calls.unlink()
+    saved = read_episodes(whole / "global_step_1" / "open_episodes.jsonl")
     killed = runs.killed("agents", more, [Patches(SAVED), Patches(Kill(OPTIM_STEP)), SAVE])
     for one, other in zip(episodes_of(killed), episodes_of(whole), strict=True):
         assert one["name"] == other["name"]
@@ -95,7 +97,6 @@ def test_killed_runs_with_sleeping_tools_end_in_the_same_bits_and_repeat_no_reco
     assert_same(killed, whole, ignored=("agent/episode_seconds", "agent/tool_seconds"), last=4)
     again = Counter(calls.read_text().splitlines())
     assert set(again) == set(made)
-    saved = read_episodes(whole / "global_step_1" / "open_episodes.jsonl")
     entries = [entry for episode in saved.values() for entry in episode["log"] if entry["result"] is not None]
     recorded = [entry["request"]["arguments"]["line"] for entry in entries if entry["request"].get("tool")]
     assert recorded
