@@ -70,6 +70,27 @@ SMOL = {
     "pad_token_id": 0,
 }
 IDEFICS3 = {**SMOL, "model_type": "idefics3", "tie_word_embeddings": False}
+
+
+def wide(config: dict[str, Any], *, head_dim: int = 32) -> dict[str, Any]:
+    """The same with heads of the sizes that engines' kernels take, and all that engines read of a published model's."""
+    is_tied = config.get("tie_word_embeddings", False)
+    sizes: dict[str, Any] = {
+        "tie_word_embeddings": is_tied,
+        "hidden_size": 4 * head_dim,
+        "intermediate_size": 128,
+        "head_dim": head_dim,
+        "max_position_embeddings": 1024,
+    }
+    text, tower = {**config["text_config"], **sizes}, {**config["vision_config"], "hidden_size": 2 * head_dim}
+    if "rope_parameters" in text:
+        section = [head_dim // 2 - 2 * (head_dim // 6), head_dim // 6, head_dim // 6]
+        interleaved = config["model_type"] == "qwen3_vl"
+        text["rope_parameters"] = {**ROPE, "mrope_section": section, "mrope_interleaved": interleaved}
+        tower["out_hidden_size"] = 4 * head_dim
+    return {**config, "text_config": text, "vision_config": tower}
+
+
 MODELS = {"qwen2_5_vl": QWEN25, "qwen3_vl": QWEN3, "smolvlm": SMOL, "idefics3": IDEFICS3}
 
 

@@ -78,16 +78,23 @@ def pack_images(
     """
     config, places, positions, first = model.config, list[Tensor](), list[Tensor](), 0
     for ids, own in zip(token_ids.split(list(lengths)), images, strict=True):
-        tensors = joined_images(own)
-        wanted = sum(num_features(config, tensors)) if own else 0
-        own_places = (ids == config.image_token_id).nonzero()[:wanted, 0]
-        if len(own_places) < wanted:
-            raise ValueError(f"{len(own_places)} image tokens in a row for {wanted} features of its images")
+        own_places = image_places(config, ids, own)
         places.append(own_places + first)
-        positions.append(_positions(model, ids, own_places, tensors))
+        positions.append(_positions(model, ids, own_places, joined_images(own)))
         first += len(ids)
-    tensors = joined_images([one for own in images for one in own]) or _unseen(config)
+    tensors = joined_images([one for own in images for one in own]) or one_image(config)
     return PackedImages(torch.cat(places), tensors), torch.cat(positions, -1)
+
+
+def image_places(config: Any, ids: Tensor, images: Sequence[Any]) -> Tensor:
+    """Where the features of a row's ImageInputs stand among its ids (N,); ValueError for fewer placeholders."""
+    if images and not has_images(config):
+        raise ValueError(f"a model of type {config.model_type} takes no images")
+    wanted = sum(sum(num_features(config, one.tensors)) for one in images)
+    places = (ids == config.image_token_id).nonzero()[:wanted, 0] if wanted else ids.new_empty(0)
+    if len(places) < wanted:
+        raise ValueError(f"{len(places)} image tokens in a row for {wanted} features of its images")
+    return places
 
 
 def _positions(model: Any, ids: Tensor, places: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
@@ -99,12 +106,12 @@ def _positions(model: Any, ids: Tensor, places: Tensor, tensors: Mapping[str, Te
     return model.model.get_rope_index(ids[None], mm_token_type_ids=kinds[None], image_grid_thw=grid)[0][:, 0]
 
 
-def _unseen(config: Any) -> dict[str, Tensor]:
-    """The smallest image."""
+def one_image(config: Any, side: int = 1) -> dict[str, Tensor]:
+    """An image with nothing on it: a square of `side` x `side` features, or a tile."""
     vision = config.vision_config
     if config.model_type in TILES:
         return {"pixel_values": torch.ones(1, 3, vision.image_size, vision.image_size)}
-    side = vision.spatial_merge_size
+    side *= vision.spatial_merge_size
     width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     return {"pixel_values": torch.zeros(side * side, width), "image_grid_thw": torch.tensor([[1, side, side]])}
 

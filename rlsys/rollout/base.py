@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import torch
 
 from rlsys.config.schema.rollout import GenerationConfig
+from rlsys.models.vision import image_places
 from rlsys.rollout.partial import complete
 from rlsys.rollout.sampling.log import by_request
 from rlsys.types import Finish, ModelRequest, ModelResponse, ResponseDelta, SamplingParams, WeightLayout
@@ -105,15 +107,17 @@ class BaseRolloutEngine(ABC):
     """The life cycle of a RolloutEngine, which decodes on a thread of its own while requests are open.
 
     A subclass decodes (`_decode`), logs what it samples, scores, exposes tensors, moves memory and frees itself.
-    Requests are checked against `vocab_size`, `max_model_len` (prompt and completion together) and `eos_token_ids`.
+    Requests are checked against the model's configuration, `max_model_len` (prompt and completion together) and
+    `eos_token_ids`.
     """
 
     config: GenerationConfig
 
     def __init__(
-        self, context: EngineContext, *, vocab_size: int, max_model_len: int, eos_token_ids: Sequence[int]
+        self, context: EngineContext, hf_config: Any, *, max_model_len: int, eos_token_ids: Sequence[int]
     ) -> None:
-        self.vocab_size, self.max_model_len, self.eos_token_ids = vocab_size, max_model_len, tuple(eos_token_ids)
+        self.hf_config, self.vocab_size = hf_config, hf_config.get_text_config().vocab_size
+        self.max_model_len, self.eos_token_ids = max_model_len, tuple(eos_token_ids)
         self.device, self.version, self.rank = context.device, 0, context.rank
         self.host = context.host or socket.gethostname()
         self._quarantined, self._closed = context.load_format == "dummy", False
@@ -312,6 +316,7 @@ class BaseRolloutEngine(ABC):
             raise ValueError(f"{len(ids)} prompt tokens, allowed are 1 to {self.max_model_len - 1}")
         if min(ids) < 0 or max(ids) >= self.vocab_size:
             raise ValueError(f"a token id is outside the vocabulary of {self.vocab_size}")
+        image_places(self.hf_config, torch.tensor(ids), request.images)
         check_sampling(params)
         self._num_requests += 1
         stops = params.stop_token_ids if params.ignore_eos else params.stop_token_ids + self.eos_token_ids

@@ -12,9 +12,14 @@ from rlsys.models.hf import auto_model, saved_names, shared_names
 from rlsys.models.stacked import by_stack, saved_aliases, saved_parts
 
 
+def model_config(path: str | Path) -> Any:
+    """The configuration of the model."""
+    return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+
+
 def text_config(path: str | Path) -> Any:
     """The configuration of the language model."""
-    return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False).get_text_config()
+    return model_config(path).get_text_config()
 
 
 def is_quantised(path: str | Path) -> bool:
@@ -37,7 +42,7 @@ def hf_tensors(
 
     Without `has_memory` they are meta tensors; with `has_values` they hold the checkpoint's values.
     """
-    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    config = model_config(path)
     with torch.device("meta"):
         model = auto_model(config).from_config(config, trust_remote_code=False)
     state = model.state_dict(keep_vars=True)

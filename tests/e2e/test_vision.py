@@ -9,16 +9,16 @@ import pytest
 from rlsys.model_merger.convert import merge
 from rlsys.rollout.hf.engine import HFRollout
 from tests.e2e.conftest import GRADER
-from tests.tiny_vision import MODELS, write_model, write_rows
+from tests.tiny_vision import MODELS, wide, write_model, write_rows
 from trainer.main_ppo import main
 
 
-def arguments(place: Path, *more: str, family: str = "qwen2_5_vl") -> list[str]:
+def arguments(place: Path, *more: str, config: dict[str, Any] = MODELS["qwen2_5_vl"]) -> list[str]:
     """Arguments of a run of two steps in `place`/out."""
     (place / "grader.py").write_text(GRADER)
     rows = write_rows(place / "rows.parquet")
     return [
-        f"actor_rollout_ref.model.path={write_model(place / 'model', MODELS[family])}",
+        f"actor_rollout_ref.model.path={write_model(place / 'model', config)}",
         f"data.train_files={rows}",
         f"data.val_files={rows}",
         "data.train_batch_size=8",
@@ -54,6 +54,17 @@ def test_a_run_on_images_validates_and_leaves_a_model_with_its_processor(tmp_pat
     HFRollout.from_path(tmp_path / "merged").close()
 
 
+@pytest.mark.vllm
+@pytest.mark.parametrize("family", ["qwen2_5_vl"])
+def test_a_run_on_images_is_drawn_by_an_engine_as_the_trainer_reads_them(tmp_path: Path, family: str) -> None:
+    workflow = "actor_rollout_ref.rollout.workflow=VisionRLVRWorkflow"
+    more = ["actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.enforce_eager=true", workflow]
+    assert main(arguments(tmp_path, "trainer.backend=local", *more, config=wide(MODELS[family]))) == 0
+    lines = metrics_of(tmp_path)
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert max(line["parity/max_abs"] for line in lines) < 1e-4
+
+
 @pytest.mark.slow
 def test_episodes_on_images_have_the_log_probs_of_the_trainer(tmp_path: Path) -> None:
     workflow = "actor_rollout_ref.rollout.workflow=MultiTurnWorkflow"
@@ -68,7 +79,7 @@ def test_episodes_on_images_have_the_log_probs_of_the_trainer(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        (["actor_rollout_ref.rollout.name=vllm"], "actor_rollout_ref.rollout.name=hf"),
+        (["actor_rollout_ref.rollout.name=sglang"], "actor_rollout_ref.rollout.name=hf"),
         (["actor_rollout_ref.actor.strategy=megatron"], "actor_rollout_ref.actor.strategy=fsdp"),
         (["algorithm.adv_estimator=gae"], "algorithm.adv_estimator=grpo"),
         (["data.mm_processor_kwargs={max_pixel: 4}"], "max_pixel is not among"),
@@ -89,7 +100,7 @@ def test_what_takes_no_images_is_refused_before_a_worker_starts(
 @pytest.mark.parametrize("family", ["qwen3_vl"])
 def test_two_ranks_on_ray_freeze_the_tower_and_continue_a_checkpoint(tmp_path: Path, family: str) -> None:
     more = ["trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.freeze_vision_tower=true", "trainer.save_freq=1"]
-    given = arguments(tmp_path, "trainer.backend=ray", *more, family=family)
+    given = arguments(tmp_path, "trainer.backend=ray", *more, config=MODELS[family])
     assert main(given) == 0
     assert max(line["parity/max_abs"] for line in metrics_of(tmp_path)) < 1e-4
     assert main([*given, "trainer.total_training_steps=3"]) == 0

@@ -1,4 +1,7 @@
-"""Vision-language models on a GPU: HFRollout and FSDP give the log-probabilities of transformers' own forward pass."""
+"""Vision-language models on a GPU: engines and FSDP give the log-probabilities of transformers' own forward pass."""
+
+import importlib.util
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,10 +11,11 @@ from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.engines.fsdp.engine import FSDPEngine
 from rlsys.engines.micro_batches import MicroBatches
 from rlsys.protocol import IMAGES, DataProto
+from rlsys.rollout.base import EngineContext
 from rlsys.rollout.batch import generate_sequences
 from rlsys.rollout.hf.engine import HFRollout
 from tests.ranks import run_ranks
-from tests.tiny_vision import MODELS, random_model, reference, vision_rows
+from tests.tiny_vision import MODELS, random_model, reference, vision_rows, wide
 
 pytestmark = pytest.mark.gpu
 BACKEND = "cpu:gloo,cuda:nccl"
@@ -55,3 +59,40 @@ def scored(family: str, dtype: str) -> float:
 def test_packed_rows_on_cuda_have_the_log_probs_of_the_cpu(family: str, dtype: str, limit: float) -> None:
     ((difference),) = run_ranks(1, scored, family, dtype, backend=BACKEND)
     assert difference < limit
+
+
+def served(path: Path, family: str) -> list[float]:
+    """Mean differences of drawn and of scored log-probs under the first weights, and after two pushes in place."""
+    from rlsys.rollout.vllm.engine import VLLMRollout
+    from rlsys.weights.executors.in_process import reshard_local
+    from workers.colocated import learn_engine_layout
+
+    config = wide(MODELS[family], head_dim=64)
+    settings = GenerationConfig(seed=3, enforce_eager=True, gpu_memory_utilization=0.1, max_num_seqs=16)
+    engine = VLLMRollout(path, settings, EngineContext("cuda"))
+    learn_engine_layout(engine.weights, keep=True)  # type: ignore[arg-type]
+    differences = []
+    for version, seed in enumerate((1, 2, 3)):
+        model = random_model(config, seed=seed, has_twin=True)
+        if version:
+            pushed = random_model(config, seed=seed, has_twin=True).to(torch.bfloat16).cuda()
+            reshard_local(HFRollout(pushed), engine, version=version)  # type: ignore[arg-type]
+        rows = vision_rows(config).repeat(2)
+        prompts = rows.select(["prompts", "attention_mask"], [IMAGES])
+        prompts.meta_info = dict(META)
+        answers = generate_sequences(engine, prompts)
+        answers.non_tensor_batch[IMAGES] = rows.non_tensor_batch[IMAGES]
+        drawn = answers.tensors["rollout_log_probs"] - reference(model, answers)
+        scored = engine.compute_log_prob(rows) - reference(model, rows)
+        differences += [float(difference.abs().mean()) for difference in (drawn, scored)]
+    assert engine.weight_layout().loader == ()
+    engine.close()
+    return differences
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "smolvlm"])
+def test_vllm_reads_images_with_the_weights_that_are_pushed(family: str, tmp_path: Path) -> None:
+    random_model(wide(MODELS[family], head_dim=64), has_twin=True).save_pretrained(tmp_path)
+    (differences,) = run_ranks(1, served, tmp_path, family, backend=BACKEND)
+    assert max(differences) < 0.03, differences

@@ -8,7 +8,7 @@ from rlsys.config.checks.findings import wrong
 from rlsys.config.schema.jobs import EvalConfig, PPOConfig
 from rlsys.config.vocabulary import GRIDS, TILES
 
-IMAGE_ENGINES = ("hf",)
+IMAGE_ENGINES = ("hf", "vllm")
 POLICY = "actor_rollout_ref"
 
 

@@ -66,7 +66,7 @@ class HFRollout(BaseRolloutEngine):
         text = model.config.get_text_config()
         super().__init__(
             replace(context, device=str(model.device)),
-            vocab_size=text.vocab_size,
+            model.config,
             max_model_len=config.max_model_len or getattr(text, "max_position_embeddings", 0) or 1 << 30,
             eos_token_ids=_eos_ids_of(model),
         )

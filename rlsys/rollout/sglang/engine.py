@@ -31,7 +31,7 @@ from rlsys.rollout.base import (
     RunningRequest,
 )
 from rlsys.rollout.batch import score_sequences
-from rlsys.rollout.hf_files import eos_ids_of, text_config
+from rlsys.rollout.hf_files import eos_ids_of, model_config
 from rlsys.rollout.sampling.hook import UNUSED, SampleSpec
 from rlsys.rollout.sglang.arguments import SINGLE_RANK, ReplicaRank, server_arguments
 from rlsys.rollout.sglang.launch import EngineThread
@@ -73,13 +73,14 @@ class SGLangRollout(BaseRolloutEngine):
         replica: ReplicaRank = SINGLE_RANK,
         methods: Callable[[SchedulerEngine], Mapping[str, Method]] = no_methods,
     ) -> None:
-        text, dtype = text_config(path), context.dtype_name(config.dtype)
+        hf_config, dtype = model_config(path), context.dtype_name(config.dtype)
+        text = hf_config.get_text_config()
         length = config.max_model_len or text.max_position_embeddings
         SGLANG.installed_features()
         arguments = server_arguments(path, config, context, max_model_len=length, replica=replica)
         super().__init__(
             replace(context, offload_on_sleep=arguments["enable_weights_cpu_backup"]),
-            vocab_size=text.vocab_size,
+            hf_config,
             max_model_len=length,
             eos_token_ids=eos_ids_of(path),
         )

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlsys.config.schema.rollout import GenerationConfig
+from rlsys.models.vision import has_images
+from rlsys.protocol import images_of
 from rlsys.rollout.base import (
     DEFAULT_CONFIG,
     DEFAULT_CONTEXT,
@@ -26,11 +28,12 @@ from rlsys.rollout.base import (
 )
 from rlsys.rollout.batch import score_sequences
 from rlsys.rollout.engine_weights import EngineWeights, HostWeights
-from rlsys.rollout.hf_files import eos_ids_of, hf_tensors, text_config
+from rlsys.rollout.hf_files import eos_ids_of, hf_tensors, model_config
 from rlsys.rollout.sampling.hook import SPEC_KEY, UNUSED, SampleSpec
 from rlsys.rollout.vllm.determinism import restored_torch
 from rlsys.rollout.vllm.engine_args import engine_arguments
 from rlsys.rollout.vllm.groups import end_groups, own_shared_memory
+from rlsys.rollout.vllm.images import image_prompt, take_given_images
 from rlsys.types import WeightLayout
 
 if TYPE_CHECKING:
@@ -64,14 +67,14 @@ class VLLMRollout(BaseRolloutEngine):
         self.config = config
         super().__init__(
             context,
-            vocab_size=text_config(path).vocab_size,
+            model_config(path),
             max_model_len=arguments["max_model_len"],
             eos_token_ids=eos_ids_of(path),
         )
         self._shares_groups = dist.is_initialized()
         names = own_shared_memory() if is_parallel and on_cpu else nullcontext()
         with restored_torch(), names:
-            self.engine = _start(arguments, kv_cache_gib=config.kv_cache_gib)
+            self.engine = _start(arguments, self.hf_config, kv_cache_gib=config.kv_cache_gib)
         self._decision = torch.zeros(2, dtype=torch.int64) if is_parallel else None
         loads = context.load_format == "auto" and on_cpu
         expected = hf_tensors(path, dtype=context.dtype_name(config.dtype), has_values=loads, has_memory=on_cpu)
@@ -83,7 +86,8 @@ class VLLMRollout(BaseRolloutEngine):
             while True:
                 new, cancelled, stop = self._next()
                 for one in new:
-                    self._add(one.request.input_ids, SampleSpec.of(one), max_tokens=one.max_new_tokens)
+                    ids, images = one.request.input_ids, one.request.images
+                    self._add(ids, SampleSpec.of(one), images, max_tokens=one.max_new_tokens)
                 if cancelled:
                     self._abort(cancelled)
                 if stop:
@@ -146,7 +150,13 @@ class VLLMRollout(BaseRolloutEngine):
         return *self._pull(num_events), bool(stop)
 
     def _add(
-        self, ids: Sequence[int], spec: SampleSpec, *, max_tokens: int = 1, prompt_logprobs: int | None = None
+        self,
+        ids: Sequence[int],
+        spec: SampleSpec,
+        images: Sequence[Any] = (),
+        *,
+        max_tokens: int = 1,
+        prompt_logprobs: int | None = None,
     ) -> str:
         """Add a request to vLLM, which takes the tokens that we sample; returns its id there, the spec's number."""
         from vllm import SamplingParams
@@ -163,18 +173,20 @@ class VLLMRollout(BaseRolloutEngine):
             extra_args={SPEC_KEY: spec},
         )
         prompt = {"prompt_token_ids": list(ids), "cache_salt": str(self.version)}
+        if images:
+            prompt = image_prompt(ids, self.hf_config, images, salt=str(self.version))
         self.engine.add_request(str(spec.number), prompt, params)
         return str(spec.number)
 
     def _score(self, batch: "DataProto", temperature: float) -> Tensor:
         self._rpc("rlsys_score_at", temperature)
-        return score_sequences(batch, self._prompt_logprobs)
+        return score_sequences(batch, partial(self._prompt_logprobs, images_of(batch)))
 
     def _prompt_logprobs(
-        self, sequences: Sequence[Sequence[int]], lengths: Sequence[int]
+        self, images: Sequence[tuple[Any, ...]], sequences: Sequence[Sequence[int]], lengths: Sequence[int]
     ) -> Iterator[tuple[int, list[float]]]:
         rows = {
-            self._add(ids, SampleSpec(next(self._numbers), len(ids), UNUSED), prompt_logprobs=0): row
+            self._add(ids, SampleSpec(next(self._numbers), len(ids), UNUSED), images[row], prompt_logprobs=0): row
             for row, ids in enumerate(sequences)
         }
         while rows:
@@ -209,6 +221,7 @@ class VLLMRollout(BaseRolloutEngine):
         """vLLM sleeps as a whole and wakes by tag; buffers are kept on the host in any case."""
         if asleep and not self._asleep:
             self.engine.reset_prefix_cache()
+            self.engine.reset_encoder_cache()
             self.engine.sleep(level=1 if self._offload_on_sleep else 2)
             self._asleep |= set(SLEEP_TAGS)
         elif not asleep and (due := [tag for tag in SLEEP_TAGS if tag in tags and tag in self._asleep]):
@@ -229,7 +242,7 @@ class VLLMRollout(BaseRolloutEngine):
         return self.engine.collective_rpc(method, args=args)[0]
 
 
-def _start(arguments: Mapping[str, Any], *, kv_cache_gib: int) -> Any:
+def _start(arguments: Mapping[str, Any], hf_config: Any, *, kv_cache_gib: int) -> Any:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # version 2 has no input_batch and has other logits processors
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(kv_cache_gib))
@@ -238,6 +251,8 @@ def _start(arguments: Mapping[str, Any], *, kv_cache_gib: int) -> Any:
     from vllm import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
+    if has_images(hf_config):
+        arguments = take_given_images(hf_config, max_model_len=arguments["max_model_len"]) | {**arguments}
     return LLMEngine.from_engine_args(
         EngineArgs(
             skip_tokenizer_init=True,

@@ -1,0 +1,100 @@
+"""Images as vLLM takes them from us: processed. Its own image processors, which need torchvision, are not used.
+
+An item is one grid, or one tile: what has placeholder tokens in a row in the prompt.
+"""
+
+from collections.abc import Mapping, Sequence
+from math import isqrt
+from typing import Any
+
+import torch
+
+from rlsys.config.vocabulary import GRIDS
+from rlsys.models.vision import image_places, joined_images, num_features, one_image
+from rlsys.protocol import ImageInputs
+
+LARGEST = 1 << 14
+"""Tokens of the largest image of the known models, as their processors are published."""
+
+
+class GivenImages:
+    """In the place of vLLM's processor of a model: it makes the image with which vLLM measures the memory it needs."""
+
+    cache = None
+
+    def __init__(self, info: Any, dummy_inputs: Any, **_: Any) -> None:
+        self.info, self.dummy_inputs = info, self
+
+    def get_dummy_processor_inputs(self, **_: Any) -> None:
+        """Nothing: `apply` makes them."""
+
+    def apply(self, *_: Any, **__: Any) -> dict[str, Any]:
+        """A prompt that is one image of the largest size."""
+        config = self.info.get_hf_config()
+        image = ImageInputs(("",), (), one_image(config, self.info.side))
+        return image_prompt(
+            [config.image_token_id] * sum(num_features(config, image.tensors)), config, [image], salt=""
+        )
+
+    get_dummy_mm_inputs = apply
+
+
+def take_given_images(config: Any, *, max_model_len: int) -> dict[str, Any]:
+    """Have vLLM's next engine of this model take processed images; returns the arguments that it needs for it.
+
+    Some versions would normalise pixels once more, in the model, where the model's folder has an image processor.
+    """
+    from vllm import EngineArgs
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+    from vllm.multimodal.processing import BaseProcessingInfo
+
+    class Info(BaseProcessingInfo):
+        def __init__(self, ctx: Any) -> None:
+            super().__init__(ctx)
+            self.side = isqrt(min(LARGEST, max_model_len))
+
+        def get_supported_mm_limits(self) -> Mapping[str, int | None]:
+            return {"image": None}
+
+        def get_mm_max_tokens_per_item(self, *_: Any, **__: Any) -> Mapping[str, int]:
+            config = self.get_hf_config()
+            return {"image": sum(num_features(config, one_image(config, self.side)))}
+
+    for name in config.architectures:
+        model: Any = ModelRegistry.models[name].load_model_cls()
+        del model._processor_factory
+        MULTIMODAL_REGISTRY.register_processor(GivenImages, info=Info, dummy_inputs=lambda _: None)(model)  # pyrefly: ignore
+    arguments = {"mm_processor_cache_gb": 0, "mm_device_do_normalize": False}
+    return {name: value for name, value in arguments.items() if name in EngineArgs.__dataclass_fields__}
+
+
+def image_prompt(ids: Sequence[int], config: Any, images: Sequence[ImageInputs], *, salt: str) -> dict[str, Any]:
+    """The input of a prompt with images; what vLLM computed of an image serves prompts of the same `salt` only."""
+    from transformers import BatchFeature
+    from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
+
+    tensors, is_grid = joined_images(images), config.model_type in GRIDS
+    counts = num_features(config, tensors)
+    if not is_grid:
+        tiles = tensors["pixel_values"]
+        seen = torch.ones(len(tiles), *tiles.shape[2:], dtype=torch.bool)
+        tensors = {"pixel_attention_mask": seen, **tensors, "num_patches": torch.ones(len(tiles), dtype=torch.int64)}
+    fields = {name: MultiModalFieldConfig.batched("image", keep_on_cpu="pixel" not in name) for name in tensors}
+    if is_grid:
+        sizes = tensors["image_grid_thw"].prod(-1)
+        fields["pixel_values"] = MultiModalFieldConfig.flat_from_sizes("image", sizes)
+    names = [
+        f"{salt}/{one.shas[number] if is_grid else (*one.shas, number)}"
+        for one in images
+        for number in range(len(num_features(config, one.tensors)))
+    ]
+    starts = [int(places[0]) for places in image_places(config, torch.tensor(ids), images).split(counts)]
+    return {
+        "type": "multimodal",
+        "prompt_token_ids": list(ids),
+        "cache_salt": salt,
+        "mm_kwargs": MultiModalKwargsItems.from_hf_inputs(BatchFeature(tensors), fields),
+        "mm_hashes": {"image": names},
+        "mm_placeholders": {"image": [PlaceholderRange(at, count) for at, count in zip(starts, counts, strict=True)]},
+    }
