@@ -33,7 +33,7 @@ from rlsys.rollout.sampling.hook import SPEC_KEY, UNUSED, SampleSpec
 from rlsys.rollout.vllm.determinism import restored_torch
 from rlsys.rollout.vllm.engine_args import engine_arguments
 from rlsys.rollout.vllm.groups import end_groups, own_shared_memory
-from rlsys.rollout.vllm.images import image_prompt, take_given_images
+from rlsys.rollout.vllm.given_images import image_prompt, take_given_images
 from rlsys.types import WeightLayout
 
 if TYPE_CHECKING:
