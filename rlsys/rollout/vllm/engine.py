@@ -32,8 +32,8 @@ from rlsys.rollout.hf_files import eos_ids_of, hf_tensors, model_config
 from rlsys.rollout.sampling.hook import SPEC_KEY, UNUSED, SampleSpec
 from rlsys.rollout.vllm.determinism import restored_torch
 from rlsys.rollout.vllm.engine_args import engine_arguments
-from rlsys.rollout.vllm.groups import end_groups, own_shared_memory
 from rlsys.rollout.vllm.given_images import image_prompt, take_given_images
+from rlsys.rollout.vllm.groups import end_groups, own_shared_memory
 from rlsys.types import WeightLayout
 
 if TYPE_CHECKING:
