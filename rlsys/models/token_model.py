@@ -1,6 +1,6 @@
 """The model that engines shard: a transformers backbone with its head, from unpadded rows to numbers per token."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -45,15 +45,15 @@ class TokenModel(nn.Module):
     ) -> dict[str, Tensor]:
         """Numbers of the M response tokens (M,) or (M, topk), float32. `values` are of the state before each token,
         `scores` of the token itself; the head decides which outputs exist, others raise ValueError."""
-        known = LM_OUTPUTS if self.is_lm else SCALAR_OUTPUTS
-        if unknown := [name for name in outputs if name not in known]:
-            raise ValueError(f"this model gives {', '.join(known)}, not {', '.join(unknown)}")
-        hidden, local = self._hidden(rows)
-        if self.is_lm:
-            results = self._stats(hidden, rows, local, outputs=outputs, temperature=temperature, topk=topk)
-        else:
-            results = {name: self._scalars(hidden, rows, local, name) for name in outputs}
-        return {name: results[name] for name in outputs}
+        hidden, (begin, end) = self._hidden(rows)
+
+        def own(places: Tensor) -> tuple[Tensor, Tensor]:
+            numbers = ((places >= begin) & (places < end)).nonzero()[:, 0]
+            return numbers, places[numbers] - begin
+
+        head = self.model.get_output_embeddings().weight if self.is_lm else lambda x: self.model.score(x).sum(dim=-1)
+        options = {"temperature": temperature, "topk": topk, "chunk_elements": self.chunk_elements}
+        return token_numbers(hidden, rows, outputs, head, own, self.group, **options)
 
     def _hidden(self, rows: TokenRows) -> tuple[Tensor, tuple[int, int]]:
         """Last hidden states (n, H) of this rank's tokens and their range among the N of the pack."""
@@ -84,34 +84,45 @@ class TokenModel(nn.Module):
         ).last_hidden_state
         return states[0], (mine.start, mine.stop)
 
-    def _stats(self, hidden: Tensor, rows: TokenRows, local: tuple[int, int], **options: Any) -> dict[str, Tensor]:
-        here, states = self._select(hidden, rows.before, local)
-        stats = token_stats(
-            states,
-            self.model.get_output_embeddings().weight,
-            rows.targets if here is None else rows.targets[here],
-            chunk_elements=self.chunk_elements,
-            topk_ids=rows.topk_ids if here is None or rows.topk_ids is None else rows.topk_ids[here],
-            **options,
-        )
-        return {name: self._everywhere(value, here, len(rows.targets)) for name, value in stats.items()}
 
-    def _scalars(self, hidden: Tensor, rows: TokenRows, local: tuple[int, int], name: str) -> Tensor:
-        here, states = self._select(hidden, rows.before if name == "values" else rows.at, local)
-        scalars = self.model.score(states).sum(dim=-1)
-        return self._everywhere(scalars, here, len(rows.targets))
+def token_numbers(
+    states: Tensor,
+    rows: TokenRows,
+    outputs: Sequence[str],
+    head: Tensor | Callable[[Tensor], Tensor],
+    own: Callable[[Tensor], tuple[Tensor, Tensor]],
+    group: ProcessGroup | None,
+    **options: Any,
+) -> dict[str, Tensor]:
+    """Numbers (M,) or (M, topk) of the response tokens from the states (n, H) of the tokens that this rank holds, equal
+    on all ranks of `group`; ValueError for outputs that the head does not give.
 
-    def _select(self, hidden: Tensor, index: Tensor, local: tuple[int, int]) -> tuple[Tensor | None, Tensor]:
-        """States at `index`; under sequence parallelism those that lie here, and which of the M they are."""
-        if self.group is None:
-            return None, hidden[index]
-        here = ((index >= local[0]) & (index < local[1])).nonzero()[:, 0]
-        return here, hidden[index[here] - local[0]]
+    `head` makes a scalar of each state, or is the weight of the vocabulary, which `token_stats` takes with `options`.
+    `own` tells of places in the pack which of them this rank holds, and where. All ranks continue with the same loss,
+    so each takes the gradient of its own.
+    """
+    known = LM_OUTPUTS if isinstance(head, Tensor) else SCALAR_OUTPUTS
+    if unknown := [name for name in outputs if name not in known]:
+        raise ValueError(f"this model gives {', '.join(known)}, not {', '.join(unknown)}")
 
-    def _everywhere(self, values: Tensor, here: Tensor | None, count: int) -> Tensor:
-        if self.group is None or here is None:
-            return values
-        return sum_over(values.new_zeros(count, *values.shape[1:]).index_put((here,), values), self.group)
+    def at(places: Tensor, compute: Callable[[Tensor, Any], dict[str, Tensor]]) -> dict[str, Tensor]:
+        if group is None:
+            return compute(states[places], slice(None))
+        numbers, here = own(places)
+        made = compute(states[here], numbers)
+        spread = {name: x.new_zeros(len(places), *x.shape[1:]).index_copy(0, numbers, x) for name, x in made.items()}
+        return {name: sum_over(values, group) for name, values in spread.items()}
+
+    if not isinstance(head, Tensor):
+        places = {"values": rows.before, "scores": rows.at}
+        return {name: at(places[name], lambda x, _: {"it": head(x)})["it"] for name in outputs}
+
+    def stats(here: Tensor, numbers: Any) -> dict[str, Tensor]:
+        ids = None if rows.topk_ids is None else rows.topk_ids[numbers]
+        made = token_stats(here, head, rows.targets[numbers], outputs=outputs, topk_ids=ids, **options)
+        return {name: made[name] for name in outputs}
+
+    return at(rows.before, stats)
 
 
 def _flash_arguments(packing: Packing) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 M response tokens, H hidden size, T packed tokens.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from rlsys.config.schema.megatron import MegatronConfig, MegatronShardConfig
 from rlsys.models.context import own_among, own_tokens
-from rlsys.models.logprobs import VocabularyPart, token_stats
+from rlsys.models.logprobs import VocabularyPart
 from rlsys.models.megatron import shim
 
 # isort: split
@@ -27,8 +27,7 @@ from rlsys.models.megatron.family import Family, Head
 from rlsys.models.megatron.parallel import ParallelSizes
 from rlsys.models.megatron.spec import HAS_TRANSFORMER_ENGINE, block_spec, mend_latent_attention
 from rlsys.models.packing import TokenRows
-from rlsys.models.token_model import LM_OUTPUTS, SCALAR_OUTPUTS
-from rlsys.models.ulysses import sum_over
+from rlsys.models.token_model import token_numbers
 from rlsys.utils.errors import ConfigError
 
 
@@ -146,30 +145,21 @@ class TokenGPT(GPTModel):
     def token_outputs(
         self, hidden: Tensor, rows: TokenRows, outputs: Sequence[str], temperature: float, topk: int = 0
     ) -> dict[str, Tensor]:
-        """Numbers (M,) or (M, topk) of the response tokens from hidden states (T or this rank's share, 1, H); equal on
-        all ranks of tensor and context parallelism. ValueError for outputs that the head does not give."""
-        known = LM_OUTPUTS if self.is_lm else SCALAR_OUTPUTS
-        if unknown := [name for name in outputs if name not in known]:
-            raise ValueError(f"this model gives {', '.join(known)}, not {', '.join(unknown)}")
-        whole = self._whole(hidden)
-        if not self.is_lm:
-            head: Any = self.output_layer
-            places = {"values": rows.before, "scores": rows.at}
+        """`token_numbers` from hidden states (T or this rank's share, 1, H), equal on all ranks of tensor and context
+        parallelism."""
+        group: Any = mpu.get_context_parallel_group()
+        options: dict[str, Any] = {"temperature": temperature, "topk": topk, "chunk_elements": self.chunk_elements}
+        layer: Any = self.output_layer
+        if self.is_lm:
+            head, options["part"] = self._vocabulary_part()
+        else:
+            head = lambda states: layer(states.to(layer.weight.dtype))[:, 0]  # noqa: E731
 
-            def number(here: Tensor, _: Any) -> dict[str, Tensor]:
-                return {"it": head(whole[here].to(head.weight.dtype))[:, 0]}
+        def own(places: Tensor) -> tuple[Tensor, Tensor]:
+            return own_among(places, rows.lengths, group.rank(), group.size())
 
-            return {name: _at(places[name], rows, number)["it"] for name in outputs}
-        weight, part = self._vocabulary_part()
-
-        def stats(here: Tensor, numbers: Any) -> dict[str, Tensor]:
-            ids = None if rows.topk_ids is None else rows.topk_ids[numbers]
-            options: dict[str, Any] = {"temperature": temperature, "outputs": outputs, "topk_ids": ids, "topk": topk}
-            options |= {"chunk_elements": self.chunk_elements, "part": part}
-            made = token_stats(whole[here], weight, rows.targets[numbers], **options)
-            return {name: made[name] for name in outputs}
-
-        return _at(rows.before, rows, stats)
+        several = group if group.size() > 1 else None
+        return token_numbers(self._whole(hidden), rows, outputs, head, own, several, **options)
 
     def _whole(self, hidden: Tensor) -> Tensor:
         """All tokens (T, H) of the pack or of this context-parallel rank's share; the backward pass adds the parts of
@@ -189,19 +179,6 @@ class TokenGPT(GPTModel):
         real = min(max(self.vocabulary - begin, 0), len(weight))
         weight = weight if real == len(weight) else weight[:real]
         return weight, VocabularyPart(begin, group) if dist.get_world_size(group) > 1 else None
-
-
-def _at(places: Tensor, rows: TokenRows, compute: Callable[[Tensor, Any], dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Numbers (M,) of the tokens at `places` of the pack, on every rank of context parallelism: each computes those it
-    holds, from where it has them and their numbers among `places`. All continue with the same loss, so each takes the
-    gradient of its own."""
-    group: Any = mpu.get_context_parallel_group()
-    if group.size() == 1:
-        return compute(places, slice(None))
-    numbers, here = own_among(places, rows.lengths, group.rank(), group.size())
-    made = compute(here, numbers)
-    spread = {name: x.new_zeros(len(places), *x.shape[1:]).index_copy(0, numbers, x) for name, x in made.items()}
-    return {name: sum_over(values, group) for name, values in spread.items()}
 
 
 def packed_arguments(rows: TokenRows, device: torch.device) -> dict[str, Any]:
