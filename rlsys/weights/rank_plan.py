@@ -12,9 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlsys.interfaces import RolloutEngine
 from rlsys.types import Box, WeightLayout
 from rlsys.utils.errors import WeightTransferError
 from rlsys.weights.checksum import BoxValues, box_checksums, digest, prepared_checksums
+from rlsys.weights.engine_update import EngineUpdate
 from rlsys.weights.layout import dtype_of, view_of
 from rlsys.weights.plan import Copy, Plan, full_shapes
 from rlsys.weights.verify import merge_box_checksums
@@ -117,8 +119,22 @@ def received_checksums(plan: DestinationPlan, tensors: Mapping[str, Tensor]) -> 
     )
 
 
-def check_received(plan: DestinationPlan, received: Sequence[int], sent: np.ndarray) -> None:
-    """WeightTransferError naming a tensor whose received values are not those the trainer sent."""
-    for copy, number, checksum in zip(plan.copies, plan.checksum_ids, received, strict=True):
-        if checksum != int(sent[number]):
-            raise WeightTransferError(f"tensor '{copy.tensor}': the received values differ from the trainer's")
+class PlanReceiver:
+    """A rollout rank written by its part of a plan; its engine is quarantined from `receive` to `finish`."""
+
+    def __init__(self, plan: DestinationPlan, engine: RolloutEngine) -> None:
+        self.plan, self.update = plan, EngineUpdate(engine)
+        self.received: int | None = None
+        self.checksums: Checksums | None = None
+        """Made at the first `finish` after the memory of the engine has moved."""
+
+    def finish(self, version: int, sent: np.ndarray | None) -> None:
+        """Compare the checksums with those sent and release the engine; WeightTransferError names a tensor."""
+        if self.received != version:
+            raise WeightTransferError(f"this engine has not received weight version {version}")
+        if sent is not None:
+            self.checksums = self.checksums or received_checksums(self.plan, self.update.tensors())
+            for copy, number, checksum in zip(self.plan.copies, self.plan.checksum_ids, self.checksums(), strict=True):
+                if checksum != int(sent[number]):
+                    raise WeightTransferError(f"tensor '{copy.tensor}': the received values differ from the trainer's")
+        self.update.finish(version)

@@ -22,17 +22,15 @@ from rlsys.interfaces import RolloutEngine, TrainEngine
 from rlsys.types import TransferReport
 from rlsys.utils.errors import WeightTransferError
 from rlsys.weights.batched_copy import BatchedCopy
-from rlsys.weights.engine_update import EngineUpdate
 from rlsys.weights.executors.base import Executor, Layouts, RemainingTime
 from rlsys.weights.layout import check_complete, device_of, element_bytes, view_of
 from rlsys.weights.plan import Copy, make_plan
 from rlsys.weights.rank_plan import (
     Checksums,
     DestinationPlan,
+    PlanReceiver,
     RankPlans,
     SourcePlan,
-    check_received,
-    received_checksums,
     source_checksums,
     split_plan,
 )
@@ -243,14 +241,12 @@ class IpcImportSpec:
     handles: Mapping[int, IpcHandle]
 
 
-class IpcImporter:
+class IpcImporter(PlanReceiver):
     """A rollout rank."""
 
     def __init__(self, spec: IpcImportSpec, engine: RolloutEngine) -> None:
-        self.spec, self.update = spec, EngineUpdate(engine)
-        self.received: int | None = None
+        super().__init__(spec.plan, engine)
         self.copy: BatchedCopy | None = None
-        self._checksums: Checksums | None = None
         self._addresses: dict[str, int] = {}
         self._handles = dict(spec.handles)
         self._imported: dict[int, ImportedTensors] = {}
@@ -266,17 +262,8 @@ class IpcImporter:
         self.received = version
         return TransferReport(version, copy.num_bytes, time.monotonic() - started_s, "")
 
-    def finish(self, version: int, checksums: np.ndarray | None) -> None:
-        """Check what was received and release the engine."""
-        if self.received != version:
-            raise WeightTransferError(f"this engine has not received weight version {version}")
-        if checksums is not None:
-            self._checksums = self._checksums or received_checksums(self.spec.plan, self.update.tensors())
-            check_received(self.spec.plan, self._checksums(), checksums)
-        self.update.finish(version)
-
     def close(self) -> None:
-        self.copy = self._checksums = None
+        self.copy = self.checksums = None
         self._unmap(list(self._imported))
 
     def _compiled(self, tensors: Mapping[str, Tensor], new_handles: Mapping[int, IpcHandle]) -> BatchedCopy:
@@ -285,20 +272,20 @@ class IpcImporter:
         moved = [rank for rank in new_handles if rank in self._handles]
         if self.copy is not None and addresses == self._addresses and not moved:
             return self.copy
-        self.copy = self._checksums = None
+        self.copy = self.checksums = None
         self._unmap(moved)
         self._handles.update({rank: new_handles[rank] for rank in moved})
         device = device_of(tensors)
         for rank, handle in self._handles.items():
             if rank not in self._imported:
-                names = {copy.source_local for copy in self.spec.plan.copies if copy.source_rank == rank}
+                names = {copy.source_local for copy in self.plan.copies if copy.source_rank == rank}
                 self._imported[rank] = ImportedTensors(handle, names, device=device)
         pairs = [
             (
                 view_of(tensors[copy.local], copy.local_start, copy.shape),
                 view_of(self._imported[copy.source_rank].tensors[copy.source_local], copy.source_start, copy.shape),
             )
-            for copy in self.spec.plan.copies
+            for copy in self.plan.copies
         ]
         self.copy, self._addresses = BatchedCopy(pairs), addresses
         return self.copy

@@ -22,16 +22,14 @@ from rlsys.ipc.process_group import LOOPBACK, PeerLostError, ProcessGroup, Rende
 from rlsys.types import TransferReport
 from rlsys.utils.boxes import buckets
 from rlsys.utils.errors import WeightTransferError
-from rlsys.weights.engine_update import EngineUpdate
 from rlsys.weights.executors.base import Executor, Layouts, RankFuture, RemainingTime
 from rlsys.weights.layout import device_of, dtype_of, element_bytes, view_of
 from rlsys.weights.plan import Copy, Plan, make_plan
 from rlsys.weights.rank_plan import (
     DestinationPlan,
+    PlanReceiver,
     RankPlans,
     SourcePlan,
-    check_received,
-    received_checksums,
     source_checksums,
     split_plan,
 )
@@ -150,13 +148,12 @@ class NcclSender:
         self.group.close()
 
 
-class NcclReceiver:
-    """A rollout rank; its engine is quarantined from `receive` to `finish`."""
+class NcclReceiver(PlanReceiver):
+    """A rollout rank."""
 
     def __init__(self, spec: NcclReceiveSpec, engine: RolloutEngine) -> None:
-        self.spec, self.update = spec, EngineUpdate(engine)
-        self.group = ProcessGroup(spec.rendezvous)
-        self.received: int | None = None
+        super().__init__(spec.plan, engine)
+        self.rounds, self.group = spec.rounds, ProcessGroup(spec.rendezvous)
 
     def join(self) -> None:
         self.group.join(device_of(self.update.tensors()))
@@ -164,12 +161,12 @@ class NcclReceiver:
     @torch.no_grad()
     def receive(self, version: int) -> TransferReport:
         started_s = time.monotonic()
-        self.received = None
+        self.received = self.checksums = None
         with self.group.guarded(f"version {version}"):
             tensors = self.update.begin()
             device = device_of(tensors)
             stamp = torch.tensor([-1], device=device)
-            for messages in self.spec.rounds:
+            for messages in self.rounds:
                 sizes = [_packed_bytes(copies) for _, copies in messages]
                 buffers = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
                 posted = [(rank, buffer) for (rank, _), buffer in zip(messages, buffers, strict=True)]
@@ -181,15 +178,8 @@ class NcclReceiver:
         if int(stamp) != version:
             raise WeightTransferError(f"the trainer sent weight version {int(stamp)} instead of {version}")
         self.received = version
-        num_bytes = sum(copy.num_bytes for copy in self.spec.plan.copies)
+        num_bytes = sum(copy.num_bytes for copy in self.plan.copies)
         return TransferReport(version, num_bytes, time.monotonic() - started_s, "")
-
-    def finish(self, version: int, checksums: np.ndarray) -> None:
-        """Check what was received and release the engine."""
-        if self.received != version:
-            raise WeightTransferError(f"this engine has not received weight version {version}")
-        check_received(self.spec.plan, received_checksums(self.spec.plan, self.update.tensors())(), checksums)
-        self.update.finish(version)
 
     def close(self) -> None:
         self.group.close()
