@@ -53,11 +53,21 @@ def megatron_layouts(
     layouts = []
     world_size = sizes.tp * sizes.pp * dp_size
     for rank in range(world_size):
-        place = sizes.place(rank, world_size)
+        place = _place(sizes, rank, world_size)
         if place not in made:
             made[place] = family.shards(hf_config, place, te=te)
         layouts.append(WeightLayout(rank, f"host {rank // ranks_per_host}", made[place], shapes, dtypes, aliases))
     return layouts
+
+
+def _place(sizes: ParallelSizes, rank: int, world_size: int) -> RankPlace:
+    """Where Megatron puts a rank: tensor-parallel ranks are neighbours, then data-parallel ones, then stages."""
+    stage = world_size // sizes.pp
+    if stage % (sizes.ep * sizes.expert_tp):
+        raise ConfigError(f"ep {sizes.ep} x etp {sizes.expert_tp} does not divide a stage of {stage} ranks")
+    inner = rank % stage
+    experts = {"ep_rank": inner // sizes.expert_tp % sizes.ep, "etp_rank": inner % sizes.expert_tp}
+    return RankPlace(sizes, tp_rank=inner % sizes.tp, pp_rank=rank // stage, **experts)
 
 
 def fsdp_layouts(

@@ -116,9 +116,10 @@ def _training_layouts(cfg: PPOConfig, machine: Machine, cluster: GpuCluster) -> 
         last = layers - (pp - 1) * -(-layers // pp)
         uneven = {"num_layers_in_last_pipeline_stage": last} if pp > 1 and layers % pp else {}
         own_last = last if uneven else None
+        if ranks % (tp * pp * cp) or ranks % (ep * pp):
+            continue
         layout = ParallelSizes(tp, pp, cp=cp, ep=ep, etp=1, sequence_parallel=True, last_layers=own_last)
         try:
-            layout.check(ranks)
             family.check(facts, RankPlace(layout))
         except ConfigError:
             continue

@@ -41,9 +41,8 @@ class MegatronRanks(EngineRanks):
 
 
 def make_ranks(device: str, sizes: ParallelSizes) -> MegatronRanks:
-    """The groups of an engine over all ranks of the default process group; ConfigError if the sizes do not fit."""
+    """The groups of an engine over all ranks of the default process group."""
     ensure_process_group(device)
-    sizes.check(dist.get_world_size())
     own = own_device(device)
     with current(sizes):
         now: Any = mpu

@@ -4,7 +4,6 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from rlsys.config.schema.megatron import MegatronShardConfig
-from rlsys.utils.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -45,34 +44,6 @@ class ParallelSizes:
     @property
     def expert_tp(self) -> int:
         return self.tp if self.etp is None else self.etp
-
-    def check(self, world_size: int) -> None:
-        """ConfigError unless groups of these sizes divide `world_size` ranks."""
-        dense, sparse = self.tp * self.pp * self.cp, self.expert_tp * self.pp * self.ep
-        if world_size % dense:
-            raise ConfigError(
-                f"tensor x pipeline x context parallel size = {dense} does not divide the {world_size} ranks"
-            )
-        if world_size % sparse:
-            raise ConfigError(
-                f"expert tensor x expert x pipeline size = {sparse} does not divide the {world_size} ranks"
-            )
-        if self.ep > 1 and self.tp > 1 and not self.sequence_parallel:
-            raise ConfigError("expert and tensor parallelism together need sequence_parallel=true")
-
-    def place(self, rank: int, world_size: int) -> "RankPlace":
-        """Where Megatron puts a rank: tensor-parallel ranks are neighbours, then data-parallel ones, then stages."""
-        stage = world_size // self.pp
-        if stage % (self.ep * self.expert_tp):
-            raise ConfigError(f"ep {self.ep} x etp {self.expert_tp} does not divide a stage of {stage} ranks")
-        inner = rank % stage
-        return RankPlace(
-            self,
-            tp_rank=inner % self.tp,
-            pp_rank=rank // stage,
-            ep_rank=inner // self.expert_tp % self.ep,
-            etp_rank=inner % self.expert_tp,
-        )
 
 
 @dataclass(frozen=True)

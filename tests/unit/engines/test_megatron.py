@@ -57,11 +57,9 @@ def whole(engine: MegatronEngine) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("model", "world", "options", "says"),
     [
-        (MODEL, 2, {"sizes": ParallelSizes(tp=3)}, "does not divide the 2 ranks"),
         (MODEL, 3, {"sizes": ParallelSizes(tp=3)}, "4 attention heads are not divisible"),
         (MODEL, 4, {"sizes": ParallelSizes(pp=4)}, "2 layers cannot be split"),
         (MODEL, 2, {"sizes": ParallelSizes(ep=2)}, "expert_model_parallel_size=1"),
-        (MODEL, 2, {"sizes": ParallelSizes(cp=3)}, "does not divide the 2 ranks"),
         (MODELS["qwen3-moe"], 3, {"sizes": ParallelSizes(ep=3)}, "4 experts are not divisible"),
         (MODELS["qwen3-moe"], 2, {"sizes": ParallelSizes(tp=2)}, "sequence_parallel=true"),
         ({**MODEL, "model_type": "gpt_neox"}, 1, {}, "known are"),
