@@ -101,7 +101,7 @@ def assemble(
                 min_replicas=rollout.min_replicas,
             )
         stack.callback(fleet.close)
-        reporter.count("gen", lambda: (fleet.ledger.answered, fleet.ledger.issued))
+        reporter.count("gen", lambda: (fleet.counts["answered"], fleet.counts["issued"]))
         graded = graded_rollout(cfg, fleet, inputs.tokenizer, pool, stack, reporter.stage)
         source = training_source(cfg, inputs, graded, fleet)
         stack.callback(source.close)

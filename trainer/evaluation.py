@@ -140,7 +140,7 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
         num_rows = len(dataset) * rollout.val_kwargs.n
         fleet = group_fleet(group, rollout, run.deadlines, num_rows=num_rows, restartable=True)
         stack.callback(fleet.close)
-        counts = {"gen": lambda: (fleet.ledger.answered, fleet.ledger.issued)}
+        counts = {"gen": lambda: (fleet.counts["answered"], fleet.counts["issued"])}
         progress = stack.enter_context(Progress(total_steps=1, title=run.experiment_name, counts=counts))
         graded = graded_rollout(config, fleet, tokenizer, pool, stack, StageTimer(progress.stage))
 

@@ -44,7 +44,7 @@ class ElasticFleet(RolloutFleet):
         self._connected: tuple[int, ...] = ()
         self._transfer = threading.RLock()
         """Held while weights are brought to replicas."""
-        self._counts.update(joined=0, left=0)
+        self.counts.update(joined=0, left=0)
         for entry in self._replicas:
             if self._ranks[entry.replica.name] not in places.present:
                 self._set(entry, "away")
@@ -54,7 +54,7 @@ class ElasticFleet(RolloutFleet):
         with self._change:
             [entry] = [one for one in self._replicas if one.replica.name == name]
             self._give_up(entry, RolloutError("it leaves"))
-            self._counts["left"] += 1
+            self.counts["left"] += 1
             self._set(entry, "away")
 
     def compute_log_prob(self, data: DataProto) -> DataProto:
@@ -134,7 +134,7 @@ class ElasticFleet(RolloutFleet):
             self._bring_weights(entry)
         except Exception as error:
             log.warning("%s is lost: %s", entry.replica.name, error)
-            self._counts["left"] += 1
+            self.counts["left"] += 1
             self._set(entry, "away")
 
     def _bring_weights(self, entry: ReplicaState) -> None:
@@ -159,5 +159,5 @@ class ElasticFleet(RolloutFleet):
             self._set(entry, "away")
         else:
             log.info("%s serves version %s", entry.replica.name, version)
-            self._counts["joined"] += 1
+            self.counts["joined"] += 1
             self._set(entry, "ready")

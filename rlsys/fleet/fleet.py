@@ -2,8 +2,8 @@
 
 A thread for each replica exchanges with it: it hands in what was placed there and takes the tokens that were sampled
 since. A lost replica costs the tokens of one exchange; its requests continue on another one. A replica that fails has
-its health checked, is restarted if needed and gets the current weights before it serves again. A ledger counts every
-request until it is answered or dropped, once.
+its health checked, is restarted if needed and gets the current weights before it serves again. Every request is pending
+until it is answered or dropped, once.
 """
 
 import asyncio
@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager
 
-from rlsys.fleet.ledger import Ledger
 from rlsys.fleet.replica import Replica
 from rlsys.fleet.requests import (
     FleetDeadlines,
@@ -38,7 +37,7 @@ log = logging.getLogger(__name__)
 MAX_SESSIONS = 100_000
 TURN_S = 0.0005  # how long one thread of the controller keeps the others waiting for the interpreter
 EXCHANGED_S = 1.0  # a replica that answered an exchange in these seconds is healthy
-COUNTS = ("failures", "retries", "restarts", "refused_versions", "continued")
+COUNTS = ("issued", "answered", "failures", "retries", "restarts", "refused_versions", "continued")
 
 
 class RolloutFleet:
@@ -71,13 +70,13 @@ class RolloutFleet:
         self.chunk_rows, self.deadlines, self.on_restart = chunk_rows, deadlines, on_restart or (lambda replica: None)
         self.max_attempts, self.max_restarts, self.max_in_flight = max_attempts, max_restarts, max_in_flight
         self.max_failures, self.affinity = max_failures, affinity
-        self.ledger = Ledger()
         self.version: int | None = None
         self._replicas = [ReplicaState(replica) for replica in replicas]
         self._waiting: list[RequestBatch] = []
         self._ended: list[tuple[Future[ModelResponse], ModelResponse | Exception]] = []
         self._sessions: dict[str, ReplicaState] = {}
-        self._counts = Counter(dict.fromkeys(COUNTS, 0))
+        self.counts = Counter(dict.fromkeys(COUNTS, 0))
+        self._pending: dict[int, FleetRequest] = {}
         self._ids = itertools.count()
         self.pace: dict[int, tuple[float, ...]] = {}
         self._closed = self._is_pushing = False
@@ -103,8 +102,9 @@ class RolloutFleet:
             if self._closed or all(entry.state == "gone" for entry in self._replicas):
                 raise RolloutError("the fleet is closed" if self._closed else self._all_gone())
             partials = [PartialResponse(one) if isinstance(one, ModelRequest) else one.copy() for one in work]
-            numbers = self.ledger.issue(len(partials))
-            requests = [FleetRequest(n, one, len(one.tokens)) for n, one in zip(numbers, partials, strict=True)]
+            requests = [FleetRequest(n, one, len(one.tokens)) for n, one in enumerate(partials, self.counts["issued"])]
+            self.counts["issued"] += len(requests)
+            self._pending |= {request.number: request for request in requests}
             size = (together and self.chunk_rows) or 1
             for at in range(0, len(requests), size):
                 self._waiting.append(RequestBatch(requests[at : at + size], together and self.chunk_rows is not None))
@@ -138,10 +138,7 @@ class RolloutFleet:
     def unfinished(self) -> list[PartialResponse]:
         """Copies of all requests that are not answered, with their tokens so far; `submit` continues them."""
         with self._change:
-            placed = [one for entry in self._replicas for one, _ in entry.held]
-            waiting = [one for batch in self._waiting for one in batch.requests]
-            left = {one.number: one for one in [*placed, *waiting] if one.number in self.ledger.pending}
-            return [left[number].partial.copy() for number in sorted(left)]
+            return [request.partial.copy() for request in self._pending.values()]
 
     # ---- placing -----------------------------------------------------------------------------------------------
 
@@ -293,13 +290,13 @@ class RolloutFleet:
         if request.partial.finish is not None:
             self._end(request, None)
         elif delta.finish is Finish.ABORT:
-            self._counts["continued"] += 1
+            self.counts["continued"] += 1
             entry.placed.append((request, batch))
 
     def _end(self, request: FleetRequest, error: Exception | None) -> None:
-        """Settle a request in the ledger, once; `_announce` resolves its future."""
-        if request.number in self.ledger.pending:
-            self.ledger.settle(request.number, answered=error is None)
+        """Settle a request, once; `_announce` resolves its future."""
+        if self._pending.pop(request.number, None):
+            self.counts["answered"] += error is None
             self._ended.append((request.answer, error or request.partial.response()))
 
     def _announce(self) -> None:
@@ -317,8 +314,7 @@ class RolloutFleet:
     def _on_done(self, request: FleetRequest) -> None:
         """Give a request up whose future was cancelled."""
         with self._change:
-            if request.answer.cancelled() and request.number in self.ledger.pending:
-                self.ledger.settle(request.number, answered=False)
+            if request.answer.cancelled() and self._pending.pop(request.number, None):
                 for entry in self._replicas:
                     self._take_back(entry, [request])
                 for batch in self._waiting:
@@ -347,7 +343,7 @@ class RolloutFleet:
 
     def _retry(self, entry: ReplicaState, batch: RequestBatch, problem: Exception) -> None:
         """Queue a failed batch for another replica, or fail it after too many attempts."""
-        self._counts["refused_versions" if isinstance(problem, WrongVersionError) else "failures"] += 1
+        self.counts["refused_versions" if isinstance(problem, WrongVersionError) else "failures"] += 1
         self._take_back(entry, batch.requests)
         batch.causes.append(f"{entry.replica.name}: {type(problem).__name__}: {problem}")
         batch.failed_on.add(entry.replica.name)
@@ -355,7 +351,7 @@ class RolloutFleet:
             for request in batch.requests:
                 request.partial.rewind(request.num_given)
         if len(batch.causes) < self.max_attempts:
-            self._counts["retries"] += 1
+            self.counts["retries"] += 1
             insort(self._waiting, batch, key=lambda waiting: waiting.requests[0].number)
         else:
             first, num = batch.requests[0].partial.request.rid, len(batch.requests)
@@ -395,7 +391,7 @@ class RolloutFleet:
         while entry.restarts < self.max_restarts and not self._closed:
             entry.restarts += 1
             with self._change:
-                self._counts["restarts"] += 1
+                self.counts["restarts"] += 1
                 entry.cancelled = set()
             try:
                 entry.replica.restart(self.deadlines.restart_s)
@@ -476,12 +472,12 @@ class RolloutFleet:
         return sum(entry.idle_until(time.monotonic()) for entry in self._replicas)
 
     def metrics(self) -> dict[str, float]:
-        """Counts since the start: the ledger's requests, retries, restarts, refused versions; serving replicas."""
+        """Requests, retries, restarts and refused versions since the start; serving replicas."""
         with self._change:
-            ready = sum(entry.state == "ready" for entry in self._replicas)
-            return {
-                f"rollout/{k}": v for k, v in {**self.ledger.counts(), **self._counts, "replicas_ready": ready}.items()
-            }
+            pending, ready = len(self._pending), sum(entry.state == "ready" for entry in self._replicas)
+            dropped = self.counts["issued"] - self.counts["answered"] - pending
+            counts = {**self.counts, "dropped": dropped, "pending": pending, "replicas_ready": ready}
+            return {f"rollout/{name}": count for name, count in counts.items()}
 
     def close(self) -> None:
         """Give up unfinished requests, wait for a running restart and end the threads; the replicas are not closed."""
@@ -491,8 +487,7 @@ class RolloutFleet:
 
     def _end_all(self, error: Exception) -> None:
         with self._change:
-            held = [batch for entry in self._replicas for _, batch in entry.held]
-            for request in [request for batch in [*self._waiting, *held] for request in batch.requests]:
+            for request in [*self._pending.values()]:
                 self._end(request, error)
             self._change.notify_all()
         self._announce()

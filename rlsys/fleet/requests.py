@@ -22,7 +22,7 @@ class FleetDeadlines:
 
 @dataclass(eq=False)
 class FleetRequest:
-    """A request of the fleet, its tokens so far and its number in the ledger; it came with `num_given` tokens."""
+    """A request of the fleet, its tokens so far and its number; it came with `num_given` tokens."""
 
     number: int
     partial: PartialResponse
