@@ -98,7 +98,7 @@ def token_numbers(
     on all ranks of `group`; ValueError for outputs that the head does not give.
 
     `head` makes a scalar of each state, or is the weight of the vocabulary, which `token_stats` takes with `options`.
-    `own` tells of places in the pack which of them this rank holds, and where. All ranks continue with the same loss,
+    `own` gives which of some places in the pack this rank holds, and where. All ranks continue with the same loss,
     so each takes the gradient of its own.
     """
     known = LM_OUTPUTS if isinstance(head, Tensor) else SCALAR_OUTPUTS
