@@ -108,16 +108,17 @@ def run(options: argparse.Namespace, seed: int, k: int, more: list[str]) -> list
             *(f"{rollout}.multi_turn.max_assistant_turns=2", f"{rollout}.agent.max_concurrent=1024"),
             *("trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.save_freq=-1"),
         ]
+        python = ["--config-name=agent_python", f"data.val_files={start}/test.parquet"]
         command = [
             *(sys.executable, "-m", "trainer.main_ppo", f"data.train_files={start}/train.parquet"),
             *(f"actor_rollout_ref.model.path={start}/model", f"trainer.default_local_dir={folder}"),
             *(f"data.seed={seed}", f"{rollout}.seed={seed}", f"data.train_batch_size={options.prompts}"),
-            *(f"data.val_files={start}/test.parquet", f"actor_rollout_ref.actor.ppo_mini_batch_size={options.prompts}"),
+            *(f"actor_rollout_ref.actor.ppo_mini_batch_size={options.prompts}",),
             *("actor_rollout_ref.actor.use_dynamic_bsz=true", f"actor_rollout_ref.actor.optim.lr={options.lr}"),
             *("actor_rollout_ref.model.enable_gradient_checkpointing=false", f"{rollout}.parity.freq=-1"),
             *(f"trainer.max_staleness={k}", "trainer.backend=local", "trainer.device=cpu", "trainer.logger=[jsonl]"),
             *(f"trainer.total_training_steps={options.steps}", "trainer.resume_mode=disable"),
-            *(["--config-name=agent_python"] if options.tool == "python" else calculator),
+            *(python if options.tool == "python" else calculator),
             *more,
         ]
         folder.mkdir(parents=True, exist_ok=True)
