@@ -13,7 +13,7 @@ import psutil
 
 from rlsys.config import EvalConfig, PPOConfig
 from rlsys.config.checks.files import no_score_head
-from rlsys.config.pools import is_external, min_nodes, process_pools, resolve_pools
+from rlsys.config.pools import min_nodes, process_pools, resolve_pools
 from rlsys.data.first_rows import JobConfig
 from rlsys.fleet.external.settings import settings_of
 from rlsys.rollout.versions import SGLANG, VLLM
@@ -51,7 +51,7 @@ def check_machine(config: JobConfig, *, dry_run: bool) -> list[str]:
     grader = reward.reward_model.model_path if reward and not reward.has_judge else None
     if grader and is_hub_id(grader) and (folder := download_config(grader)) and (why := no_score_head(folder)):
         raise ConfigError(f"reward.reward_model.model_path = {grader}: {why}")
-    if dry_run and isinstance(config, PPOConfig) and is_external(config.actor_rollout_ref.rollout.name):
+    if dry_run and isinstance(config, PPOConfig) and resolve_pools(config).external:
         _check_servers(config)
     return notes
 

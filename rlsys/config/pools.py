@@ -33,7 +33,7 @@ def resolve_pools(cfg: PPOConfig) -> Pools:
     """The pools of a loaded configuration (loading has already turned trainer.allocation_mode into counts)."""
     trainer, grader = cfg.trainer, cfg.reward.reward_model
     train_ranks = trainer.nnodes * trainer.n_gpus_per_node
-    external = is_external(cfg.actor_rollout_ref.rollout.name)
+    external = rollout_backend(cfg.actor_rollout_ref.rollout.name).is_external
     own_pool = grader.enable and grader.enable_resource_pool
     return Pools(
         train_ranks=train_ranks,
@@ -73,8 +73,3 @@ def generates_ahead(cfg: PPOConfig) -> bool:
     """Whether prompts start before their step; if not, samples are only as old as trainer.sync_freq makes them."""
     trainer = cfg.trainer
     return trainer.max_staleness > (trainer.sync_freq - 1 if resolve_pools(cfg).colocated else 0)
-
-
-def is_external(name: object) -> bool:
-    """Whether a rollout engine of this name runs on external servers."""
-    return isinstance(name, str) and rollout_backend(name).is_external

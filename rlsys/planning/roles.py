@@ -5,6 +5,7 @@ layers in the computing type and reduces gradients in float32; Megatron keeps ha
 gradients for good, and masters and moments spread over its data-parallel ranks.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -244,8 +245,7 @@ def _higher(*candidates: Bytes) -> Bytes:
 
 def together(parts: Sequence[Mapping[str, int]]) -> Bytes:
     """Bytes of several by owner."""
-    total: Bytes = {}
+    total = Counter[str]()
     for part in parts:
-        for owner, size in part.items():
-            total[owner] = total.get(owner, 0) + size
+        total.update(part)
     return total

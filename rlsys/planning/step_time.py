@@ -150,12 +150,8 @@ def _communication(
     routed = d.num_sparse / s.pp * 2 * d.routed * rows / s.tp
     yield passes * cluster.all_to_all_s(routed, s.ep * s.expert_tp)
     if s.pp > 1:
-        yield (1 + trains) * cluster.all_to_all_s(rows / s.tp, 1 << 30 if _stage(role) >= cluster.node_size else 2)
-
-
-def _stage(role: MegatronRole) -> int:
-    """Ranks of a pipeline stage."""
-    return role.dp * role.sizes.tp
+        far = role.dp * s.tp >= cluster.node_size  # the ranks of a stage fill a node
+        yield (1 + trains) * cluster.all_to_all_s(rows / s.tp, 1 << 30 if far else 2)
 
 
 def _reduction(job: PlanInputs, role: Role, cluster: GpuCluster) -> Iterator[float]:

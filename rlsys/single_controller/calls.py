@@ -93,13 +93,8 @@ class CallSpec:
     num_padding: int = 0
 
 
-@dataclass(frozen=True)
-class RankCall:
-    """One method call for one rank."""
-
-    rank: int
-    spec: CallSpec
-    values: tuple[object, ...]
+RankCall = tuple[int, CallSpec, tuple[object, ...]]
+"""One method call for one rank: the rank, the method, and the values that are sent beside it."""
 
 
 @dataclass(eq=False)

@@ -91,10 +91,10 @@ class LocalBackend(Backend):
 
     def submit(self, role: str, stage: str, calls: Sequence[RankCall]) -> list[Pending]:
         pending = []
-        for call in calls:
-            run = partial(self._hosts[call.rank].call, call.spec, *call.values)
-            answered = run() if self.world_size == 1 else self._in_rank(call.rank, run)
-            pending.append(Pending(self, role, call.rank, stage, answered))
+        for rank, spec, values in calls:
+            run = partial(self._hosts[rank].call, spec, *values)
+            answered = run() if self.world_size == 1 else self._in_rank(rank, run)
+            pending.append(Pending(self, role, rank, stage, answered))
         return pending
 
     def probe(self, rank: int) -> Pending:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Self
 
-from rlsys.single_controller.calls import Backend, CallSpec, Future, Pending, RankCall, finish, of_rank
+from rlsys.single_controller.calls import Backend, CallSpec, Future, Pending, finish, of_rank
 from rlsys.single_controller.dispatch import (
     Dispatch,
     Execute,
@@ -91,8 +91,8 @@ class WorkerGroup:
         if not 0 <= rank < self.world_size:
             raise ValueError(f"{self.role} has ranks 0..{self.world_size - 1}, not {rank}")
         spec = CallSpec(method, self.role, self._target, tuple(kwargs))
-        call = RankCall(rank, spec, _resolved((*args, *kwargs.values())))
-        return of_rank(self._backend.submit(self.role, stage or method, [call])[0])
+        values = _resolved((*args, *kwargs.values()))
+        return of_rank(self._backend.submit(self.role, stage or method, [(rank, spec, values)])[0])
 
     def execute_rank(
         self,
@@ -191,7 +191,7 @@ class WorkerGroup:
             num_padding = split.num_padding[rank] if split.num_padding else 0
             values = tuple(value[rank] for value in (*split.args, *split.kwargs.values()))
             spec = CallSpec(method, self.role, self._target, names, num_padding)
-            calls.append(RankCall(rank, spec, _resolved(values)))
+            calls.append((rank, spec, _resolved(values)))
         return self._backend.submit(self.role, method, calls)
 
     def _results(self, pending: Sequence[Pending], collect: Callable[[Sequence[Pending]], object] | None = None) -> Any:

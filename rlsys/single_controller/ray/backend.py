@@ -100,9 +100,9 @@ class RayBackend(Backend):
 
     def submit(self, role: str, stage: str, calls: Sequence[RankCall]) -> list[Pending]:
         pending = []
-        for call, values in zip(calls, _values_once([call.values for call in calls])):
-            refs = self._actors[call.rank].call.options(num_returns=2).remote(call.spec, *values)
-            pending.append(Pending(self, role, call.rank, stage, refs))
+        for (rank, spec, _), values in zip(calls, _values_once([values for _, _, values in calls])):
+            refs = self._actors[rank].call.options(num_returns=2).remote(spec, *values)
+            pending.append(Pending(self, role, rank, stage, refs))
         return pending
 
     def header(self, one: Pending) -> Header:
