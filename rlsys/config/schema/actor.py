@@ -93,9 +93,8 @@ class TrainedRoleConfig(Section):
     @property
     def training(self) -> t.MicroBatches:
         """The micro-batches of updates."""
-        if self.use_dynamic_bsz:
-            return t.MicroBatches(max_tokens=self.ppo_max_token_len_per_gpu)
-        return t.MicroBatches(rows=self.ppo_micro_batch_size_per_gpu)
+        rows, max_tokens = self.ppo_micro_batch_size_per_gpu, self.ppo_max_token_len_per_gpu
+        return t.MicroBatches.of(self.use_dynamic_bsz, rows, max_tokens)
 
 
 class ActorConfig(TrainedRoleConfig):
@@ -231,6 +230,5 @@ class CriticConfig(TrainedRoleConfig):
     @property
     def scoring(self) -> t.MicroBatches:
         """The micro-batches in which values are computed."""
-        if self.use_dynamic_bsz:
-            return t.MicroBatches(max_tokens=self.forward_max_token_len_per_gpu)
-        return t.MicroBatches(rows=self.forward_micro_batch_size_per_gpu)
+        rows, max_tokens = self.forward_micro_batch_size_per_gpu, self.forward_max_token_len_per_gpu
+        return t.MicroBatches.of(self.use_dynamic_bsz, rows, max_tokens)

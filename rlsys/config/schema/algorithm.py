@@ -351,9 +351,8 @@ class RewardModelConfig(Section):
     @property
     def scoring(self) -> t.MicroBatches:
         """The micro-batches in which it scores."""
-        if self.use_dynamic_bsz:
-            return t.MicroBatches(max_tokens=self.forward_max_token_len_per_gpu)
-        return t.MicroBatches(rows=self.micro_batch_size_per_gpu)
+        rows, max_tokens = self.micro_batch_size_per_gpu, self.forward_max_token_len_per_gpu
+        return t.MicroBatches.of(self.use_dynamic_bsz, rows, max_tokens)
 
     @property
     def model(self) -> ServedModelConfig:

@@ -129,9 +129,8 @@ class SupervisedDataConfig(TrainingRowsConfig):
     @property
     def training(self) -> t.MicroBatches:
         """The micro-batches of a step."""
-        if self.use_dynamic_bsz:
-            return t.MicroBatches(max_tokens=self.max_token_len_per_gpu)
-        return t.MicroBatches(rows=self.micro_batch_size_per_gpu)
+        rows, max_tokens = self.micro_batch_size_per_gpu, self.max_token_len_per_gpu
+        return t.MicroBatches.of(self.use_dynamic_bsz, rows, max_tokens)
 
 
 class SFTDataConfig(SupervisedDataConfig):

@@ -187,9 +187,8 @@ class LogProbConfig(Section):
     @property
     def scoring(self) -> t.MicroBatches:
         """The micro-batches of these passes."""
-        if self.log_prob_use_dynamic_bsz:
-            return t.MicroBatches(max_tokens=self.log_prob_max_token_len_per_gpu)
-        return t.MicroBatches(rows=self.log_prob_micro_batch_size_per_gpu)
+        rows, max_tokens = self.log_prob_micro_batch_size_per_gpu, self.log_prob_max_token_len_per_gpu
+        return t.MicroBatches.of(self.log_prob_use_dynamic_bsz, rows, max_tokens)
 
 
 class CheckpointConfig(Section):

@@ -74,3 +74,8 @@ class MicroBatches:
         sizes = [size for size in (self.rows, self.max_tokens) if size is not None]
         if len(sizes) > 1 or min(sizes, default=1) < 1:
             raise ValueError(f"a micro-batch needs either rows or max_tokens, at least 1; got {self}")
+
+    @classmethod
+    def of(cls, dynamic: bool, rows: int | None, max_tokens: int) -> "MicroBatches":
+        """By tokens if `dynamic`, else by rows."""
+        return cls(max_tokens=max_tokens) if dynamic else cls(rows=rows)
