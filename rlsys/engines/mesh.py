@@ -104,8 +104,7 @@ def make_ranks(device: str, *, fsdp_size: int = -1, sp_size: int = 1) -> Ranks:
         if shard == world
         else DeviceMesh(own.type, grid.view(-1, shard), mesh_dim_names=("replicate", "shard"))
     )
-    sp_group = _own_group([list(range(s, s + sp)) for s in range(0, world, sp)]) if sp > 1 else None
-    dp_group = _own_group([list(range(s, world, sp)) for s in range(sp)]) if sp > 1 else None
+    lanes = DeviceMesh(own.type, grid.view(-1, sp), mesh_dim_names=("dp", "sp")) if sp > 1 else None
     return Ranks(
         device=own,
         rank=rank,
@@ -114,10 +113,10 @@ def make_ranks(device: str, *, fsdp_size: int = -1, sp_size: int = 1) -> Ranks:
         dp_size=world // sp,
         is_collect=rank % sp == 0,
         reports_loss=True,
-        loss_group=dp_group,
+        loss_group=lanes.get_group("dp") if lanes else None,
         mesh=mesh,
         sp_size=sp,
-        sp_group=sp_group,
+        sp_group=lanes.get_group("sp") if lanes else None,
     )
 
 
@@ -128,11 +127,6 @@ def own_device(name: str) -> torch.device:
         own = torch.device("cuda", torch.cuda.current_device() if own.index is None else own.index)
         torch.cuda.set_device(own)
     return own
-
-
-def _own_group(members: list[list[int]]) -> dist.ProcessGroup | None:
-    groups: list[Any] = [dist.new_group(ranks) for ranks in members]
-    return next(g for g, ranks in zip(groups, members, strict=True) if dist.get_rank() in ranks)
 
 
 def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
