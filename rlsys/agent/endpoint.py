@@ -92,16 +92,13 @@ class Endpoint:
         await site.start()
         self._port = self._runner.addresses[0][1]
 
-    def _episode(self, request: web.Request) -> OpenEpisode | None:
-        name = request.match_info.get("episode", "")
-        if self._make_session is not None and not name:
-            return OpenEpisode(self._make_session(), "", "")
-        return self._episodes.get(name)
-
     @web.middleware
     async def _checked(self, request: web.Request, handler: Any) -> web.StreamResponse:
         """The answer of a handler to a program that may ask; errors in OpenAI's form."""
-        episode = self._episode(request)
+        if (name := request.match_info.get("episode", "")) or self._make_session is None:
+            episode = self._episodes.get(name)
+        else:
+            episode = OpenEpisode(self._make_session(), "", "")
         given = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
         if episode is None:
             return _error(404, "not_found", "there is no open episode at this URL; it may have ended")
@@ -111,6 +108,7 @@ class Endpoint:
             if is_key:
                 return _error(403, "forbidden", "requests of web pages are not answered")
             return _error(401, "invalid_api_key", "wrong key; use the OPENAI_API_KEY that the program was given")
+        request["episode"] = episode
         try:
             return await handler(request)
         except EpisodeEnd as ended:
@@ -123,7 +121,7 @@ class Endpoint:
         return web.json_response({"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "rlsys"}]})
 
     async def _reward(self, request: web.Request) -> web.Response:
-        self._episodes[request.match_info["episode"]].reward = float((await request.json())["reward"])
+        request["episode"].reward = float((await request.json())["reward"])
         return web.json_response({})
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
@@ -142,8 +140,7 @@ class Endpoint:
         return web.json_response(response)
 
     async def _completion(self, request: web.Request, body: Mapping[str, Any]) -> dict[str, Any]:
-        episode = self._episode(request)
-        assert episode is not None, "checked before"
+        episode = request["episode"]
         answers = await self._drawn(episode, body, is_retry=request.headers.get("x-stainless-retry-count", "0") != "0")
         episode.last = answers[0]
         parent = answers[0].span.parent

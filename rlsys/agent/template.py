@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from random import Random
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from rlsys.agent.message_images import image_urls, with_placeholders
 from rlsys.agent.trace import Span
@@ -25,6 +25,7 @@ Kind = Literal["user", "tool"]
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
 Form = Callable[[Messages], list[Mapping[str, Any]]]
+T = TypeVar("T")
 
 SENTINEL = "\u2603SENTINEL\u2603"
 NUM_PROOFS = 200
@@ -141,32 +142,24 @@ class ChatTemplate:
 
     def _start_text(self, messages: Messages, tools: Tools | None) -> str:
         """The text of a conversation in the first form of which the template takes the contents."""
-        causes = []
-        for form in FORMS:
-            try:
-                self._behind_sentinel(form([{"role": "user", "content": SENTINEL}]), None)
-                return self._render(form(messages), tools, prompt=True)
-            except ValueError as error:
-                causes.append(error)
-        raise causes[0]
+
+        def text(form: Form) -> str:
+            self._behind_sentinel(form([{"role": "user", "content": SENTINEL}]), None)
+            return self._render(form(messages), tools, prompt=True)
+
+        return _first(text)[1]
 
     def prove(self, kind: Kind) -> None:
         """Learn to append messages of this kind. ConfigError if what is written depends on the history."""
         if kind in self._forms:
             return
-        causes = []
-        for form in FORMS:
-            try:
-                self._check(form, kind)
-            except ValueError as error:
-                causes.append(str(error))
-            else:
-                self._forms[kind] = form
-                return
-        raise ConfigError(
-            f"the tokenizer's chat template cannot append {kind} messages to a conversation: {causes[0]}; set "
-            "actor_rollout_ref.model.custom_chat_template to one that can, or use a workflow without such messages"
-        )
+        try:
+            self._forms[kind], _ = _first(lambda form: self._check(form, kind))
+        except ValueError as error:
+            raise ConfigError(
+                f"the tokenizer's chat template cannot append {kind} messages to a conversation: {error}; set "
+                "actor_rollout_ref.model.custom_chat_template to one that can, or use a workflow without such messages"
+            ) from error
 
     def _check(self, form: Form, kind: Kind) -> None:
         for seed in range(self._num_proofs):
@@ -231,10 +224,7 @@ class ChatTemplate:
 
     def _render(self, messages: Messages, tools: Tools | None, *, prompt: bool) -> str:
         kwargs = {**self._kwargs, "tools": list(tools)} if tools else self._kwargs
-        try:
-            return render(self.tokenizer, messages, add_generation_prompt=prompt, template_kwargs=kwargs)
-        except (AttributeError, IndexError) as error:
-            raise ValueError(f"the chat template rejects the messages: {error}") from error
+        return render(self.tokenizer, messages, add_generation_prompt=prompt, template_kwargs=kwargs)
 
     def _encode(self, text: str, *, start: bool = False) -> tuple[int, ...]:
         special = start and not self.tokenizer.chat_template
@@ -242,6 +232,17 @@ class ChatTemplate:
 
 
 _HISTORY = ({"role": "user", "content": "hello"},)
+
+
+def _first(attempt: Callable[[Form], T]) -> tuple[Form, T]:
+    """The first form with which the attempt succeeds, and its result; the first error if there is none."""
+    causes = []
+    for form in FORMS:
+        try:
+            return form, attempt(form)
+        except ValueError as error:
+            causes.append(error)
+    raise causes[0]
 
 
 def _behind(last: Span, ids: tuple[int, ...]) -> tuple[int, ...]:
