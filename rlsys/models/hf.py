@@ -195,7 +195,7 @@ def _new_head(config: PretrainedConfig, seed: int) -> TensorSource:
 
 @dataclass(frozen=True)
 class TensorInMemory:
-    """A tensor held in this process."""
+    """A tensor held in this process, or mapped from a file."""
 
     tensor: Tensor
 
@@ -211,25 +211,6 @@ class TensorInMemory:
         return self.tensor[slices(start, shape)]
 
 
-@dataclass(frozen=True)
-class TensorInFile:
-    """A tensor of an open safetensors file."""
-
-    file: Any
-    name: str
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.file.get_slice(self.name).get_shape())
-
-    @property
-    def dtype(self) -> str:
-        return self.file.get_slice(self.name).get_dtype()
-
-    def read(self, start: Sequence[int], shape: Sequence[int]) -> Tensor:
-        return self.file.get_slice(self.name)[slices(start, shape)] if shape else self.file.get_tensor(self.name)
-
-
 def in_memory(tensors: Mapping[str, Tensor]) -> TensorSource:
     """Tensors of this process as a source."""
     return {name: TensorInMemory(tensor) for name, tensor in tensors.items()}
@@ -241,14 +222,14 @@ def read_whole(tensor: StoredTensor) -> Tensor:
 
 
 def open_model_dir(path: Path) -> TensorSource:
-    """The safetensors files of a model directory; only boxes asked for are read.
+    """The safetensors files of a model directory, mapped into memory; only boxes asked for are read.
 
     Without any, pytorch_model.bin is mapped into memory as tensors, and nothing in it is executed.
     """
     files = [open_safetensors(file) for file in sorted(path.glob("*.safetensors"))]
     if not files:
         return in_memory(_read_pickled(path))
-    tensors = {name: TensorInFile(file, name) for file in files for name in file.keys()}  # noqa: SIM118
+    tensors = in_memory({name: file.get_tensor(name) for file in files for name in file.keys()})  # noqa: SIM118
     if lost := _indexed(path / "model.safetensors.index.json") - tensors.keys():
         raise CheckpointError(f"{path} lacks files: {len(lost)} tensors of its index are missing, as {min(lost)}")
     if any(name.endswith(fp8.SCALE) for name in tensors):
