@@ -87,7 +87,7 @@ def wide(config: dict[str, Any], *, head_dim: int = 32) -> dict[str, Any]:
         section = [head_dim // 2 - 2 * (head_dim // 6), head_dim // 6, head_dim // 6]
         interleaved = config["model_type"] == "qwen3_vl"
         text["rope_parameters"] = {**ROPE, "mrope_section": section, "mrope_interleaved": interleaved}
-        tower["out_hidden_size"] = 4 * head_dim
+        tower |= {"out_hidden_size": 4 * head_dim, "patch_size": 14, "window_size": 56}
     return {**config, "text_config": text, "vision_config": tower}
 
 
@@ -207,7 +207,8 @@ def write_model(folder: Path, config: dict[str, Any] = QWEN25) -> Path:
         torch.manual_seed(0)
         auto_model(settings).from_config(settings).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    Qwen2VLImageProcessorPil(patch_size=4, min_pixels=64, max_pixels=1024).save_pretrained(folder)
+    side = config["vision_config"]["patch_size"]
+    Qwen2VLImageProcessorPil(patch_size=side, min_pixels=4 * side**2, max_pixels=64 * side**2).save_pretrained(folder)
     return folder
 
 

@@ -18,7 +18,6 @@ from rlsys.rollout.hf.engine import HFRollout
 from rlsys.types import ModelRequest, SamplingParams
 from tests.tiny_vision import MODELS, random_model, reference, vision_rows, wide
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "smolvlm")
 META = {"response_length": 6, "pad_token_id": 0, "temperature": 1.0, "ignore_eos": True, "seed": 3}
 LIMIT = 1e-4
 """As for text: tests/contracts/rollout_engine.py."""
@@ -64,25 +63,21 @@ def engine_over(name: str, path: Path, config: GenerationConfig) -> RolloutEngin
     return SGLangRollout(path, config)
 
 
-ENGINES = [
-    pytest.param(
-        name, marks=[getattr(pytest.mark, name), pytest.mark.skipif(find_spec(name) is None, reason="needs it")]
-    )
-    for name in ("vllm", "sglang")
-]
+FAMILIES = {"vllm": ("qwen2_5_vl", "qwen3_vl", "smolvlm"), "sglang": ("qwen2_5_vl", "qwen3_vl")}
+MARKS = {
+    name: [getattr(pytest.mark, name), pytest.mark.skipif(find_spec(name) is None, reason=f"needs {name}")]
+    for name in FAMILIES
+}
+CASES = [pytest.param((name, family), marks=MARKS[name]) for name in FAMILIES for family in FAMILIES[name]]
 
 
-@pytest.fixture(params=FAMILIES, scope="module")
-def family(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
-@pytest.fixture(params=ENGINES, scope="module")
-def bench(request: pytest.FixtureRequest, family: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+@pytest.fixture(params=CASES, scope="module", ids="-".join)
+def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    name, family = request.param
     config, path = wide(MODELS[family]), tmp_path_factory.mktemp(family)
     random_model(config, seed=1, has_twin=True).save_pretrained(path)
     Qwen2VLImageProcessorPil(patch_size=4).save_pretrained(path)  # nothing in it may change what the engine reads
-    engine = engine_over(request.param, path, GenerationConfig(seed=11, enforce_eager=True, max_num_seqs=8))
+    engine = engine_over(name, path, GenerationConfig(seed=11, enforce_eager=True, max_num_seqs=8))
     yield Bench(engine, config)
     engine.close()
 

@@ -54,12 +54,20 @@ def test_a_run_on_images_validates_and_leaves_a_model_with_its_processor(tmp_pat
     HFRollout.from_path(tmp_path / "merged").close()
 
 
-@pytest.mark.vllm
-@pytest.mark.parametrize("family", ["qwen2_5_vl"])
-def test_a_run_on_images_is_drawn_by_an_engine_as_the_trainer_reads_them(tmp_path: Path, family: str) -> None:
-    workflow = "actor_rollout_ref.rollout.workflow=VisionRLVRWorkflow"
-    more = ["actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.enforce_eager=true", workflow]
-    assert main(arguments(tmp_path, "trainer.backend=local", *more, config=wide(MODELS[family]))) == 0
+@pytest.mark.parametrize(
+    ("engine", "workflow"),
+    [
+        pytest.param("vllm", "VisionRLVRWorkflow", marks=pytest.mark.vllm),
+        pytest.param("vllm", "MultiTurnWorkflow", marks=pytest.mark.vllm),
+        pytest.param("sglang", "MultiTurnWorkflow", marks=pytest.mark.sglang),
+    ],
+)
+def test_an_engine_draws_answers_to_images_as_the_trainer_reads_them(
+    tmp_path: Path, engine: str, workflow: str
+) -> None:
+    engines = [f"actor_rollout_ref.rollout.name={engine}", "actor_rollout_ref.rollout.enforce_eager=true"]
+    more = [*engines, f"actor_rollout_ref.rollout.workflow={workflow}", "data.max_response_length=96"]
+    assert main(arguments(tmp_path, "trainer.backend=local", *more, config=wide(MODELS["qwen2_5_vl"]))) == 0
     lines = metrics_of(tmp_path)
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert max(line["parity/max_abs"] for line in lines) < 1e-4
@@ -79,7 +87,7 @@ def test_episodes_on_images_have_the_log_probs_of_the_trainer(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        (["actor_rollout_ref.rollout.name=sglang"], "actor_rollout_ref.rollout.name=hf"),
+        (["actor_rollout_ref.rollout.name=sglang"], "patches of 14 pixels only; the model's have 4"),
         (["actor_rollout_ref.actor.strategy=megatron"], "actor_rollout_ref.actor.strategy=fsdp"),
         (["algorithm.adv_estimator=gae"], "algorithm.adv_estimator=grpo"),
         (["data.mm_processor_kwargs={max_pixel: 4}"], "max_pixel is not among"),

@@ -1,14 +1,16 @@
 """Whether what the configuration chooses can take the images of a vision-language model."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from rlsys.config.checks.files import model_facts
 from rlsys.config.checks.findings import wrong
 from rlsys.config.schema.jobs import EvalConfig, PPOConfig
 from rlsys.config.vocabulary import GRIDS, TILES
 
-IMAGE_ENGINES = ("hf", "vllm")
+IMAGE_ENGINES = ("hf", "vllm", "sglang")
+PATCH = 14
 POLICY = "actor_rollout_ref"
 
 
@@ -25,8 +27,20 @@ def check_vision(cfg: PPOConfig | EvalConfig) -> Iterator[str]:
         return
     if engine not in IMAGE_ENGINES:
         yield wrong(cfg, f"{POLICY}.rollout.name", "it is not given images here", IMAGE_ENGINES[0])
+    elif engine == "sglang" and (lacks := _lacks_in_sglang(facts)):
+        yield wrong(cfg, f"{POLICY}.rollout.name", lacks, "vllm")
     if actor is not None and actor.strategy == "megatron":
         yield wrong(cfg, f"{POLICY}.actor.strategy", "Megatron trains models of text; images need FSDP", "fsdp")
     if isinstance(cfg, PPOConfig) and cfg.use_critic:
         why = "the value function of a vision-language model is not trained"
         yield wrong(cfg, "algorithm.adv_estimator", why, "grpo")
+
+
+def _lacks_in_sglang(facts: Mapping[str, Any]) -> str:
+    """What SGLang does not do for a vision-language model, "" if it draws for it."""
+    if facts["model_type"] in TILES:
+        return "SGLang has no models of this family"
+    patch = facts.get("vision_config", {}).get("patch_size", PATCH)
+    if facts["model_type"] == "qwen2_5_vl" and patch != PATCH:
+        return f"SGLang takes images of Qwen2.5-VL in patches of {PATCH} pixels only; the model's have {patch}"
+    return ""

@@ -20,6 +20,9 @@ from torch import Tensor
 
 from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.ipc.rpc import Method, RpcClient
+from rlsys.models.hf import auto_model
+from rlsys.models.vision import has_images
+from rlsys.protocol import images_of
 from rlsys.protocol.columns import tensors_of
 from rlsys.rollout.base import (
     DEFAULT_CONFIG,
@@ -34,6 +37,7 @@ from rlsys.rollout.batch import score_sequences
 from rlsys.rollout.hf_files import eos_ids_of, model_config
 from rlsys.rollout.sampling.hook import UNUSED, SampleSpec
 from rlsys.rollout.sglang.arguments import SINGLE_RANK, ReplicaRank, server_arguments
+from rlsys.rollout.sglang.given_images import request_images
 from rlsys.rollout.sglang.launch import EngineThread
 from rlsys.rollout.sglang.sampler import request_id
 from rlsys.rollout.sglang.scheduler_hooks import SchedulerEngine, SchedulerSettings
@@ -85,6 +89,9 @@ class SGLangRollout(BaseRolloutEngine):
             eos_token_ids=eos_ids_of(path),
         )
         self.config, self.replica, self._num_layers = config, replica, text.num_hidden_layers
+        if has_images(hf_config):
+            with torch.device("meta"):
+                self._positions = auto_model(hf_config).from_config(hf_config)
         self._folder = tempfile.TemporaryDirectory(prefix="rlsys-sglang-")
         socket = Path(self._folder.name) / "scheduler"
         settings = SchedulerSettings(str(socket), str(path), dtype, config.seed, self.is_leader, methods)
@@ -122,8 +129,8 @@ class SGLangRollout(BaseRolloutEngine):
                 if stop:
                     self._put_back(new)
                 for one in () if stop else new:
-                    spec, ids = SampleSpec.of(one), one.request.input_ids
-                    pending[self._submit(ids, spec, max_tokens=one.max_new_tokens)] = one
+                    spec, given = SampleSpec.of(one), one.request
+                    pending[self._submit(given.input_ids, spec, given.images, max_tokens=one.max_new_tokens)] = one
                 for one in cancelled:
                     self._abort(request_id(SampleSpec.of(one)))
                 if not pending:
@@ -148,7 +155,15 @@ class SGLangRollout(BaseRolloutEngine):
             pending.clear()
             raise
 
-    def _submit(self, ids: Sequence[int], spec: SampleSpec, *, max_tokens: int = 1, score_from: int = -1) -> Pending:
+    def _submit(
+        self,
+        ids: Sequence[int],
+        spec: SampleSpec,
+        images: Sequence[Any] = (),
+        *,
+        max_tokens: int = 1,
+        score_from: int = -1,
+    ) -> Pending:
         """Submit a request to SGLang, which takes the tokens that we sample; log-probabilities from `score_from` on.
 
         Only requests of one weight version share the cache of their prompts.
@@ -160,6 +175,8 @@ class SGLangRollout(BaseRolloutEngine):
         more: dict[str, Any] = {"return_logprob": True, "logprob_start_len": score_from} if score_from >= 0 else {}
         if self.config.enable_rollout_routing_replay and score_from < 0:
             more["return_routed_experts"] = True
+        if images:
+            more["image_data"] = [request_images(ids, self._positions, images, salt=str(self.version))]
         request = GenerateReqInput(
             input_ids=list(ids), sampling_params=params, rid=request_id(spec), extra_key=str(self.version), **more
         )
@@ -197,16 +214,16 @@ class SGLangRollout(BaseRolloutEngine):
             return torch.zeros(tensors_of(batch.batch)["responses"].shape)
         self.remote.call("score_at", temperature, deadline_s=CALL_WAIT_S)
         try:
-            return score_sequences(batch, self._prompt_logprobs)
+            return score_sequences(batch, partial(self._prompt_logprobs, images_of(batch)))
         finally:
             self.remote.call("score_at", 1.0, deadline_s=CALL_WAIT_S)
 
     def _prompt_logprobs(
-        self, sequences: Sequence[Sequence[int]], lengths: Sequence[int]
+        self, images: Sequence[tuple[Any, ...]], sequences: Sequence[Sequence[int]], lengths: Sequence[int]
     ) -> Iterator[tuple[int, list[float]]]:
         pending = [
-            self._submit(ids, SampleSpec(next(self._numbers), len(ids), UNUSED), score_from=len(ids) - length - 1)
-            for ids, length in zip(sequences, lengths, strict=True)
+            self._submit(ids, SampleSpec(next(self._numbers), len(ids), UNUSED), own, score_from=len(ids) - length - 1)
+            for ids, length, own in zip(sequences, lengths, images, strict=True)
         ]
         for row, (future, length) in enumerate(zip(pending, lengths, strict=True)):
             entries = self._result(future)["meta_info"]["input_token_logprobs"]

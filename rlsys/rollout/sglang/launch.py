@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rlsys.rollout.sglang.given_images import take_given_images
 from rlsys.rollout.sglang.scheduler_hooks import SchedulerSettings, run_scheduler
 from rlsys.utils.errors import ConfigError, DeadlineError, RolloutError
 
@@ -127,6 +128,7 @@ def _start(arguments: dict[str, Any], settings: SchedulerSettings) -> Any:
         def _launch_detokenizer_subprocesses(cls, *args: Any, **kwargs: Any) -> tuple[list[Any], list[str]]:
             return [], []
 
+    take_given_images()
     engine = RolloutEngine(**arguments)
     atexit.unregister(engine.shutdown)  # it kills all children of this process, including the reward pool's
     watchdog = getattr(engine.tokenizer_manager, "_subprocess_watchdog", None)

@@ -1,0 +1,59 @@
+"""Images as SGLang takes them from us: processed. Its own image processors, which need torchvision, are not used."""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from rlsys.models.vision import num_features, pack_images
+from rlsys.protocol import ImageInputs
+
+
+class GivenImages:
+    """In the place of SGLang's processor of a model: what a request brings is processed."""
+
+    prefer_tokenized_input = True
+
+    async def process_mm_data_async(self, image_data: Sequence[Any], **_: Any) -> Any:
+        return image_data[0]
+
+    def clear_preprocess_cache(self) -> None:
+        """There is none."""
+
+
+def take_given_images() -> None:
+    """Have SGLang's engines of this process take processed images."""
+    from sglang.srt.managers import tokenizer_manager
+
+    wrapper = next(name for name in vars(tokenizer_manager) if name.endswith("get_processor_wrapper"))
+    for name in ("import_processors", wrapper):
+        setattr(tokenizer_manager, name, lambda *_, **__: None)
+    tokenizer_manager.get_mm_processor = lambda *_, **__: GivenImages()
+
+
+def request_images(ids: Sequence[int], model: Any, images: Sequence[ImageInputs], *, salt: str) -> Any:
+    """The `image_data` of a request; what SGLang computed of an image serves requests of the same `salt` only.
+
+    `model` is transformers' model, on any device, whose positions these are.
+    """
+    from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalProcessorOutput
+
+    packed, positions = pack_images(model, torch.tensor(ids), [len(ids)], [images])
+    grids, counts = packed.tensors["image_grid_thw"], num_features(model.config, packed.tensors)
+    names = [sha for one in images for sha in one.shas]
+    items = []
+    parts = packed.tensors["pixel_values"].split(grids.prod(-1).tolist())
+    for name, pixels, grid, places in zip(names, parts, grids, packed.places.split(counts), strict=True):
+        item = MultimodalDataItem(modality=Modality.IMAGE, feature=pixels, offsets=[(int(places[0]), int(places[-1]))])
+        item.hash = int.from_bytes(hashlib.sha256(f"{salt}/{name}".encode()).digest()[:7], "big")
+        item.set("image_grid_thw", grid[None])
+        items.append(item)
+    shift = positions.max() + 1 - len(ids)
+    return MultimodalProcessorOutput(
+        mm_items=items,
+        input_ids=list(ids),
+        im_token_id=model.config.image_token_id,
+        mrope_positions=positions,
+        mrope_position_delta=shift.view(1, 1),
+    )
