@@ -17,7 +17,7 @@ LARGEST = 1 << 14
 """Tokens of the largest image of the known models, as their processors are published."""
 
 
-class GivenImages:
+class ProfiledImage:
     """In the place of vLLM's processor of a model: it makes the image with which vLLM measures the memory it needs."""
 
     cache = None
@@ -64,7 +64,7 @@ def take_given_images(config: Any, *, max_model_len: int) -> dict[str, Any]:
     for name in config.architectures:
         model: Any = ModelRegistry.models[name].load_model_cls()
         del model._processor_factory
-        MULTIMODAL_REGISTRY.register_processor(GivenImages, info=Info, dummy_inputs=lambda _: None)(model)  # pyrefly: ignore
+        MULTIMODAL_REGISTRY.register_processor(ProfiledImage, info=Info, dummy_inputs=lambda _: None)(model)  # pyrefly: ignore
     arguments = {"mm_processor_cache_gb": 0, "mm_device_do_normalize": False}
     return {name: value for name, value in arguments.items() if name in EngineArgs.__dataclass_fields__}
 
