@@ -1,9 +1,7 @@
 """The main job with strategy=megatron: parts of the actor in several Ray workers, weights by plan into the rollouts."""
 
 import json
-import shutil
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,8 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from tests.e2e.conftest import Toy
+from rlsys.model_merger.__main__ import main as model_merger
+from tests.e2e.conftest import Toy, with_model
 from trainer.main_ppo import main
 
 MEGATRON = "actor_rollout_ref.actor.megatron"
@@ -123,29 +122,52 @@ def test_two_stages_of_two_ranks_with_critic_and_reference(toy: Toy, tmp_path: P
     check_resume(toy, tmp_path, more, roles=("actor", "critic"))
 
 
+def with_experts(toy: Toy, folder: Path) -> Toy:
+    """The toy with experts, without a padding token: transformers does not train its embedding, Megatron does."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "head_dim": 8, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "intermediate_size": 48, "moe_intermediate_size": 16}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True, "bos_token_id": None}
+    made = with_model(toy, folder, Qwen3MoeConfig, **sizes, **experts)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "pad_token_id": None}))
+    return made
+
+
+EXPERTS2 = ("trainer.n_gpus_per_node=2", f"{MEGATRON}.expert_model_parallel_size=2")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_experts_on_two_ranks(toy: Toy, tmp_path: Path, ray_cluster: object) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(toy.model, folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=262,
-        hidden_size=32,
-        head_dim=8,  # pyrefly: ignore
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=16,
-        intermediate_size=48,
-        norm_topk_prob=True,
-        max_position_embeddings=64,
-        eos_token_id=1,
-        pad_token_id=0,
-        bos_token_id=None,
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(str(folder))
-    more = ["trainer.n_gpus_per_node=2", f"{MEGATRON}.expert_model_parallel_size=2"]
-    check_resume(replace(toy, model=folder), tmp_path, more)
+    check_resume(with_experts(toy, tmp_path / "model"), tmp_path, EXPERTS2)
+
+
+def logits(run: Path, step: int, folder: Path) -> Tensor:
+    """What the merged checkpoint of a step says of some tokens."""
+    checkpoint = run / f"global_step_{step}"
+    assert model_merger(["merge", "--local_dir", str(checkpoint), "--target_dir", str(folder)]) == 0
+    with torch.inference_mode():
+        return AutoModelForCausalLM.from_pretrained(folder)(torch.arange(3, 40)[None]).logits
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_experts_go_from_fsdp_to_megatron_and_back(toy: Toy, tmp_path: Path, ray_cluster: object) -> None:
+    """Step 3 of a run on FSDP is also done by Megatron, and step 4 by FSDP from there."""
+    experts = with_experts(toy, tmp_path / "model")
+    fsdp = ("actor_rollout_ref.actor.strategy=fsdp", "trainer.total_training_steps=4")
+
+    def go_on(name: str, checkpoint: Path, *more: str) -> dict[str, Any]:
+        at = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}")
+        return run(experts, tmp_path / name, *more, *at)[-1]
+
+    whole = run(experts, tmp_path / "whole", *fsdp)
+    there = go_on("there", tmp_path / "whole" / "global_step_2", *EXPERTS2)
+    back = go_on("back", tmp_path / "there" / "global_step_3", *fsdp)
+    for ours, theirs, name in ((there, whole[2], "there"), (back, whole[3], "back")):
+        assert ours["actor/grad_norm"] == pytest.approx(theirs["actor/grad_norm"], rel=1e-4)
+        step = int(theirs["step"])
+        got, wanted = (logits(tmp_path / run, step, tmp_path / f"{run}{step}") for run in (name, "whole"))
+        torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-4)
+        assert (wanted - logits(tmp_path / "whole", step - 1, tmp_path / f"before{step}")).abs().max() > 1e-3

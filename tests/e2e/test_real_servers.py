@@ -37,6 +37,7 @@ OPTIONS = {
     "vllm": ["--dtype", "float32", "--enforce-eager", "--max-model-len", "4096", "--max-num-seqs", "16"],
     "sglang": ["--dtype", "float32", "--mem-fraction-static", "0.1", "--max-total-tokens", "65536"],
 }
+PROJECTIONS = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
 START_S = 600
 SECRET = "a-token-for-the-tests"
 
@@ -86,7 +87,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 @contextmanager
-def served(kind: str, script: str, model: Path, log: Path, **environment: str) -> Iterator[str]:
+def served(kind: str, script: str, model: Path, log: Path, *options: str, **environment: str) -> Iterator[str]:
     """The address of a server that a script of ours started, ended with its children afterwards."""
     python = os.environ.get(PYTHONS[kind])
     if not python:
@@ -98,7 +99,7 @@ def served(kind: str, script: str, model: Path, log: Path, **environment: str) -
     own |= {"RLSYS_SERVER_TOKEN": SECRET, "PROCESS_GROUP": "1", **environment}
     with log.open("w") as out:
         process = subprocess.Popen(
-            [SCRIPTS / script, model, *OPTIONS[kind]],
+            [SCRIPTS / script, model, *OPTIONS[kind], *options],
             env=os.environ | own,
             stdout=out,
             stderr=out,
@@ -265,13 +266,32 @@ def test_training_follows_the_server(
     check_run(tmp_path / "out")
 
 
+ADAPTERS = {
+    "vllm": ("run_vllm_training.sh",),
+    "sglang": ("run_sglang.sh", "--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", *PROJECTIONS),
+}
+UNPINNED = """
+import runpy, torch
+runpy.run_path({shells!r})
+torch.Tensor.pin_memory = lambda tensor, *_: tensor
+for name in ("empty", "tensor"):
+    make = getattr(torch, name)
+    setattr(torch, name, lambda *args, make=make, pin_memory=False, **more: make(*args, **more))
+"""
+"""SGLang's adapters ask for pinned memory, which only CUDA has."""
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_adapters_trained_here_are_served_live(
-    models: Models, toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, models: Models, toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RLSYS_SERVER_TOKEN", SECRET)
-    log = tmp_path / "server.log"
-    with served("vllm", "run_vllm_training.sh", models.folders[0], log) as url:
-        more = ("actor_rollout_ref.rollout.name=vllm_remote", "actor_rollout_ref.rollout.servers.lora_name=actor")
+    shells = str(SCRIPTS / "sglang_cpu" / "sitecustomize.py")
+    (tmp_path / "sitecustomize.py").write_text(UNPINNED.format(shells=shells))
+    own = {"PYTHONPATH": f"{tmp_path}:{SCRIPTS.parent}"} if kind == "sglang" else {}
+    script, *options = ADAPTERS[kind]
+    with served(kind, script, models.folders[0], tmp_path / "server.log", *options, **own) as url:
+        more = (f"actor_rollout_ref.rollout.name={kind}_remote", "actor_rollout_ref.rollout.servers.lora_name=actor")
         arguments = overrides(
             toy, models.folders[0], tmp_path / "out", url, *more, "actor_rollout_ref.model.lora_rank=8"
         )
