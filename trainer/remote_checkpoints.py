@@ -52,6 +52,6 @@ class RemoteCheckpoints:
     def _readable(self) -> Iterator[None]:
         try:
             yield
-        except (OSError, ValueError, ImportError, RuntimeError) as error:
+        except Exception as error:  # object stores raise errors of their own libraries
             why = f"{type(error).__name__}: {error}; check the address and its credentials"
             raise ConfigError(f"checkpoints at {self.url} cannot be read or written: {why}") from error

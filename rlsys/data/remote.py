@@ -28,6 +28,6 @@ def local_copy(url: str) -> str:
             beside.replace(copy)
     except FileNotFoundError as error:
         raise ConfigError(f"{url}: file not found; set an existing file") from error
-    except (OSError, ValueError, ImportError) as error:
+    except Exception as error:  # object stores raise errors of their own libraries
         raise ConfigError(f"{url} cannot be read: {error}; check the address and its credentials") from error
     return str(copy)

@@ -268,13 +268,22 @@ def test_training_follows_the_server(
 
 ADAPTERS = {
     "vllm": ("run_vllm_training.sh",),
-    "sglang": ("run_sglang.sh", "--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", *PROJECTIONS),
+    "sglang": (
+        "run_sglang.sh",
+        "--lora-backend",
+        "torch_native",
+        "--enable-lora",
+        "--max-lora-rank",
+        "8",
+        "--lora-target-modules",
+        *PROJECTIONS,
+    ),
 }
 UNPINNED = """
 import runpy, torch
 runpy.run_path({shells!r})
 torch.Tensor.pin_memory = lambda tensor, *_: tensor
-for name in ("empty", "tensor"):
+for name in ("empty", "tensor", "zeros", "ones"):
     make = getattr(torch, name)
     setattr(torch, name, lambda *args, make=make, pin_memory=False, **more: make(*args, **more))
 """

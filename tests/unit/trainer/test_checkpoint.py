@@ -8,6 +8,7 @@ import pytest
 from fsspec import register_implementation
 from fsspec.implementations.memory import MemoryFileSystem
 
+from rlsys.data.remote import local_copy
 from rlsys.utils.errors import CheckpointError, ConfigError
 from trainer.checkpoint import LATEST, STATE, CheckpointStore, TrainerState, load_state, save_state
 
@@ -116,6 +117,10 @@ def test_which_checkpoint_is_resumed(tmp_path: Path) -> None:
         store.latest()
 
 
+class StoreError(Exception):
+    """As botocore's errors are, which are no OSError."""
+
+
 class FullBucket(MemoryFileSystem):
     """An object store that takes what is small only."""
 
@@ -125,6 +130,12 @@ class FullBucket(MemoryFileSystem):
 
     def put_file(self, lpath: str, rpath: str, **kwargs: Any) -> None:
         raise OSError("507 Insufficient Storage")
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: Any) -> None:
+        raise StoreError("no such endpoint")
+
+    def ukey(self, path: str) -> str:
+        raise StoreError("no such endpoint")
 
 
 register_implementation("full", FullBucket)
@@ -154,6 +165,10 @@ def test_an_address_that_cannot_be_written_is_one_clear_error(tmp_path: Path) ->
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"checkpoints at file://.*cannot be read or written.*credentials"):
         CheckpointStore(tmp_path, keep={}, remote=f"file://{tmp_path}/file/run").remote.check()
+    with pytest.raises(ConfigError, match="StoreError: no such endpoint; check the address"):
+        CheckpointStore(tmp_path, keep={}, remote="full://bucket").remote.check()
+    with pytest.raises(ConfigError, match=r"full://bucket/rows\.parquet cannot be read: no such endpoint"):
+        local_copy("full://bucket/rows.parquet")
     with pytest.raises(OSError, match="507"):
         CheckpointStore(tmp_path, keep={}, remote="full://bucket").remote.upload(
             save(CheckpointStore(tmp_path, keep={}), 1)
