@@ -158,13 +158,13 @@ def test_experts_go_from_fsdp_to_megatron_and_back(toy: Toy, tmp_path: Path, ray
     experts = with_experts(toy, tmp_path / "model")
     fsdp = ("actor_rollout_ref.actor.strategy=fsdp", "trainer.total_training_steps=4")
 
-    def go_on(name: str, checkpoint: Path, *more: str) -> dict[str, Any]:
+    def continued(name: str, checkpoint: Path, *more: str) -> dict[str, Any]:
         at = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}")
         return run(experts, tmp_path / name, *more, *at)[-1]
 
     whole = run(experts, tmp_path / "whole", *fsdp)
-    there = go_on("there", tmp_path / "whole" / "global_step_2", *EXPERTS2)
-    back = go_on("back", tmp_path / "there" / "global_step_3", *fsdp)
+    there = continued("there", tmp_path / "whole" / "global_step_2", *EXPERTS2)
+    back = continued("back", tmp_path / "there" / "global_step_3", *fsdp)
     for ours, theirs, name in ((there, whole[2], "there"), (back, whole[3], "back")):
         assert ours["actor/grad_norm"] == pytest.approx(theirs["actor/grad_norm"], rel=1e-4)
         step = int(theirs["step"])
