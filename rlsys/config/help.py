@@ -5,13 +5,12 @@ use_attribute_docstrings parses the source of every class at import.
 """
 
 import inspect
-import re
 import textwrap
 from functools import cache
 
 from pydantic._internal._docs_extraction import extract_docstrings_from_cls
 
-from rlsys.config.compat.reader import compat_table
+from rlsys.config.compat.reader import REFERENCE, absolute_names, compat_table
 from rlsys.config.introspect import allowed, default_of, job_name, leaves, nearest, sections, shown
 from rlsys.config.presets import preset_names, presets_folder
 from rlsys.config.schema.base import Section
@@ -92,10 +91,8 @@ def _topic(schema: type[Section], word: str) -> list[str]:
 def _short(schema: type[Section], key: str, *, with_type: bool = True) -> str:
     field, (section, _, name) = leaves(schema)[key], key.rpartition(".")
     default = default_of(field)
-    follows = re.fullmatch(r"\$\{(\.?)([\w.]+)\}", default) if isinstance(default, str) else None
-    head = f"{key}={shown(default)}"
-    if follows:
-        head = f"{key}   (follows {f'{section}.' if follows[1] and section else ''}{follows[2]})"
+    follows = REFERENCE.fullmatch(absolute_names(str(default), key))
+    head = f"{key}   (follows {follows[1]})" if follows else f"{key}={shown(default)}"
     words = describe(sections(schema)[section], name) + (f" [{allowed(field)}]" if with_type else "")
     return f"  {head}\n{textwrap.indent(textwrap.fill(words, _WIDTH), ' ' * 6)}"
 

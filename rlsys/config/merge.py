@@ -2,7 +2,6 @@
 
 import json
 import operator
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,14 +10,13 @@ from typing import Any
 from warnings import catch_warnings
 
 from rlsys.config.checks.findings import ignored
-from rlsys.config.compat.reader import REFERENCE, compat_table, prefixes
+from rlsys.config.compat.reader import REFERENCE, TEXT_WITH_KEYS, absolute_names, compat_table, prefixes
 from rlsys.config.introspect import default_of, is_count, is_open, leaves, nearest, nest, plain, sections, shown
 from rlsys.config.overrides import Override
 from rlsys.config.schema.base import Section
 from rlsys.utils.errors import ConfigError
 
 COMMAND_LINE = "command line"
-_TEXT = re.compile(rf"([^$\\]|{REFERENCE.pattern})+")
 _LORA_OF_AREAL = ("actor.use_lora", "${rollout.use_lora}")
 _EPOCHS = (("saver.freq_epochs", 1), ("evaluator.freq_epochs", 1))
 _YIELDING = (
@@ -115,8 +113,8 @@ class Layers:
 
     def _insert_keys(self, values: dict[str, Any], paths: list[str]) -> list[str]:
         """Resolve text whose only references are keys, without omegaconf's slow tree; returns the other paths."""
-        texts = {path: _absolute(values[path], path) for path in paths if isinstance(values[path], str)}
-        names = {path: {*REFERENCE.findall(text)} for path, text in texts.items() if _TEXT.fullmatch(text)}
+        texts = {path: absolute_names(values[path], path) for path in paths if isinstance(values[path], str)}
+        names = {path: {*REFERENCE.findall(text)} for path, text in texts.items() if TEXT_WITH_KEYS.fullmatch(text)}
         rest = {*paths, *self.unresolved}
         while done := [path for path in names if path in rest and names[path] <= values.keys() - rest]:
             values |= {path: _inserted(texts[path], values) for path in done}
@@ -261,11 +259,6 @@ class Layers:
         section = path.rpartition(".")[0] or "all"
         listed = f"--help {section if section in self._sections else 'all'} lists keys"
         return f"no such key; did you mean {' or '.join(near)}?" if near else f"no such key; {listed}"
-
-
-def _absolute(text: str, path: str) -> str:
-    """The text with `${.name}` as the name in the section of `path`."""
-    return re.sub(r"\$\{\.(?=\w)", "${" + path[: path.rfind(".") + 1], text)
 
 
 def _inserted(text: str, values: dict[str, Any]) -> Any:

@@ -32,6 +32,7 @@ from rlsys.config.schema.base import Section
 FILES = ("verl.yaml", "areal.yaml", "rlinf.yaml", "hf.yaml")
 _MAX_ALIASES = 4
 REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
+TEXT_WITH_KEYS = re.compile(rf"([^$\\]|{REFERENCE.pattern})+")
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,11 @@ def read_blocks(name: str) -> list[dict[str, Any]]:
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     text = (Path(__file__).parent / name).read_text(encoding="utf-8")
     return yaml.load(text, Loader=loader)["blocks"]
+
+
+def absolute_names(text: str, path: str) -> str:
+    """The text with each `${.name}` as the key of that name in the section of `path`."""
+    return re.sub(r"\$\{\.(?=\w)", "${" + path[: path.rfind(".") + 1], text)
 
 
 def _translated(value: Any, values: dict[Any, Any]) -> Any:
