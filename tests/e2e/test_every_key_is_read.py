@@ -68,6 +68,7 @@ READERS = {
     f"{ROLLOUT}agent.max_tool_seconds": "rlsys/agent/session.py:_call",
     f"{ROLLOUT}multi_turn.max_parallel_calls": "rlsys/agent/session.py:call_tools",
     f"{ROLLOUT}agent.max_rows": "trainer/ppo.py:next_batch",
+    "reward.reward_model.micro_batch_size_per_gpu": "rlsys/config/schema/algorithm.py:scoring",
     "trainer.resume_changed": "trainer/run_folder.py:_compared",
     **{f"trainer.max_failed_{name}": "trainer/prompt_groups.py:fail" for name in ("in_a_row", "share")},
     **{f"reward.reward_model.{name}": "rlsys/config/pools.py:process_pools" for name in ("n_gpus_per_node", "nnodes")},
@@ -133,6 +134,7 @@ def ppo_runs(toy: Toy, folder: Path) -> list[list[str]]:
                 f"reward.reward_model.model_path={toy.model}",
                 f"{ACTOR}optim.optimizer=Muon",
                 "critic.optim.optimizer=Muon",
+                f"{ACTOR}use_dynamic_bsz=false",
             ),
         ],
         [
@@ -190,6 +192,7 @@ def supervised_runs(toy: Toy, folder: Path, job: ModuleType) -> list[list[str]]:
     common += ["data.train_batch_size=4", "data.micro_batch_size_per_gpu=2", "data.max_length=32"]
     common += ["trainer.test_freq=1", "trainer.save_freq=1", "trainer.total_training_steps=2"]
     custom = [f"data.custom_cls.path={folder}/extensions.py", "data.custom_cls.name=Rows", "model.lora_rank=2"]
+    custom.append("data.use_dynamic_bsz=false")
     labelled = [{"prompt": "1+1=", "completion": text, "label": text == "2"} for text in "2?"]
     (folder / "labelled.jsonl").write_text("\n".join(map(json.dumps, labelled * 4)))
     files = [f"data.{part}_files={folder}/labelled.jsonl" for part in ("train", "val")]
