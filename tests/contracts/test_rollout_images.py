@@ -16,6 +16,7 @@ from rlsys.protocol import IMAGES, DataProto
 from rlsys.rollout.batch import generate_sequences
 from rlsys.rollout.hf.engine import HFRollout
 from rlsys.types import ModelRequest, SamplingParams
+from tests.contracts.rollout_engine import Driver
 from tests.tiny_vision import MODELS, random_model, reference, vision_rows, wide
 
 META = {"response_length": 6, "pad_token_id": 0, "temperature": 1.0, "ignore_eos": True, "seed": 3}
@@ -88,6 +89,20 @@ def test_log_probs_with_images_are_the_models_after_each_push_of_the_tower(bench
         bench.push(seed, version)
         bench.check(seed)
     bench.push(1, 3)
+
+
+def test_requests_with_images_run_and_wait_over_a_push(bench: Bench) -> None:
+    bench.engine.config = bench.engine.config.model_copy(update={"on_update": "keep"})  # type: ignore[attr-defined]
+    rows = vision_rows(bench.config)
+    prompt, images = rows.tensors["prompts"][0], rows.non_tensor_batch[IMAGES][0]
+    ids, params = tuple(prompt[prompt > 0].tolist()), SamplingParams(200, ignore_eos=True)
+    requests = [ModelRequest(ids, params, rid=f"{n}", images=images) for n in range(20)]
+    driver = Driver(bench.engine)
+    driver.exchange(requests)
+    bench.push(1, 4)
+    responses = driver.finish()
+    assert [len(response.output_tokens) for response in responses] == [200] * 20
+    assert {version for response in responses for version in response.output_versions} >= {4}
 
 
 def test_equal_prompts_with_different_images_are_read_apart(bench: Bench) -> None:

@@ -215,6 +215,8 @@ class VLLMRollout(BaseRolloutEngine):
         self.weights.finish()
         if not self._running:
             self.engine.reset_prefix_cache()
+        if has_images(self.hf_config):
+            self.engine.reset_encoder_cache()  # loading emptied the model's half of it
         super().finish_update(version)
 
     def _move_memory(self, tags: Sequence[str], *, asleep: bool) -> None:
