@@ -164,7 +164,7 @@ class RolloutWorker(WeightReceiver, Worker):
 
     def damage_in_update(self) -> None:
         """In the middle of the next updates change one byte of what the trainer exports, as a stray write would."""
-        copies = [copy for copy in self._side.spec.plan.copies if copy.tensor == "model.norm.weight"]
+        copies = [copy for copy in self._side.plan.copies if copy.tensor == "model.norm.weight"]
         name = copies[0].source_local
         self.rollout.fault = lambda: self._side._imported[0].tensors[name].view(torch.uint8)[5].bitwise_xor_(1)
 
