@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -138,6 +139,7 @@ app = create_app(Echo, Say, Heard, env_name="echo")
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(find_spec("openenv") is None, reason="needs pip install -e '.[openenv]'")
 async def test_an_openenv_server_is_played_by_calls_of_step(pool, tmp_path):
     (tmp_path / "echo_server.py").write_text(ECHO)
     port = free_port()
@@ -172,6 +174,7 @@ def load_environment(limit: int = 1):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(find_spec("verifiers") is None, reason="needs pip install -e '.[verifiers]'")
 def test_an_environment_of_verifiers_scores_its_rollout(tmp_path, monkeypatch):
     (tmp_path / "reverse_words.py").write_text(REVERSE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
