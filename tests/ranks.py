@@ -10,6 +10,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from tests.timing import scaled_s
 
 DEADLINE_S = 120.0
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 MODELS = tuple(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen2", "qwen3"))
 """What most tests build: imported once instead of by every rank."""
 
@@ -28,12 +30,13 @@ def run_ranks(world_size: int, work: Callable[..., Any], *args: Any, backend: st
     deadline_s = scaled_s(DEADLINE_S)
     context: Any = multiprocessing.get_context("forkserver" if "nccl" in backend else "fork")
     if "nccl" in backend:
-        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # so that imports may ask whether there are GPUs
-        context.set_forkserver_preload(["torch", "rlsys.engines.fsdp.engine", *MODELS])  # nothing that may touch CUDA
+        _start_server(context)
     with tempfile.TemporaryDirectory() as place:
         ranks = [
             context.Process(
-                target=_rank, args=(rank, world_size, Path(place), backend, deadline_s / 2, work, args), daemon=True
+                target=_rank,
+                args=(rank, world_size, Path(place), backend, os.environ.get(VISIBLE), deadline_s / 2, work, args),
+                daemon=True,
             )
             for rank in range(world_size)
         ]
@@ -52,9 +55,31 @@ def run_ranks(world_size: int, work: Callable[..., Any], *args: Any, backend: st
     return [value for _, value in results]
 
 
+def _start_server(context: Any) -> None:
+    """Start the server that ranks with GPUs are forked from; it sees no GPU, so that its imports leave CUDA alone."""
+    context.set_forkserver_preload(["torch", "rlsys.engines.fsdp.engine", *MODELS])
+    visible = os.environ.get(VISIBLE)
+    os.environ.update({VISIBLE: "", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"})
+    forkserver.ensure_running()
+    _show_gpus(visible)
+
+
+def _show_gpus(visible: str | None) -> None:
+    os.environ.pop(VISIBLE, None)
+    os.environ.update({} if visible is None else {VISIBLE: visible})
+
+
 def _rank(
-    rank: int, world_size: int, place: Path, backend: str, deadline_s: float, work: Callable[..., Any], args: Any
+    rank: int,
+    world_size: int,
+    place: Path,
+    backend: str,
+    visible: str | None,
+    deadline_s: float,
+    work: Callable[..., Any],
+    args: Any,
 ) -> None:
+    _show_gpus(visible)
     torch.set_num_threads(1)
     os.environ.pop("RANK", None)
     store = dist.FileStore(str(place / "store"), world_size)
