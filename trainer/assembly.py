@@ -30,7 +30,7 @@ from trainer.evaluation import OnValidation, Validation
 from trainer.generation import GradedRollout
 from trainer.groups import WorkerGroups
 from trainer.judge import serve_judge
-from trainer.parity import ParityProbe
+from trainer.parity import ParityProbe, Scorer
 from trainer.prompt_groups import PromptGroups
 from trainer.prompts import num_steps, training_prompts
 from trainer.repeatable import check_repeatable
@@ -88,6 +88,7 @@ def assemble(
         pool = stack.enter_context(reward_pool(cfg.reward, judge=judge))
         if pools.external:
             fleet, transfer = connect_servers(cfg, groups.actor)
+            scorer: Scorer = fleet
         else:
             assert groups.rollout is not None
             transfer = connect_weights(groups, cfg, colocated=pools.colocated)  # the workers hold its resources
@@ -100,6 +101,7 @@ def assemble(
                 restartable=not pools.colocated,
                 min_replicas=rollout.min_replicas,
             )
+            scorer = fleet if isinstance(fleet, ElasticFleet) else groups.rollout
         stack.callback(fleet.close)
         reporter.count("gen", lambda: (fleet.counts["answered"], fleet.counts["issued"]))
         graded = graded_rollout(cfg, fleet, inputs.tokenizer, pool, stack, reporter.stage)
@@ -114,7 +116,7 @@ def assemble(
             dataset=inputs.train_dataset,
             graded=graded,
             prompt_length=cfg.data.max_prompt_length,
-            rollout=fleet if isinstance(fleet, ElasticFleet) or groups.rollout is None else groups.rollout,
+            rollout=scorer,
             actor=groups.actor,
             residency=residency,
         )
@@ -168,7 +170,7 @@ def training_source(cfg: PPOConfig, inputs: Inputs, graded: GradedRollout, fleet
             probe=partial(check_repeatable, fleet, len(inputs.tokenizer)),
         )
     if isinstance(graded, EpisodeRollout):
-        return EpisodeSource(groups, fleet, graded)
+        return EpisodeSource(groups, fleet, graded, deadline_s=graded.deadline_s)
     return AsyncSource(groups, fleet, deadline_s=deadline_s)
 
 

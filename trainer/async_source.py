@@ -12,19 +12,19 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from rlsys.fleet.fleet import RolloutFleet
 from rlsys.protocol import DataProto
 from rlsys.rollout.partial import PartialResponse
 from rlsys.types import ModelRequest, ModelResponse
 from rlsys.utils.errors import DeadlineError
 from trainer.overlap import OverlapMeter
 from trainer.prompt_groups import PromptGroup, PromptGroups
+from trainer.source import Fleet
 
 
 class AsyncSource:
     """Keeps the fleet busy with as many prompts as `max_staleness` allows, and takes them in the order of the data."""
 
-    def __init__(self, groups: PromptGroups, fleet: RolloutFleet, *, deadline_s: float) -> None:
+    def __init__(self, groups: PromptGroups, fleet: Fleet, *, deadline_s: float) -> None:
         self._groups, self._fleet, self._deadline_s = groups, fleet, deadline_s
         self._running: dict[PromptGroup, dict[int, Future[Any]]] = {}  # by row, but for answers that are complete
         self._ended: SimpleQueue[PromptGroup | None] = SimpleQueue()

@@ -42,6 +42,7 @@ from trainer.epochs import EpochSource
 from trainer.generation import GradedRollout, fleet_generate, meta_of_all_calls, training_sampling, validation_sampling
 from trainer.prompt_groups import PromptGroup, PromptGroups
 from trainer.rewards import reward_manager
+from trainer.source import Fleet
 
 EPISODES = "open_episodes.jsonl"
 AGENTS = {"single_turn_agent": "RLVRWorkflow", "tool_agent": "ToolWorkflow"}
@@ -161,9 +162,9 @@ class OpenEpisodes:
 class EpisodeSource(AsyncSource):
     """An AsyncSource whose answers are episodes."""
 
-    def __init__(self, groups: PromptGroups, fleet: RolloutFleet, rollout: EpisodeRollout) -> None:
+    def __init__(self, groups: PromptGroups, fleet: Fleet, rollout: EpisodeRollout, *, deadline_s: float) -> None:
         self._episodes = OpenEpisodes(groups, rollout)
-        super().__init__(groups, fleet, deadline_s=rollout.deadline_s)
+        super().__init__(groups, fleet, deadline_s=deadline_s)
 
     def save(self, folder: Path) -> dict[str, Any]:
         """Keep finished groups and the logs of open episodes beside a checkpoint."""
@@ -194,7 +195,7 @@ class EpisodeEpochSource(EpochSource):
     all episodes wait for a draw of the next one, so it does not matter how long their tools take.
     """
 
-    def __init__(self, groups: PromptGroups, fleet: RolloutFleet, rollout: EpisodeRollout, **epochs: Any) -> None:
+    def __init__(self, groups: PromptGroups, fleet: Fleet, rollout: EpisodeRollout, **epochs: Any) -> None:
         super().__init__(groups, fleet, **epochs)
         self._episodes = OpenEpisodes(groups, rollout)
         self._futures: dict[PromptGroup, list[Future[EpisodeResult]]] = {}

@@ -14,13 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rlsys.fleet.fleet import RolloutFleet
 from rlsys.protocol import DataProto
 from rlsys.rollout.partial import PartialResponse
 from rlsys.types import Finish, ModelResponse
 from rlsys.utils.errors import DeadlineError
 from trainer.overlap import OverlapMeter
 from trainer.prompt_groups import PromptGroup, PromptGroups
+from trainer.source import Fleet
 
 
 class EpochSource:
@@ -29,7 +29,7 @@ class EpochSource:
     def __init__(
         self,
         groups: PromptGroups,
-        fleet: RolloutFleet,
+        fleet: Fleet,
         *,
         max_response_tokens: int,
         deadline_s: float,

@@ -25,7 +25,7 @@ from trainer.backend import import_external_libs, load_processor, load_tokenizer
 from trainer.dumps import dump, sample_rows
 from trainer.episodes import graded_rollout, load_agents
 from trainer.generation import GradedRollout, validation_sampling
-from trainer.groups import start_group
+from trainer.groups import RolloutGroup, start_group
 from trainer.local_files import with_local_files
 from trainer.prompts import load_prompts
 from trainer.rewards import check_data_sources, reward_pool
@@ -134,7 +134,7 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
             external_libs=external_libs,
         )
         worker = worker_class(rollout.name)
-        group = start_group(backend, run, "rollout", worker, model, rollout, engine, "auto")
+        group: RolloutGroup = start_group(backend, run, "rollout", worker, model, rollout, engine, "auto")
         stack.callback(group.close)
         pool = stack.enter_context(reward_pool(config.reward))
         num_rows = len(dataset) * rollout.val_kwargs.n

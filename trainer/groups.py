@@ -1,13 +1,16 @@
-"""The roles of a run, the worker groups that play them, and how they are started."""
+"""The roles of a run, the worker groups that play them, and what the trainer calls on each group."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
-from rlsys.config.schema.trainer import DeadlinesConfig, RunConfig
+from rlsys.config.schema.trainer import DeadlinesConfig, ProfilerConfig, RunConfig
+from rlsys.protocol import DataProto
+from rlsys.roles.lm import RankSums
 from rlsys.single_controller.base import ClassWithInitArgs, WorkerGroup
+from rlsys.single_controller.calls import Future
 from rlsys.single_controller.colocate import create_colocated_worker_cls
 from rlsys.single_controller.resource_pool import ResourcePoolManager
 from rlsys.telemetry.log import get_logger
@@ -34,6 +37,80 @@ class Role(Enum):
         return self.value
 
 
+class Group(Protocol):
+    """What every worker group offers; the protocols below add the registered methods of a role's workers."""
+
+    @property
+    def world_size(self) -> int: ...
+    def execute_all_async(self, method: str, *args: object) -> list[Future]: ...
+    def execute_rank_async(self, rank: int, method: str, *args: object, stage: str | None = None) -> Future: ...
+    def execute_rank(self, rank: int, method: str, *args: object, deadline_s: float | None = None) -> Any: ...
+    def restart_rank(self, rank: int, deadline_s: float | None = None) -> None: ...
+    def init_model(self) -> None: ...
+    def drain_stages(self) -> StageReport: ...
+    def close(self) -> None: ...
+
+
+class EngineGroup(Group, Protocol):
+    """A role on a training engine."""
+
+    def move(self, parts: Sequence[str], device: str) -> None: ...
+    def save_checkpoint(self, path: str, background: bool = False) -> None: ...
+    def is_saved(self) -> list[bool]: ...
+    def finish_save(self) -> None: ...
+    def load_checkpoint(self, path: str) -> None: ...
+    def export(self, path: str, what: Literal["export", "adapter"] = "export") -> None: ...
+    def start_profile(self, config: ProfilerConfig, step: int) -> None: ...
+    def stop_profile(self) -> None: ...
+
+
+class ReferenceGroup(EngineGroup, Protocol):
+    """The frozen policy."""
+
+    def compute_ref_log_prob(self, data: DataProto) -> DataProto: ...
+
+
+class TeacherGroup(EngineGroup, Protocol):
+    """The models of a distillation."""
+
+    def compute_teacher_log_prob(self, data: DataProto) -> DataProto: ...
+
+
+class ActorGroup(ReferenceGroup, Protocol):
+    """The policy that is trained; with LoRA also the reference."""
+
+    def compute_log_prob(self, data: DataProto) -> DataProto: ...
+    def update_actor(self, data: DataProto) -> DataProto: ...
+
+
+class CriticGroup(EngineGroup, Protocol):
+    """The value function."""
+
+    def compute_values(self, data: DataProto) -> DataProto: ...
+    def update_critic(self, data: DataProto) -> DataProto: ...
+
+
+class RewardModelGroup(Group, Protocol):
+    """A trained model as grader."""
+
+    def compute_rm_score(self, data: DataProto) -> DataProto: ...
+
+
+class SupervisedGroup(EngineGroup, Protocol):
+    """A language model or a reward model trained on given rows."""
+
+    def train_batch(self, data: DataProto) -> DataProto: ...
+    def eval_batch(self, data: DataProto) -> list[RankSums]: ...
+
+
+class RolloutGroup(Group, Protocol):
+    """Engines that complete prompts."""
+
+    def compute_log_prob(self, data: DataProto) -> DataProto: ...
+    def sleep(self, tags: Sequence[str]) -> None: ...
+    def wake(self, tags: Sequence[str]) -> None: ...
+
+
 @dataclass(frozen=True)
 class WorkerGroups:
     """The groups of a run; a role that the algorithm does not need, or that another group plays, is None.
@@ -41,25 +118,25 @@ class WorkerGroups:
     `rollout` is None only with external servers.
     """
 
-    actor: WorkerGroup
-    rollout: WorkerGroup | None = None
-    critic: WorkerGroup | None = None
-    ref: WorkerGroup | None = None
-    rm: WorkerGroup | None = None
-    teacher: WorkerGroup | None = None
-    judge: WorkerGroup | None = None
+    actor: ActorGroup
+    rollout: RolloutGroup | None = None
+    critic: CriticGroup | None = None
+    ref: ReferenceGroup | None = None
+    rm: RewardModelGroup | None = None
+    teacher: TeacherGroup | None = None
+    judge: RolloutGroup | None = None
 
     @property
-    def trained(self) -> Mapping[str, WorkerGroup]:
+    def trained(self) -> Mapping[str, EngineGroup]:
         """The trained roles by the name of their folder in a checkpoint."""
         return {"actor": self.actor} | ({"critic": self.critic} if self.critic is not None else {})
 
     @property
-    def all(self) -> list[WorkerGroup]:
+    def all(self) -> list[Group]:
         groups = (self.actor, self.rollout, self.critic, self.ref, self.rm, self.teacher, self.judge)
         return [group for group in groups if group is not None]
 
-    def save(self, folder: Path, *, background: Collection[WorkerGroup] = ()) -> None:
+    def save(self, folder: Path, *, background: Collection[EngineGroup] = ()) -> None:
         """Write the trained roles' parts of a checkpoint, those of some groups in the background."""
         for name, group in self.trained.items():
             group.save_checkpoint(str(folder / name), group in background)
@@ -109,16 +186,16 @@ def start_groups(
     *,
     group_cls: Callable[..., WorkerGroup],
     deadlines: Mapping[str, float],
-) -> dict[str, WorkerGroup]:
+) -> dict[str, Any]:
     """Start one process group per pool, each process playing all roles of its pool, and load the models.
 
-    Returns a group for each role.
+    Returns a group for each role, to which the caller gives the type of the role's protocol.
     """
     manager.create_resource_pool()
     by_pool: dict[str, dict[str, ClassWithInitArgs]] = {}
     for role, worker in workers.items():
         by_pool.setdefault(manager.mapping[role], {})[str(role)] = worker
-    groups: dict[str, WorkerGroup] = {}
+    groups: dict[str, Any] = {}
     try:
         for pool, roles in by_pool.items():
             group = group_cls(
@@ -138,7 +215,7 @@ def start_groups(
     return groups
 
 
-def start_group(backend: WorkerBackend, run: RunConfig, role: str, worker: type, *args: object) -> WorkerGroup:
+def start_group(backend: WorkerBackend, run: RunConfig, role: str, worker: type, *args: object) -> Any:
     """The group of a job with one role, on all its processes; `args` build each `worker`."""
     manager = backend.make_manager({role: [run.n_gpus_per_node] * run.nnodes}, {role: role})
     workers, deadlines = {role: backend.worker_cls(worker, *args)}, stage_deadlines(run.deadlines)

@@ -11,14 +11,14 @@ from rlsys.agent.template import ChatTemplate
 from rlsys.config import PPOConfig
 from rlsys.config.schema.agent import AgentConfig, MultiTurnConfig
 from rlsys.fleet.group import group_fleet
-from rlsys.single_controller.base import WorkerGroup
 from rlsys.types import SamplingParams
 from trainer.backend import load_tokenizer
+from trainer.groups import RolloutGroup
 
 START_S = 30.0
 
 
-def serve_judge(cfg: PPOConfig, group: WorkerGroup, stack: ExitStack) -> str:
+def serve_judge(cfg: PPOConfig, group: RolloutGroup, stack: ExitStack) -> str:
     """HOST:PORT of a chat completions server over the reward model's engines; `stack` ends it."""
     grader, rollout = cfg.reward.reward_model, cfg.reward.reward_model.rollout
     restartable = grader.enable_resource_pool

@@ -6,10 +6,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from rlsys.config.schema.trainer import TrainingConfig
-from rlsys.single_controller.base import WorkerGroup
 from rlsys.telemetry.log import get_logger
 from rlsys.utils.errors import CheckpointError, DeadlineError, WorkerError
 from trainer.checkpoint import CheckpointStore, TrainerState, load_state, save_state
+from trainer.groups import EngineGroup
 from trainer.remote_checkpoints import RemoteCheckpoints
 from trainer.reporting import Reporter
 from trainer.run_folder import Begin
@@ -54,7 +54,7 @@ class CheckpointedLoop(ABC):
         """Write everything but the returned state into the folder of a checkpoint, or begin to."""
 
     @abstractmethod
-    def saving_groups(self) -> Sequence[WorkerGroup]:
+    def saving_groups(self) -> Sequence[EngineGroup]:
         """The groups that save in the background."""
 
     @abstractmethod

@@ -5,7 +5,7 @@ probe does not change those of the run), then scored by both sides at the sampli
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Protocol
 
 from torch import Tensor
 
@@ -14,10 +14,10 @@ from rlsys.config.schema.rollout import ParityConfig
 from rlsys.data.collate import collate_prompts
 from rlsys.data.dataset import PromptDataset
 from rlsys.protocol import IMAGES, DataProto, DataProtoConfig
-from rlsys.single_controller.base import WorkerGroup
 from rlsys.telemetry.log import get_logger
 from rlsys.utils.errors import DeadlineError, RolloutError, WorkerError
 from trainer.generation import GradedRollout, sampling_meta
+from trainer.groups import ActorGroup
 from trainer.residency import Residency, Resident
 from trainer.steps import ROWS
 
@@ -29,6 +29,12 @@ CAUSES = (
     "every tensor), another temperature, another dtype (actor_rollout_ref.rollout.dtype against the actor's), "
     "a tokenizer or end token of another model, an engine that computes the model differently."
 )
+
+
+class Scorer(Protocol):
+    """Scores given tokens."""
+
+    def compute_log_prob(self, data: DataProto) -> DataProto: ...
 
 
 @dataclass(frozen=True)
@@ -64,8 +70,8 @@ class ParityProbe:
     dataset: PromptDataset
     graded: GradedRollout
     prompt_length: int
-    rollout: Any
-    actor: WorkerGroup
+    rollout: Scorer
+    actor: ActorGroup
     residency: Residency
     cannot_score: bool = False
 

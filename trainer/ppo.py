@@ -28,7 +28,7 @@ from rlsys.utils.errors import ConfigError, ParityError, RolloutError
 from trainer.assembly import Inputs, TrainerParts, assemble
 from trainer.checkpoint import TrainerState
 from trainer.dumps import BackgroundDumps, dump, sample_rows
-from trainer.groups import Role, WorkerGroups, stage_deadlines, start_groups
+from trainer.groups import EngineGroup, Role, WorkerGroups, stage_deadlines, start_groups
 from trainer.loop import CheckpointedLoop
 from trainer.parity import ParityReport
 from trainer.prompts import num_steps
@@ -247,7 +247,7 @@ class RayPPOTrainer(CheckpointedLoop):
         self.reporter.report_validation(metrics, self.global_step)
         return metrics
 
-    def saving_groups(self) -> list[WorkerGroup]:
+    def saving_groups(self) -> list[EngineGroup]:
         sections = {"actor": self.cfg.actor_rollout_ref.actor, "critic": self.cfg.critic}
         return [group for name, group in self.groups.trained.items() if sections[name].checkpoint.async_save]
 

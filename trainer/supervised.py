@@ -14,13 +14,12 @@ from rlsys.data.stream import RowStream, first_rows
 from rlsys.data.supervised import TokenizedText, fingerprint, load_texts, parse_row
 from rlsys.protocol import DataProto, pad_dataproto_to_divisor
 from rlsys.roles.lm import RankSums, mean_over_ranks
-from rlsys.single_controller.base import WorkerGroup
 from rlsys.utils.errors import ConfigError
 from rlsys.utils.hub import is_rows_id
 from rlsys.utils.run_folders import HUGGINGFACE
 from trainer.backend import WorkerBackend, import_external_libs, load_tokenizer, running_backend
 from trainer.checkpoint import TrainerState
-from trainer.groups import start_group
+from trainer.groups import EngineGroup, SupervisedGroup, start_group
 from trainer.local_files import with_local_files
 from trainer.loop import CheckpointedLoop, completed
 from trainer.reporting import Reporter
@@ -83,7 +82,7 @@ class SupervisedTrainer(CheckpointedLoop):
         reporter = Reporter(run, config.model_dump(mode="json"), num_devices=num_ranks)
         super().__init__(run, reporter, keep={"model": run.max_ckpt_to_keep})
         self.cfg = config
-        self.group: WorkerGroup | None = None
+        self.group: SupervisedGroup | None = None
         self.external_libs = import_external_libs({"model": config.model})
         check_model(
             "engine", config.model, config.engine.shard, head="scalar" if isinstance(config, RMConfig) else "lm"
@@ -114,7 +113,7 @@ class SupervisedTrainer(CheckpointedLoop):
             self.group = start_group(backend, self.run, "train", SupervisedWorker, self.cfg, engine_run)
 
     @property
-    def workers(self) -> WorkerGroup:
+    def workers(self) -> SupervisedGroup:
         assert self.group is not None, "call start_workers() first"
         return self.group
 
@@ -157,7 +156,7 @@ class SupervisedTrainer(CheckpointedLoop):
         """A batch of the usual layout."""
         return collate_texts(rows, pad_token_id=self.tokenizer.pad_token_id)
 
-    def saving_groups(self) -> list[WorkerGroup]:
+    def saving_groups(self) -> list[EngineGroup]:
         return [self.workers] if self.cfg.checkpoint.async_save else []
 
     def save_parts(self, folder: Path) -> TrainerState:

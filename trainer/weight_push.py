@@ -11,12 +11,11 @@ from rlsys.fleet.external.settings import settings_of
 from rlsys.fleet.external.transfer import BroadcastTransfer, ExternalTransfer
 from rlsys.fleet.fleet import RolloutFleet
 from rlsys.interfaces import WeightTransfer
-from rlsys.single_controller.base import WorkerGroup
 from rlsys.telemetry.log import get_logger
 from rlsys.types import TransferReport
 from rlsys.utils.errors import DeadlineError, WeightTransferError, WorkerError
 from rlsys.weights.sharding_manager import ShardingManager
-from trainer.groups import WorkerGroups
+from trainer.groups import ActorGroup, WorkerGroups
 
 log = get_logger(__name__)
 
@@ -87,7 +86,7 @@ def connect_weights(groups: WorkerGroups, cfg: PPOConfig, *, colocated: bool) ->
     return manager
 
 
-def connect_servers(cfg: PPOConfig, actor: WorkerGroup) -> tuple[RemoteEngine, ExternalTransfer | BroadcastTransfer]:
+def connect_servers(cfg: PPOConfig, actor: ActorGroup) -> tuple[RemoteEngine, ExternalTransfer | BroadcastTransfer]:
     """A fleet over the configured external servers, connected, and the transfer of the actor's weights to them."""
     rollout, deadlines = cfg.actor_rollout_ref.rollout, cfg.trainer.deadlines
     settings = settings_of(rollout, deadlines, max_staleness=cfg.trainer.max_staleness)

@@ -6,18 +6,23 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol
 
 from rlsys.fleet.external.engine import RemoteEngine
 from rlsys.fleet.external.http import RefusedError, ServerFault
 from rlsys.fleet.external.server import ServerReplica
-from rlsys.single_controller.base import WorkerGroup
 from rlsys.types import TransferReport, WeightUpdateMeta
 from rlsys.utils.errors import WeightTransferError
-from rlsys.weights.executors.base import RankFuture, wait_all
+from rlsys.weights.executors.base import RankFuture, WeightGroup, wait_all
 from rlsys.weights.executors.external import BroadcastSpec, ServerGroup
 
 ADAPTER_DIR = "lora_adapter"
+
+
+class ExportsModel(WeightGroup, Protocol):
+    """The actor's worker group, as much of it as a transfer needs."""
+
+    def export(self, path: str, what: Literal["export", "adapter"] = "export") -> object: ...
 
 
 class ServerTransfer:
@@ -36,7 +41,7 @@ class ExternalTransfer(ServerTransfer):
     With `lora_name` the servers load only the adapter, under that name.
     """
 
-    actor: WorkerGroup
+    actor: ExportsModel
     engine: RemoteEngine
     folder: Path
     lora_name: str
@@ -71,7 +76,7 @@ class BroadcastTransfer(ServerTransfer):
     A server that fails is out until the next push; a push forms new groups after any failure.
     """
 
-    def __init__(self, actor: WorkerGroup, engine: RemoteEngine, *, bucket_bytes: int, deadline_s: float) -> None:
+    def __init__(self, actor: ExportsModel, engine: RemoteEngine, *, bucket_bytes: int, deadline_s: float) -> None:
         self.actor, self.engine, self.bucket_bytes, self.deadline_s = actor, engine, bucket_bytes, deadline_s
         self._groups: Mapping[str, ServerGroup] = {}
         self._is_whole, self._num_bytes = False, 0
