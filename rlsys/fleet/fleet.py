@@ -1,9 +1,9 @@
 """A fleet of rollout replicas on the driver: places requests, brings their tokens home, and survives lost replicas.
 
 A thread for each replica exchanges with it: it hands in what was placed there and takes the tokens that were sampled
-since. A lost replica costs the tokens of one exchange; its requests continue on another one. A replica that fails has
-its health checked, is restarted if needed and gets the current weights before it serves again. Every request is pending
-until it is answered or dropped, once.
+since. A lost replica costs the tokens of a quarter second; its requests continue on another one. A replica that fails
+has its health checked, is restarted if needed and gets the current weights before it serves again. Every request is
+pending until it is answered or dropped, once.
 """
 
 import asyncio
