@@ -111,7 +111,7 @@ def test_a_push_to_sleeping_weights_is_refused(engine: Any) -> None:
     engine._asleep.add("weights")
     try:
         for refused in (engine.begin_update, RemoteReceiver(engine).weight_checksum):
-            with pytest.raises(WeightTransferError, match=r"asleep: wake\(\['weights'\]\) first"):
+            with pytest.raises(WeightTransferError, match=r"asleep; call wake\(\['weights'\]\) first"):
                 refused()
     finally:
         engine._asleep.clear()
@@ -179,7 +179,7 @@ def test_a_dead_scheduler_is_an_error_not_a_hang(engine: Any) -> None:
         answer = thread.submit(engine.generate, [long] * 8)
         time.sleep(0.3)
         assert not answer.done()
-        for pid in engine._running.engine.get_all_child_pids():
+        for pid in engine._engine_thread.engine.get_all_child_pids():
             os.kill(pid, signal.SIGKILL)
-        with pytest.raises(RolloutError, match=r"scheduler of rollout rank 0 died"):
+        with pytest.raises(RolloutError, match=r"scheduler of rollout rank 0 exited"):
             answer.result(30)
