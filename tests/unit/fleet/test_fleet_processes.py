@@ -16,7 +16,7 @@ from tests.contracts.rollout_engine import requests_of, tiny_model
 from tests.timing import scaled_s, wait_until
 from tests.unit.fleet.engine_process import EngineProcess
 
-PARAMS = SamplingParams(250, ignore_eos=True, seed=100)
+PARAMS = SamplingParams(600, ignore_eos=True, seed=100)
 """A seed of which no token is at a boundary that the rounding of another batch would cross."""
 
 
