@@ -75,9 +75,10 @@ def start_backend(run: RunConfig, ray_kwargs: RayKwargsConfig, *, num_ranks: int
     # Teams that together have more threads than there are cores wait for each other in every operation on the CPU.
     in_node = max(1, min(num_ranks or run.nnodes * run.n_gpus_per_node, node_size))
     num_threads = cores and max(1, cores // in_node)
-    torch.set_num_threads(num_threads or torch.get_num_threads())
     worker_env = {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    worker_env |= {"OMP_NUM_THREADS": str(num_threads)} if num_threads else {}
+    if num_threads:
+        torch.set_num_threads(num_threads)
+        worker_env["OMP_NUM_THREADS"] = str(num_threads)
     manager = partial(on_ray.ResourcePoolManager, use_gpu=device != "cpu", max_colocate_count=1)
     group = partial(on_ray.RayWorkerGroup, worker_env=worker_env)
     return WorkerBackend(device, group, on_ray.RayClassWithInitArgs, manager, num_threads, node_size, cluster.close)

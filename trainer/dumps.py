@@ -135,7 +135,7 @@ def sample_rows(
     batch: DataProto, tokenizer: PreTrainedTokenizerBase, count: int, *, seed: int
 ) -> list[tuple[str, str, float]]:
     """`count` rows drawn by seed as (prompt, answer, score), for the trackers' tables."""
-    order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed))[:count].tolist()
+    batch = batch.select_idxs(torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed))[:count])
     rows, lengths = batch.tensors, response_lengths(batch).tolist()
     scores = rows["token_level_scores"].sum(-1).tolist()
 
@@ -144,7 +144,7 @@ def sample_rows(
 
     return [
         (text(_prompt_ids(rows, row)), text(rows["responses"][row, : lengths[row]].tolist()), scores[row])
-        for row in order
+        for row in range(len(batch))
     ]
 
 

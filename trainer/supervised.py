@@ -84,9 +84,8 @@ class SupervisedTrainer(CheckpointedLoop):
         self.cfg = config
         self.group: SupervisedGroup | None = None
         self.external_libs = import_external_libs({"model": config.model})
-        check_model(
-            "engine", config.model, config.engine.shard, head="scalar" if isinstance(config, RMConfig) else "lm"
-        )
+        head = "scalar" if isinstance(config, RMConfig) else "lm"
+        check_model("engine", config.model, config.engine.shard, head=head)
         self.tokenizer = load_tokenizer(config.model)
         self.train_rows, self.val_rows = load_rows(config, self.tokenizer)
         rows, num_rows, size = self.train_rows, len(self.train_rows), data.train_batch_size

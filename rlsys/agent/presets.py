@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -83,12 +83,11 @@ class RLVRWorkflow:
 
         sampling = SamplingParams(self.max_tokens, temperature=self.temperature)
         limits = (MAX_TOKENS, self.max_tokens, AgentConfig(), MultiTurnConfig())
-        session = Session(
-            SessionSettings(engine.sample, self._template(), sampling, *limits, grade), seed=seed, row=data
-        )
+        session = Session(SessionSettings(engine.sample, self._template, sampling, *limits, grade), seed=seed, row=data)
         score = await self.run({"prompt": data["messages"], **data}, session)
         return session.trace.rows(score.reward)
 
+    @cached_property
     def _template(self) -> ChatTemplate:
         return ChatTemplate(self.tokenizer, processor=self.processor)
 
@@ -127,10 +126,10 @@ class VisionRLVRWorkflow(RLVRWorkflow):
         return self.processor.image_token
 
     def _process_images(self, data: Row) -> "tuple[ImageInputs, ...]":
-        return self._template().with_images(None, data["messages"])[1]
+        return self._template.with_images(None, data["messages"])[1]
 
     def _format_vision_prompt(self, data: Row) -> str:
-        return self.tokenizer.decode(list(self._template().with_images(None, data["messages"])[0]))
+        return self.tokenizer.decode(list(self._template.with_images(None, data["messages"])[0]))
 
 
 class MultiTurnWorkflow:

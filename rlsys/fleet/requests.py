@@ -64,13 +64,13 @@ class ReplicaState:
     def report(self, deltas: Sequence[ResponseDelta]) -> tuple[int, float, int, int] | None:
         """Requests, seconds, decode steps and tokens from one report of all that runs to the next, if this is one."""
         self.drawn.update({delta.rid: len(delta.tokens) for delta in deltas if delta.tokens})
-        since_s, drawn, report = self.reported_s, list(self.drawn.values()), None
-        if any(delta.tokens and delta.finish is None for delta in deltas):
-            report = None if since_s is None else (len(drawn), self.exchanged_s - since_s, max(drawn), sum(drawn))
-            self.drawn, self.reported_s = Counter(), self.exchanged_s
-        if not self.running:
-            self.drawn, self.reported_s = Counter(), None
-        return report
+        since_s, drawn = self.reported_s, self.drawn
+        is_report = any(delta.tokens and delta.finish is None for delta in deltas)
+        if is_report or not self.running:
+            self.drawn, self.reported_s = Counter(), self.exchanged_s if self.running else None
+        if not is_report or since_s is None:
+            return None
+        return len(drawn), self.exchanged_s - since_s, max(drawn.values()), drawn.total()
 
     def idle_until(self, now_s: float) -> float:
         """Seconds without work since the start."""

@@ -316,7 +316,8 @@ class BaseRolloutEngine(ABC):
             raise ValueError(f"{len(ids)} prompt tokens, allowed are 1 to {self.max_model_len - 1}")
         if min(ids) < 0 or max(ids) >= self.vocab_size:
             raise ValueError(f"a token id is outside the vocabulary of {self.vocab_size}")
-        image_places(self.hf_config, torch.tensor(ids), request.images)
+        if request.images:
+            image_places(self.hf_config, torch.tensor(ids), request.images)
         check_sampling(params)
         self._num_requests += 1
         stops = params.stop_token_ids if params.ignore_eos else params.stop_token_ids + self.eos_token_ids
