@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.protocol import DataProto, response_lengths
+from rlsys.rollout.base import DEFAULT_CONFIG
 from rlsys.rollout.hf.engine import HFRollout
 from rlsys.types import ModelRequest, ResponseDelta
 from tests.timing import scaled_s
@@ -46,10 +47,12 @@ def small_model() -> LlamaForCausalLM:
 class EngineReplica:
     """An engine in this process; every exchange is late by up to `delay_s`, and it is lost in those of `lost_in`."""
 
-    def __init__(self, name: str, delay_s: float, lost_in: Collection[int] = ()) -> None:
+    def __init__(
+        self, name: str, delay_s: float, lost_in: Collection[int] = (), config: GenerationConfig = DEFAULT_CONFIG
+    ) -> None:
         self.name, self.delay_s, self.random = name, delay_s, random.Random(name)
         self.lost_in, self.num_exchanges, self.num_restarts, self.is_lost = lost_in, 0, 0, False
-        self.engine = HFRollout(small_model(), GenerationConfig())
+        self.engine = HFRollout(small_model(), config)
 
     def exchange(
         self, new: Sequence[ModelRequest], *, cancel: Collection[str], wait_s: float, deadline_s: float
@@ -126,6 +129,7 @@ def batches_of(
     max_staleness: int,
     num_steps: int = 6,
     delay_s: float = 0.0,
+    max_num_seqs: int = 256,
     lost_in: Sequence[Collection[int]] = ((), (), ()),
     folder: Path | None = None,
     group_filter: GroupFilter | None = None,
@@ -133,7 +137,8 @@ def batches_of(
 ) -> tuple[list[DataProto], Trainer]:
     """The batches of a run; with a `folder` each step is made by a source that continues from a checkpoint."""
     window = {"groups_per_step": PER_STEP, "max_staleness": max_staleness, "lookahead": lookahead}
-    replicas = [EngineReplica(f"replica {n}", delay_s, lost_in[n]) for n in range(num_replicas)]
+    config = GenerationConfig(max_num_seqs=max_num_seqs)
+    replicas = [EngineReplica(f"replica {n}", delay_s, lost_in[n], config) for n in range(num_replicas)]
     trainer, batches = Trainer(replicas), []
 
     def source_over(fleet: Any) -> EpochSource | AsyncSource:
@@ -207,7 +212,7 @@ def test_versions_follow_from_the_step_and_the_position(max_staleness: int) -> N
 
 @pytest.mark.parametrize("kind", [EpochSource, AsyncSource])
 def test_every_token_was_drawn_by_the_version_it_is_stamped_with(kind: type[EpochSource] | type[AsyncSource]) -> None:
-    batches, trainer = batches_of(kind, 2, max_staleness=3, num_steps=8, delay_s=0.01)
+    batches, trainer = batches_of(kind, 2, max_staleness=3, num_steps=8, delay_s=0.01, max_num_seqs=3)
     num_mixed = 0
     for batch in batches:
         for row in range(len(batch)):
@@ -221,4 +226,4 @@ def test_every_token_was_drawn_by_the_version_it_is_stamped_with(kind: type[Epoc
                 assert abs(scored[version][at] - drawn[at]) < 1e-4
                 nearest = min(scored, key=lambda v: abs(float(scored[v][at] - drawn[at])))
                 assert nearest == version
-    assert num_mixed > 5
+    assert num_mixed > 0  # three answers at a time: some are in progress at every push
