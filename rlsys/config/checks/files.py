@@ -207,7 +207,7 @@ def _python(cfg: Section, section: str, file: str, name: str, kind: str) -> Iter
 
 
 def _output(cfg: PPOConfig | SupervisedConfig | EvalConfig) -> Iterator[str]:
-    """Whether the folders that a run writes exist or can be created, and the one it resumes from exists."""
+    """Whether the folders that a run writes exist or can be created."""
     trainer = cfg.trainer
     for key in ("default_hdfs_dir", "resume_from_path"):
         url = getattr(trainer, key, None) or ""
@@ -228,6 +228,3 @@ def _output(cfg: PPOConfig | SupervisedConfig | EvalConfig) -> Iterator[str]:
                 yield wrong(cfg, f"trainer.{key}", f"{standing} is a file, not a folder", "<folder>")
             elif not os.access(standing, os.W_OK):
                 yield wrong(cfg, f"trainer.{key}", f"{standing} is not writable", "<folder>")
-    resumed = getattr(trainer, "resume_from_path", None)
-    if resumed and "://" not in resumed and not Path(resumed).is_dir():
-        yield wrong(cfg, "trainer.resume_from_path", "folder not found")

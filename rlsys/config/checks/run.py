@@ -3,6 +3,7 @@
 import importlib.util
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 from rlsys.config.checks.findings import note, wrong
 from rlsys.config.checks.rollout import check_elastic, check_rollout
@@ -40,9 +41,16 @@ def check_run(cfg: PPOConfig | SupervisedConfig | EvalConfig) -> Iterator[str]:
             yield wrong(cfg, f"trainer.{key}", "a stream has no epochs of a known length", "<steps>")
         if cfg.data.val_files and cfg.data.val_max_samples < 1 and any(map(is_rows_id, cfg.data.val_files)):
             yield wrong(cfg, "data.val_max_samples", "a stream has no length; its first rows are taken", "<rows>")
-    path = None if isinstance(cfg, EvalConfig) else cfg.trainer.resume_from_path
-    if path is not None and not re.search(r"global_step_\d+/*$", path):
-        yield wrong(cfg, "trainer.resume_from_path", "set the folder of one checkpoint; it ends in global_step_<N>")
+    if not isinstance(cfg, EvalConfig) and (path := cfg.trainer.resume_from_path) is not None:
+        key, is_used = "trainer.resume_from_path", cfg.trainer.resume_mode == "resume_path"
+        if re.search(r"global_step_\d+/*$", path) is None:
+            name = "the folder of one checkpoint ends in global_step_<N>"
+            unused = f"not used with trainer.resume_mode={cfg.trainer.resume_mode}; {name}"
+            yield wrong(cfg, key, f"set another folder; {name}") if is_used else note(cfg, key, unused)
+        elif not is_used:
+            yield wrong(cfg, key, "only one mode uses it; set trainer.resume_mode=resume_path")
+        elif "://" not in path and not Path(path).is_dir():
+            yield wrong(cfg, key, "folder not found")
 
 
 def check_ppo_run(cfg: PPOConfig) -> Iterator[str]:

@@ -10,7 +10,6 @@ from rlsys.config.schema.base import IF_CRITIC, ActiveIf, Requires, Section, ope
 RESUME_NEEDS_PATH = Requires(
     ".resume_from_path", given=("resume_path",), why="it needs a checkpoint", to="<folder>/global_step_N"
 )
-ONLY_RESUME_PATH = Requires(".resume_mode", ("resume_path",), why="only that mode uses it")
 WARMUP_NEEDS_CRITIC = Requires("use_critic", why="there is no critic", fix="set trainer.critic_warmup=0")
 IF_ASYNC = ActiveIf(".max_staleness", why="the run is synchronous; set trainer.max_staleness")
 NEW_CLUSTER = Requires(
@@ -100,8 +99,8 @@ class TrainingConfig(RunConfig):
     trains, and SFT and reward-model runs validate only after the last step."""
     resume_mode: Annotated[Literal["auto", "disable", "resume_path"], RESUME_NEEDS_PATH] = "auto"
     """Resume from the latest checkpoint, never, or from resume_from_path."""
-    resume_from_path: Annotated[t.LocalPath | None, ONLY_RESUME_PATH] = None
-    """Folder global_step_N to resume from."""
+    resume_from_path: t.LocalPath | None = None
+    """Folder global_step_N to resume from, if resume_mode=resume_path."""
     resume_changed: t.Flag = False
     """Resume a checkpoint although the model, algorithm or reward differs from that of the run that saved it."""
 

@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, Strict, WithJsonSchema
 
+from rlsys.config.overrides import parse_value
+
 MAX_COUNT = 1_000_000_000
 
 
@@ -21,7 +23,8 @@ def _texts(value: object) -> object:
 
 
 def as_tuple(value: object) -> object:
-    """A list of a file as a tuple; anything else is left to be refused."""
+    """A list, also one in quotes, as a tuple; anything else is left to be refused."""
+    value = parse_value(value) if isinstance(value, str) and value.startswith("[") else value
     return tuple(value) if isinstance(value, list) else value
 
 

@@ -404,6 +404,10 @@ def test_settings_that_nothing_else_asks_for_are_noted(setting: str, asks_for_it
     assert "ignored" not in notes(list(idle))
 
 
+def test_a_folder_of_no_checkpoint_is_not_used_to_resume_automatically() -> None:
+    assert "trainer.resume_from_path = checkpoints/: not used" in notes(["trainer.resume_from_path=checkpoints/"])
+
+
 @pytest.mark.parametrize(
     ("argv", "says"),
     [

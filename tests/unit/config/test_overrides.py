@@ -142,3 +142,8 @@ def test_a_section_may_be_given_as_a_dict() -> None:
     cfg = load_config(["actor_rollout_ref.actor.optim={lr: 1e-4, betas: [0.9, 0.95]}"])
     assert cfg.actor_rollout_ref.actor.optim.betas == (0.9, 0.95)
     assert cfg.actor_rollout_ref.actor.optim.weight_decay == 0.01
+
+
+def test_a_list_may_stand_in_quotes() -> None:
+    cfg = load_config(["critic.optim.betas='[0.9,0.95]'"])
+    assert cfg.critic.optim.betas == (0.9, 0.95)
