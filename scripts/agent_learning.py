@@ -1,7 +1,7 @@
 """A tiny model learns to use a tool: runs of the main job over seeds, synchronous and asynchronous, with equal samples.
 
     python scripts/agent_learning.py --out runs/agent --seeds 1 2 3 4 5 --ks 0 4
-    python scripts/agent_learning.py --out runs/sleep --seeds 1 --ks 0 4 --tool-s 2
+    python scripts/agent_learning.py --out runs/sleep --seeds 1 --ks 0 2 --steps 18 40 --lookahead 1 --tool-s 2
     python scripts/agent_learning.py --out runs/python --seeds 1 --ks 0 --steps 24 --tool python
 
 The start model (0.8M parameters, warmed up here by SFT in a few minutes on one core) answers a product of two-digit
@@ -9,7 +9,8 @@ numbers, which it cannot compute, mostly with "?" and sometimes with a call of a
 repeats. It is rewarded for the right result. Each run takes a minute or two on one core; those that are there already
 are kept. With --tool-s the calculator sleeps, lognormally distributed with this mean. With --tool python it is the job
 of config/agent_python.yaml with this small model, which writes programs. Printed are the mean rewards of
-the first three and the last ten steps, seconds a step, and how far apart the runs of two k end.
+the first three and the last ten steps, seconds a step, the seconds of training until the mean of five steps in a row
+reached a reward, and how far apart the runs of two k end.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 SCORE = "critic/score/mean"
 FIRST, LAST = 3, 10
+REWARDS, SMOOTHED = (0.8, 0.9, 0.95), 5
 TOOL_SHARE = 0.2
 NUM_HELD_OUT = 64
 TOOLS = '''
@@ -97,7 +99,7 @@ def make_start(folder: Path, tool: str) -> None:
     warm_up(model, folder / "sft.parquet", settings)
 
 
-def run(options: argparse.Namespace, seed: int, k: int, more: list[str]) -> list[dict[str, Any]]:
+def run(options: argparse.Namespace, seed: int, k: int, num_steps: int, more: list[str]) -> list[dict[str, Any]]:
     """The metrics of a run's steps."""
     folder, start, rollout = options.out / f"k{k}-seed{seed}", options.out / "start", "actor_rollout_ref.rollout"
     if not (folder / "done").exists():
@@ -117,7 +119,8 @@ def run(options: argparse.Namespace, seed: int, k: int, more: list[str]) -> list
             *("actor_rollout_ref.actor.use_dynamic_bsz=true", f"actor_rollout_ref.actor.optim.lr={options.lr}"),
             *("actor_rollout_ref.model.enable_gradient_checkpointing=false", f"{rollout}.parity.freq=-1"),
             *(f"trainer.max_staleness={k}", "trainer.backend=local", "trainer.device=cpu", "trainer.logger=[jsonl]"),
-            *(f"trainer.total_training_steps={options.steps}", "trainer.resume_mode=disable"),
+            *(f"trainer.total_training_steps={num_steps}", "trainer.resume_mode=disable"),
+            *([f"trainer.lookahead={options.lookahead}"] if k else []),
             *(python if options.tool == "python" else calculator),
             *more,
         ]
@@ -135,13 +138,22 @@ def mean(lines: list[dict[str, Any]], name: str = SCORE) -> float:
     return statistics.fmean(line[name] for line in lines)
 
 
+def seconds_until(lines: list[dict[str, Any]], reward: float) -> float:
+    """Seconds of the steps up to the first whose mean over the last SMOOTHED steps is this reward; inf without one."""
+    for end in range(SMOOTHED, len(lines) + 1):
+        if mean(lines[end - SMOOTHED : end]) >= reward:
+            return sum(line["perf/time_per_step"] for line in lines[:end])
+    return math.inf
+
+
 def main() -> int:
     """Run what is asked for and print how it went."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=lambda path: Path(path).absolute(), required=True)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--ks", type=int, nargs="+", default=[0, 4])
-    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--steps", type=int, nargs="+", default=[80], help="one number, or one for each of --ks")
+    parser.add_argument("--lookahead", type=int, default=0, help="trainer.lookahead of the asynchronous runs")
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--tool", choices=["calculator", "python"], default="calculator")
@@ -151,15 +163,17 @@ def main() -> int:
     if not (options.out / "start" / "model" / "model.safetensors").exists():
         make_start(options.out / "start", options.tool)
     last: dict[int, list[float]] = {k: [] for k in options.ks}
+    steps = options.steps * len(options.ks) if len(options.steps) == 1 else options.steps
     for seed in options.seeds:
-        for k in options.ks:
-            lines = run(options, seed, k, more)
+        for k, num_steps in zip(options.ks, steps, strict=True):
+            lines = run(options, seed, k, num_steps, more)
             last[k].append(mean(lines[-LAST:]))
             seconds = mean(lines[2:], "perf/time_per_step")
+            until = ", ".join(f"{seconds_until(lines, reward):.1f} s to {reward:g}" for reward in REWARDS)
             oldest = max(line.get("training/staleness_max", 0.0) for line in lines)
             print(
                 f"seed {seed} k={k}: reward {mean(lines[:FIRST]):.3f} -> {last[k][-1]:.3f} in {len(lines)} steps, "
-                f"{seconds:.2f} s a step, largest age {oldest:.0f}",
+                f"{seconds:.2f} s a step, largest age {oldest:.0f}; {until}",
                 flush=True,
             )
     for k in options.ks[1:]:

@@ -24,7 +24,7 @@ from trainer.backend import (
     start_backend,
 )
 from trainer.checkpoint import CheckpointStore
-from trainer.episodes import load_agents
+from trainer.episodes import load_agents, without_episodes
 from trainer.groups import Role
 from trainer.local_files import with_local_files, with_start_assets
 from trainer.loop import completed
@@ -99,8 +99,9 @@ def prepare(config: PPOConfig) -> PreparedRun:
     check_models(config, plan)
     tokenizer = load_tokenizer(policy.model, policy.rollout.padding)
     check_vocabularies(config, tokenizer)
-    load_agents(config, tokenizer)
+    agents = load_agents(config, tokenizer)
     train_rows, val_rows = prompt_datasets(config, tokenizer, load_processor(config, tokenizer))
+    config = without_episodes(config, agents, train_rows, val_rows)
     check_data_sources(config.reward, train_rows.data_sources + (val_rows.data_sources if val_rows else ()))
     if len(config.teachers) > 1 and config.distillation.teacher_key == config.data.reward_fn_key:
         teacher_numbers(config, train_rows.data_sources)

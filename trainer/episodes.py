@@ -9,7 +9,7 @@ from concurrent.futures import CancelledError, Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -27,8 +27,12 @@ from rlsys.agent.tool_config import read_entries, tools_of_yaml
 from rlsys.agent.tool_pool import ToolPool
 from rlsys.agent.tools import Tool, tools_of_file
 from rlsys.config import EvalConfig, PPOConfig
+from rlsys.config.introspect import replaced
 from rlsys.config.pools import generates_ahead
+from rlsys.config.schema.agent import AgentConfig, MultiTurnConfig
 from rlsys.data.chat import with_parts
+from rlsys.data.dataset import PromptDataset
+from rlsys.data.stream import RowStream
 from rlsys.data.vision_processor import VisionProcessor
 from rlsys.fleet.fleet import RolloutFleet
 from rlsys.protocol import IMAGES, DataProto
@@ -36,7 +40,7 @@ from rlsys.rewards.pool.pool import RewardItem, RewardPool
 from rlsys.rollout.batch import SEEDS, with_request_seeds
 from rlsys.telemetry.metrics import StageTimer
 from rlsys.types import GenerationHyperparameters, SamplingParams
-from rlsys.utils.errors import ConfigError, DeadlineError, RolloutError
+from rlsys.utils.errors import ConfigError, DataError, DeadlineError, RolloutError
 from trainer.async_source import AsyncSource
 from trainer.epochs import EpochSource
 from trainer.generation import GradedRollout, fleet_generate, meta_of_all_calls, training_sampling, validation_sampling
@@ -44,9 +48,12 @@ from trainer.prompt_groups import PromptGroup, PromptGroups
 from trainer.rewards import reward_manager
 from trainer.source import Fleet
 
+ConfigT = TypeVar("ConfigT", PPOConfig, EvalConfig)
 EPISODES = "open_episodes.jsonl"
 AGENTS = {"single_turn_agent": "RLVRWorkflow", "tool_agent": "ToolWorkflow"}
 """verl's names of its agents -> ours."""
+ONE_DRAW = {"workflow": None, "agent.default_agent_loop": "single_turn_agent", "agent.agent_loop_config_path": None}
+"""Settings of a rollout that answers each prompt by one draw."""
 HINTS = {
     "context": "the prompts with their tools have more than data.max_prompt_length tokens",
     "length": "raise data.max_response_length, which counts all turns of an episode",
@@ -371,6 +378,30 @@ def load_agents(cfg: PPOConfig | EvalConfig, tokenizer: PreTrainedTokenizerBase 
     processor = VisionProcessor.from_path(str(path), tokenizer, settings=settings, limit_images=limit)
     template = ChatTemplate(tokenizer, template_kwargs=kwargs, kinds=kinds, processor=processor)
     return LoadedAgents(workflow, by_name, tools, template)
+
+
+def without_episodes(cfg: ConfigT, agents: LoadedAgents | None, *datasets: PromptDataset | None) -> ConfigT:
+    """The configuration without a workflow where RLVRWorkflow would answer each row: a batch of draws does the same.
+
+    Other settings of episodes, and rows that are read later, keep it. DataError for a row that names an unknown agent.
+    """
+    if agents is None:
+        return cfg
+    workflows = [agents.workflow]
+    for row in (row for dataset in datasets if dataset is not None for row in dataset):
+        if name := row.fields.get("agent_name"):
+            if name not in agents.by_name:
+                fix = f"choose from {', '.join(agents.by_name)}, or add it to rollout.agent.agent_loop_config_path"
+                raise DataError(f"row {row.index}: agent_name={name}: {fix}")
+            workflows.append(agents.by_name[name])
+    one_draw = replaced(cfg.actor_rollout_ref.rollout, ONE_DRAW)
+    has_own = one_draw.agent != AgentConfig() or one_draw.multi_turn != MultiTurnConfig()
+    if isinstance(cfg, PPOConfig):
+        has_own |= cfg.actor_rollout_ref.rollout.over_sample_rate > 0 or cfg.algorithm.adv_unit == "turn"
+    is_read = not any(isinstance(dataset, RowStream) for dataset in datasets)
+    if has_own or not is_read or not all(workflow.is_one_draw for workflow in workflows):
+        return cfg
+    return replaced(cfg, {f"actor_rollout_ref.rollout.{key}": value for key, value in ONE_DRAW.items()})
 
 
 def _grade(pool: RewardPool, reward_fn_key: str) -> Grade:

@@ -23,7 +23,7 @@ from rlsys.telemetry.report import RunReport
 from rlsys.telemetry.validation_metrics import validation_metrics
 from trainer.backend import import_external_libs, load_processor, load_tokenizer, running_backend
 from trainer.dumps import dump, sample_rows
-from trainer.episodes import graded_rollout, load_agents
+from trainer.episodes import graded_rollout, load_agents, without_episodes
 from trainer.generation import GradedRollout, validation_sampling
 from trainer.groups import RolloutGroup, start_group
 from trainer.local_files import with_local_files
@@ -113,7 +113,7 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
     model, run, rollout = config.actor_rollout_ref.model, config.trainer, config.actor_rollout_ref.rollout
     external_libs = import_external_libs({"actor_rollout_ref.model": model})
     tokenizer = load_tokenizer(model, rollout.padding)
-    load_agents(config, tokenizer)
+    agents = load_agents(config, tokenizer)
     data = config.data
     assert data.val_files is not None, "checked with the configuration"
     dataset = load_prompts(
@@ -123,6 +123,7 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
         max_samples=data.val_max_samples,
         processor=load_processor(config, tokenizer),
     )
+    config = without_episodes(config, agents, dataset)
     check_data_sources(config.reward, dataset.data_sources)
     log.info("evaluating %s: %d prompts, %d answers each", model.path, len(dataset), rollout.val_kwargs.n)
     with ExitStack() as stack:

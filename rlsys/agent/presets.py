@@ -39,12 +39,16 @@ MAX_TOKENS = 1 << 30
 
 @dataclass(frozen=True)
 class Workflow:
-    """How episodes run, the tools that they bring, the environment class whose methods are tools, and how to end."""
+    """How episodes run, the tools that they bring, the environment class whose methods are tools, and how to end.
+
+    With `is_one_draw` an episode is an answer to the row's prompt, graded by the job: a batch needs no episodes for it.
+    """
 
     run: Run
     tools: Sequence[Tool] = ()
     environment: str | None = None
     close: Callable[[], Awaitable[None]] | None = None
+    is_one_draw: bool = False
 
 
 @dataclass(eq=False)
@@ -262,7 +266,8 @@ def load_workflow(
     call = spec.run if hasattr(spec, "run") else spec
     if not inspect.iscoroutinefunction(call):
         raise ConfigError(f"{key}: {spec!r} must be an async function run(row, session)")
-    return Workflow(call, getattr(spec, "tools", ()), close=getattr(spec, "close", None))
+    is_one_draw = type(spec) is RLVRWorkflow
+    return Workflow(call, getattr(spec, "tools", ()), close=getattr(spec, "close", None), is_one_draw=is_one_draw)
 
 
 async def run_areal_episode(

@@ -10,9 +10,12 @@ from statistics import fmean
 import pytest
 
 from rlsys.agent.episode_log import read_episodes
+from rlsys.config import PPOConfig, load_config
 from rlsys.telemetry.jsonl import read_jsonl
+from rlsys.utils.errors import DataError
 from tests.e2e.conftest import Toy
 from trainer import main_eval, main_ppo, replay
+from trainer.build import prepare
 
 AGENT = '''
 import asyncio
@@ -219,6 +222,49 @@ def test_the_agent_of_the_guide_and_the_python_agent_run(toy: Toy, tmp_path: Pat
     assert main_ppo.main(toy.overrides(tmp_path / "calculator", *calculator)) == 0
     python = ["--config-name=agent_python", *toy.overrides(tmp_path / "python", *common), "data.max_response_length=20"]
     assert main_ppo.main(python) == 0
+
+
+OWN_RLVR = """
+from rlsys.agent.presets import RLVRWorkflow
+
+
+class Own(RLVRWorkflow):
+    pass
+"""
+
+
+def test_rlvr_by_name_is_the_run_without_a_workflow(toy: Toy, agent: Path, tmp_path: Path) -> None:
+    loops, own = tmp_path / "loops.yaml", tmp_path / "own.py"
+    loops.write_text("[{name: one, _target_: rlsys.agent.presets.RLVRWorkflow}, {name: two, _target_: ToolWorkflow}]")
+    own.write_text(OWN_RLVR)
+
+    def rows(*names: str) -> str:
+        path, row = tmp_path / f"{'-'.join(names)}.jsonl", json.loads(toy.train.read_text().splitlines()[0])
+        path.write_text("".join(json.dumps(row | {"agent_name": name}) + "\n" for name in names * 8))
+        return f"data.train_files={path}"
+
+    def prepared(*argv: str) -> PPOConfig:
+        return prepare(load_config(toy.overrides(tmp_path, *argv), PPOConfig)).config
+
+    rlvr, by_rows = f"{ROLLOUT}workflow=RLVRWorkflow", f"{ROLLOUT}agent.agent_loop_config_path={loops}"
+    plain, same = prepared(), rows("single_turn_agent", "one")
+    for target in ("RLVRWorkflow", "rlsys.agent.presets:RLVRWorkflow", "rlsys.areal.RLVRWorkflow"):
+        assert prepared(f"{ROLLOUT}workflow={target}") == plain
+    assert prepared(by_rows, f"{ROLLOUT}agent.default_agent_loop=one") == plain
+    assert prepared(rlvr, by_rows, same).actor_rollout_ref == plain.actor_rollout_ref
+    for argv in (
+        [f"{ROLLOUT}workflow={own}:Own"],
+        [by_rows, rows("one", "two")],
+        [rlvr, rows("single_turn_agent", "tool_agent")],
+        [rlvr, f"{ROLLOUT}agent.max_tokens_per_turn=2"],
+        [rlvr, f"{ROLLOUT}multi_turn.function_tool_path={agent}"],
+        [rlvr, f"{ROLLOUT}over_sample_rate=0.5"],
+        [rlvr, "algorithm.adv_unit=turn"],
+        [rlvr, "data.streaming=true", "trainer.total_training_steps=1"],
+    ):
+        assert prepared(*argv).actor_rollout_ref.rollout.has_workflow, argv
+    with pytest.raises(DataError, match="row 1: agent_name=three: choose from single_turn_agent, tool_agent, one, two"):
+        prepared(by_rows, rows("one", "three"))
 
 
 def rewards_of(out: Path) -> list[float]:

@@ -126,7 +126,7 @@ def ppo_runs(toy: Toy, folder: Path) -> list[list[str]]:
             *(*critic, f"{ACTOR}use_kl_loss=true", "critic.model.lora_rank=2", "trainer.val_before_train=true"),
             *(f"{ROLLOUT}val_kwargs.do_sample=true", f"{ACTOR}clip_ratio=0.1", f"{ROLLOUT}parity.freq=1"),
             *(
-                f"{ROLLOUT}workflow=RLVRWorkflow",
+                f"{ROLLOUT}workflow=MultiTurnWorkflow",
                 "reward.reward_model.enable=true",
                 "reward.reward_model.rollout.name=hf",
             ),
@@ -222,7 +222,7 @@ def evaluation_runs(toy: Toy, folder: Path) -> list[list[str]]:
             *(f"data.custom_cls.path={folder}/extensions.py", "data.custom_cls.name=Rows"),
             f"reward.custom_reward_function.path={folder}/grader.py",
         ],
-        [*manager, f"{ROLLOUT}workflow=RLVRWorkflow"],
+        [*manager, f"{ROLLOUT}workflow=MultiTurnWorkflow"],
         [
             *("reward.reward_manager.name=dapo", "reward.reward_kwargs.overlong_buffer_cfg.enable=true"),
             "reward.reward_kwargs.overlong_buffer_cfg.len=3",
