@@ -1,31 +1,27 @@
 """The whole objective of an actor: policy loss, entropy bonus, KL loss and distillation as one sum with one count."""
 
+from typing import Unpack
+
 from torch import Tensor
 
 from rlsys.algorithms.aggregate import agg_loss
 from rlsys.algorithms.distillation import TeacherScores, divergence
 from rlsys.algorithms.kl import kl_penalty
 from rlsys.algorithms.masked import TensorSums, masked_sum, to_loss_sum
-from rlsys.algorithms.policy_loss import PolicyLoss, call_policy_loss
+from rlsys.algorithms.policy_loss import PolicyInputs, PolicyLoss, call_policy_loss
 from rlsys.config.schema.actor import ActorConfig
-from rlsys.config.schema.algorithm import RolloutCorrectionConfig
 from rlsys.interfaces import LossSum
 
 
 def actor_loss(
     config: ActorConfig,
+    /,
     *,
-    log_prob: Tensor,
-    old_log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    rollout_is_weights: Tensor | None = None,
-    rollout_correction: RolloutCorrectionConfig | None = None,
-    selected: Tensor | None = None,
     ref_log_prob: Tensor | None = None,
     entropy: Tensor | None = None,
     batch_rows: int | None = None,
     teacher: TeacherScores | None = None,
+    **inputs: Unpack[PolicyInputs],
 ) -> LossSum:
     """`policy + kl_loss_coef * KL(policy || reference) - entropy_coeff * entropy` over the rows of a micro-batch.
 
@@ -36,18 +32,10 @@ def actor_loss(
 
     Metrics are verl's `actor/*`, each as its own sum and count. ValueError if a term's tensor is missing.
     """
-    bypass = rollout_correction is not None and rollout_correction.bypass_mode
-    policy = call_policy_loss(
-        "bypass_mode" if bypass else config.policy_loss.loss_mode,
-        log_prob=log_prob,
-        old_log_prob=old_log_prob,
-        advantages=advantages,
-        response_mask=response_mask,
-        config=config,
-        rollout_is_weights=rollout_is_weights,
-        rollout_correction=rollout_correction,
-        selected=selected,
-    )
+    correction, log_prob, response_mask = inputs.get("rollout_correction"), inputs["log_prob"], inputs["response_mask"]
+    bypass = correction is not None and correction.bypass_mode
+    inputs["config"] = config
+    policy = call_policy_loss("bypass_mode" if bypass else config.policy_loss.loss_mode, **inputs)
     mode = policy.agg_mode or config.loss_agg_mode
 
     def aggregate(per_token: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -77,29 +65,22 @@ def actor_loss(
         total = total + config.kl_loss_coef * kl_sum
         metrics["actor/kl_loss"] = (kl_sum, count)
     if teacher is not None:
-        inputs = {"log_prob": log_prob, "old_log_prob": old_log_prob, "response_mask": response_mask}
-        taught, sizes = _teacher_loss(teacher, config, rollout_is_weights=rollout_is_weights, **inputs)
+        taught, sizes = _teacher_loss(teacher, config, inputs)
         teacher_sum, _ = aggregate(taught.per_token, taught.mask)
         total = (total if teacher.config.use_task_rewards else 0.0 * total) + teacher.config.weight * teacher_sum
         metrics |= {"distillation/loss": (teacher_sum, count), **sizes}
     return to_loss_sum(total, count, metrics)
 
 
-def _teacher_loss(
-    teacher: TeacherScores, config: ActorConfig, *, response_mask: Tensor, **inputs: Tensor | None
-) -> tuple[PolicyLoss, TensorSums]:
+def _teacher_loss(teacher: TeacherScores, config: ActorConfig, inputs: PolicyInputs) -> tuple[PolicyLoss, TensorSums]:
     """The divergence itself, or PPO's loss with its negative as advantages; and its metrics."""
     values, sizes = divergence(teacher)
+    response_mask = inputs["response_mask"]
     taught = PolicyLoss(values, response_mask)
     if teacher.config.use_policy_gradient:
         clipped = config.model_copy(update=teacher.config.clipping)
-        taught = call_policy_loss(
-            teacher.config.policy_loss_mode,
-            advantages=-values.detach(),
-            response_mask=response_mask,
-            config=clipped,
-            **inputs,
-        )
+        given: PolicyInputs = {**inputs, "advantages": -values.detach(), "config": clipped}
+        taught = call_policy_loss(teacher.config.policy_loss_mode, **given)
     tokens = response_mask.bool().sum()
     metrics = {f"distillation/{name}": (masked_sum(size, response_mask), tokens) for name, size in sizes.items()}
     return taught, metrics | {name.replace("actor", "distillation"): pair for name, pair in taught.metrics.items()}

@@ -1,8 +1,9 @@
 """Policy losses: what an actor minimises, per response token.
 
-b rows of a micro-batch, R response tokens. A loss takes keyword arguments out of `INPUTS`: log-probabilities under the
-trained policy and under the one that is fixed for the update, advantages, the mask (all (b, R)) and the actor's section
-of the configuration. It returns a loss per token, which `aggregate.agg_loss` reduces to a sum and a count. A plug-in:
+b rows of a micro-batch, R response tokens. A loss takes keyword arguments out of `PolicyInputs`: log-probabilities
+under the trained policy and under the one that is fixed for the update, advantages, the mask (all (b, R)) and the
+actor's section of the configuration. It returns a loss per token, which `aggregate.agg_loss` reduces to a sum and a
+count. A plug-in:
 
     @register_policy_loss("mine")
     def mine(*, log_prob: Tensor, advantages: Tensor, response_mask: Tensor) -> PolicyLoss: ...
@@ -13,7 +14,7 @@ One written for verl, with the argument `loss_agg_mode`, runs unchanged: see `ad
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Required, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from torch import Tensor
 from rlsys.algorithms.masked import TensorSums, masked_sum
 from rlsys.algorithms.registry import Registry, SectionView
 from rlsys.config.schema.actor import ActorConfig
+from rlsys.config.schema.algorithm import RolloutCorrectionConfig
 
 MAX_LOG_RATIO = 20.0
 
@@ -43,18 +45,18 @@ class PolicyLoss:
 
 PolicyLossFn = Callable[..., PolicyLoss]
 
-INPUTS = frozenset(
-    {
-        "log_prob",
-        "old_log_prob",
-        "advantages",
-        "response_mask",
-        "config",
-        "rollout_is_weights",
-        "rollout_correction",
-        "selected",
-    }
-)
+
+class PolicyInputs(TypedDict, total=False):
+    """What a policy loss may take: tensors (b, R) and sections of the configuration."""
+
+    log_prob: Required[Tensor]
+    old_log_prob: Required[Tensor]
+    advantages: Required[Tensor]
+    response_mask: Required[Tensor]
+    config: ActorConfig
+    rollout_is_weights: Tensor | None
+    rollout_correction: RolloutCorrectionConfig | None
+    selected: Tensor | None
 
 
 def adapt_verl_loss(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -97,7 +99,7 @@ def adapt_verl_loss(function: Callable[..., Any]) -> Callable[..., Any]:
     return verl_loss
 
 
-_LOSSES: Registry[PolicyLossFn] = Registry("policy loss", takes=INPUTS, adapt=adapt_verl_loss)
+_LOSSES: Registry[PolicyLossFn] = Registry("policy loss", takes=PolicyInputs.__annotations__, adapt=adapt_verl_loss)
 
 
 register_policy_loss = _LOSSES.register
@@ -108,16 +110,17 @@ policy_loss_names = _LOSSES.names
 """Every registered name, sorted."""
 
 
-def call_policy_loss(name: str, *, rollout_is_weights: Tensor | None = None, **inputs: Any) -> PolicyLoss:
-    """Call a loss by name with those of the `INPUTS` that it takes.
+def call_policy_loss(name: str, **inputs: Unpack[PolicyInputs]) -> PolicyLoss:
+    """Call a loss by name with those of the inputs that it takes.
 
     `rollout_is_weights` (b, R) multiply the loss per token, unless the loss takes them itself. With weights proximal /
     behaviour that is decoupled PPO (arXiv:2110.00641, arXiv:2505.24298).
     """
-    loss: PolicyLoss = _LOSSES.call(name, {"rollout_is_weights": rollout_is_weights, **inputs})
-    if rollout_is_weights is None or "rollout_is_weights" in inspect.signature(get_policy_loss_fn(name)).parameters:
+    loss: PolicyLoss = _LOSSES.call(name, inputs)
+    weights = inputs.get("rollout_is_weights")
+    if weights is None or "rollout_is_weights" in inspect.signature(get_policy_loss_fn(name)).parameters:
         return loss
-    return replace(loss, per_token=loss.per_token * rollout_is_weights)
+    return replace(loss, per_token=loss.per_token * weights)
 
 
 def over_tokens(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 import difflib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Generic, TypeVar
 
 from rlsys.config.schema.base import Section
@@ -38,7 +38,7 @@ class Registry(Generic[F]):
     """
 
     def __init__(
-        self, what: str, *, takes: frozenset[str], adapt: Callable[[F], F] = lambda function: function
+        self, what: str, *, takes: Collection[str], adapt: Callable[[F], F] = lambda function: function
     ) -> None:
         self.what = what
         self.takes = takes
