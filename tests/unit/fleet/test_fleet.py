@@ -107,7 +107,7 @@ class Scripted(Fake):
         self.served += [request.rid.partition("#")[0] for request in new]
         self.batches += [[request.rid.partition("#")[0] for request in new]] if new else []
         if what == "silent":
-            self.open |= {request.rid: request for request in new}
+            self.take_in(new, cancel)
             time.sleep(0.01)
             return []
         if what == "refuse":
@@ -259,7 +259,7 @@ def test_a_refused_request_fails_alone_and_at_once() -> None:
 
 def test_a_silent_replica_is_taken_out_by_its_deadline() -> None:
     silent, well = Scripted("silent", lambda call: "silent"), Scripted("well")
-    deadlines = replace(quick(), generate_s=0.2)
+    deadlines = replace(quick(), generate_s=scaled_s(0.2))
     with fleet_of([silent, well], deadlines=deadlines) as fleet:
         requests = requests_of(4)
         assert_answered(requests, results(fleet.submit(requests)))
@@ -286,7 +286,7 @@ def test_replicas_that_cannot_be_restarted_end_the_call() -> None:
 def test_one_replica_serves_while_another_is_restarted() -> None:
     gate, dead = threading.Event(), Scripted("dead", lambda call: "die" if call == 1 else "ok")
     well = Scripted("well")
-    with fleet_of([dead, well], on_restart=lambda replica: gate.wait(scaled_s(5))) as fleet:
+    with fleet_of([dead, well], on_restart=lambda replica: gate.wait(scaled_s(60))) as fleet:
         requests = requests_of(50)
         assert_answered(requests, fleet.generate(requests))
         assert not gate.is_set()
@@ -317,10 +317,16 @@ def test_wrong_versions_are_refused_and_healed() -> None:
 
 @pytest.mark.parametrize("on_update", ["kept", "given back"])
 def test_answers_survive_a_push(on_update: str) -> None:
-    gives_back = threading.Event()
-    replicas = [Scripted(f"replica {i}", lambda call: "abort" if gives_back.is_set() else "ok") for i in range(2)]
+    is_pushed, gives_back = threading.Event(), threading.Event()
+
+    def plan(call: int) -> str:
+        if call > 20 and not is_pushed.is_set():
+            return "silent"
+        return "abort" if gives_back.is_set() else "ok"
+
+    replicas = [Scripted(f"replica {i}", plan) for i in range(2)]
     requests = requests_of(4, num_tokens=2000)
-    with fleet_of(replicas) as fleet:
+    with fleet_of(replicas, deadlines=replace(quick(), generate_s=scaled_s(60))) as fleet:
         pushed(fleet, 0)
         answers = fleet.submit(requests)
         assert wait_until(lambda: all(replica.calls > 20 for replica in replicas))
@@ -332,6 +338,8 @@ def test_answers_survive_a_push(on_update: str) -> None:
                 replica.version = 1
         if on_update == "given back":
             gives_back.set()
+        is_pushed.set()
+        if on_update == "given back":
             assert wait_until(lambda: fleet.metrics()["rollout/continued"] >= 4)
             gives_back.clear()
         made = results(answers)
@@ -339,7 +347,7 @@ def test_answers_survive_a_push(on_update: str) -> None:
         for answer in made:
             num_old = answer.output_versions.count(0)
             assert answer.output_versions == (0,) * num_old + (1,) * (2000 - num_old)
-            assert 0 < num_old < 2000
+            assert num_old == 20 * PACE
         assert fleet.metrics()["rollout/failures"] == 0
 
 
@@ -353,8 +361,8 @@ def test_a_push_that_fails_leaves_the_fleet_serving_the_old_version() -> None:
 
 
 def test_a_cancelled_request_is_dropped_everywhere() -> None:
-    replica = Scripted("a")
-    with fleet_of([replica]) as fleet:
+    replica = Scripted("a", lambda call: "ok" if call < 4 else "silent")
+    with fleet_of([replica], deadlines=replace(quick(), generate_s=scaled_s(60))) as fleet:
         keep, drop = fleet.submit(requests_of(2, num_tokens=100_000))
         assert wait_until(lambda: replica.calls > 3)
         assert drop.cancel()
@@ -376,14 +384,16 @@ def test_a_cancelled_request_is_dropped_everywhere() -> None:
 def test_unfinished_requests_are_continued_by_another_fleet() -> None:
     """What a checkpoint keeps."""
     requests = requests_of(5, num_tokens=2000)
-    with fleet_of([Scripted("a"), Scripted("b")]) as fleet:
+    plan = lambda call: "ok" if call < 5 else "silent"  # noqa: E731
+    deadlines = replace(quick(), generate_s=scaled_s(60))
+    with fleet_of([Scripted("a", plan), Scripted("b", plan)], deadlines=deadlines) as fleet:
         fleet.submit(requests)
         assert wait_until(lambda: all(len(one.tokens) > 10 for one in fleet.unfinished()))
         kept = fleet.unfinished()
     fresh = Scripted("c")
     with fleet_of([fresh]) as fleet:
         assert_answered(requests, results(fleet.submit(kept)))
-    assert fresh.num_drawn == sum(one.room for one in kept) < 5 * 2000
+    assert fresh.num_drawn == sum(one.room for one in kept) == 5 * (2000 - 4 * PACE)
     response = ModelResponse("r0", (7, 0), (1, 2), (-1.0, -1.0), (-1.0, -1.0), (3, 3), Finish.LENGTH)
     again = PartialResponse.of(requests[0], response)
     assert (again.tokens, again.versions, again.room, again.finish) == ([1, 2], [3, 3], 1998, None)

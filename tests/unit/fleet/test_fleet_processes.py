@@ -1,7 +1,10 @@
 """A fleet of real engines in processes of their own that are killed, stopped or left half updated while they decode."""
 
+import itertools
 import signal
+import time
 from collections.abc import Callable, Iterator
+from multiprocessing import get_context
 
 import pytest
 
@@ -18,10 +21,23 @@ from tests.unit.fleet.engine_process import EngineProcess
 
 PARAMS = SamplingParams(600, ignore_eos=True, seed=100)
 """A seed of which no token is at a boundary that the rounding of another batch would cross."""
+HURRIES = get_context("fork").Value("b", False, lock=False)  # shared with the processes of the engines
 
 
 def engine_of() -> HFRollout:
     return HFRollout(tiny_model(), GenerationConfig(seed=11))
+
+
+def slow_engine() -> HFRollout:
+    """An engine that takes half a minute for its answers until `HURRIES`."""
+    engine, passes = engine_of(), itertools.count()
+
+    def slow_down(*_: object) -> None:
+        if next(passes) > 30 and not HURRIES.value:
+            time.sleep(0.05)
+
+    engine.model.register_forward_pre_hook(slow_down)
+    return engine
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +55,8 @@ def wanted() -> list[ModelRequest]:
 
 @pytest.fixture
 def replicas() -> Iterator[list[EngineProcess]]:
-    made = [EngineProcess(f"process {number}", engine_of) for number in range(2)]
+    HURRIES.value = False
+    made = [EngineProcess(f"process {number}", slow_engine) for number in range(2)]
     yield made
     for replica in made:
         replica.close()
@@ -88,8 +105,9 @@ def test_answers_survive_what_happens_to_their_engines(
     versions: set[int],
     failures: int,
 ) -> None:
+    exchange_s = scaled_s(2 if deed is stop else 30)
     deadlines = FleetDeadlines(
-        generate_s=scaled_s(20), exchange_s=scaled_s(2), health_s=scaled_s(1), restart_s=scaled_s(20)
+        generate_s=scaled_s(60), exchange_s=exchange_s, health_s=exchange_s / 2, restart_s=scaled_s(20)
     )
     fleet = RolloutFleet(replicas, chunk_rows=4, deadlines=deadlines, on_restart=bring)
     try:
@@ -99,6 +117,7 @@ def test_answers_survive_what_happens_to_their_engines(
         answers = fleet.submit(wanted())
         assert wait_until(lambda: min((len(one.tokens) for one in fleet.unfinished()), default=0) > 20)
         deed(replicas, fleet)
+        HURRIES.value = True
         made = [answer.result(scaled_s(60)) for answer in answers]
         for one, expected in zip(made, whole, strict=True):
             same = [a == b for a, b in zip(one.output_tokens, expected.output_tokens, strict=True)]

@@ -90,12 +90,13 @@ def prompt_groups(
 class LengthReplica:
     """A replica in this process that makes tokens of its version, as many for a prompt as `length_of` says.
 
-    `speed` tokens an answer and exchange; a length of 0 is an error of that request.
+    `speed` tokens an answer and exchange, `limit` tokens of an answer at most; a length of 0 is an error of that
+    request.
     """
 
     def __init__(self, name: str, length_of: Callable[[int], int], *, speed: int = 8) -> None:
         self.name, self.length_of, self.speed = name, length_of, speed
-        self.version = 0
+        self.version, self.limit = 0, 1 << 30
         self.running: dict[str, tuple[ModelRequest, int]] = {}
         self.lock = threading.Lock()
 
@@ -116,7 +117,7 @@ class LengthReplica:
         if not length:
             del self.running[rid]
             return ResponseDelta(rid, error="a prompt that no engine likes")
-        count = min(self.speed, length - drawn, request.gconfig.max_new_tokens)
+        count = min(self.speed, length - drawn, request.gconfig.max_new_tokens, max(0, self.limit - drawn))
         finish = Finish.STOP if drawn + count == length else None
         if finish is None and count == request.gconfig.max_new_tokens:
             finish = Finish.LENGTH
