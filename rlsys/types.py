@@ -171,9 +171,9 @@ class WeightUpdateMeta:
 
 @dataclass(frozen=True)
 class TransferReport:
-    """What a weight push moved, as a whole or for one rank.
+    """What a weight push moved.
 
-    `checksum` is over all HF tensors and does not depend on how they were sharded; "" where a rank does not know it.
+    `checksum` is over all HF tensors and does not depend on how they were sharded; "" where it is not known.
     """
 
     version: int

@@ -14,7 +14,7 @@ from rlsys.rollout.sglang.arguments import ReplicaRank
 from rlsys.rollout.sglang.engine import SGLangRollout
 from rlsys.rollout.sglang.scheduler_hooks import SchedulerEngine
 from rlsys.single_controller.worker import free_port
-from rlsys.types import Box, Shard, TransferReport, WeightLayout
+from rlsys.types import Box, Shard, WeightLayout
 from rlsys.weights.endpoints import Spec, WeightReceiver
 from rlsys.weights.executors.cuda_ipc import IpcHandle, IpcImportSpec, StorageHandle
 from rlsys.weights.executors.disk import DiskSpec
@@ -30,7 +30,7 @@ WEIGHTS_WAIT_S = 1800.0
 """Longer than any deadline of the controller, whose errors are clearer."""
 
 allow_records(IpcImportSpec, IpcHandle, StorageHandle, TensorHandle, NcclReceiveSpec, Rendezvous, DiskSpec, GatherSpec)
-allow_records(Bucket, DestinationPlan, Copy, WeightLayout, Shard, Box, TransferReport)
+allow_records(Bucket, DestinationPlan, Copy, WeightLayout, Shard, Box)
 allow_errors(PeerLostError)
 
 
@@ -74,7 +74,7 @@ class RemoteReceiver(WeightReceiver):
     def weight_step(self, step: str, *args: Any) -> Any:
         return self._awake("weight_step", step, *args)
 
-    def receive_weights(self, version: int, *args: Any) -> TransferReport:
+    def receive_weights(self, version: int, *args: Any) -> int:
         return self._awake("receive_weights", version, *args)
 
     def weight_checksum(self, dtypes: Mapping[str, str] | None = None) -> tuple[BoxChecksum, ...]:

@@ -6,7 +6,7 @@ from hashlib import blake2b
 from typing import Any
 
 from rlsys.interfaces import RolloutEngine, TrainEngine
-from rlsys.types import TransferReport, WeightLayout
+from rlsys.types import WeightLayout
 from rlsys.utils.errors import WeightTransferError
 from rlsys.weights.engine_update import with_staging
 from rlsys.weights.executors.cuda_ipc import IpcExporter, IpcExportSpec, IpcImporter, IpcImportSpec
@@ -94,6 +94,6 @@ class WeightReceiver(WeightEndpoint):
 
     _sides = RECEIVERS
 
-    def receive_weights(self, version: int, *args: Any) -> TransferReport:
-        """Write a version into the engine; `args` are what the executor passes on from the senders."""
+    def receive_weights(self, version: int, *args: Any) -> int:
+        """Write a version into the engine; `args` are what the executor passes on from the senders. Returns bytes."""
         return self._opened().receive(version, *args)

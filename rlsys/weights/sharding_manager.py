@@ -95,18 +95,9 @@ class ShardingManager:
         """Bring every rollout engine to the trainer's weights, under this version."""
         started_s = time.monotonic()
         with self._stage(f"push of version {version}") as remaining_s:
-            stats = self._connected().push(version, remaining_s)
-            checksum, *others = {part.checksum for part in stats}
-            if others:
-                raise WeightTransferError(f"the rollout ranks report different checksums: {[checksum, *others]}")
+            num_bytes, checksum = self._connected().push(version, remaining_s)
             self.version = version
-        return TransferReport(
-            version=version,
-            num_bytes=sum(part.num_bytes for part in stats),
-            seconds=time.monotonic() - started_s,
-            checksum=checksum,
-            executor=self.executor,
-        )
+        return TransferReport(version, num_bytes, time.monotonic() - started_s, checksum, self.executor)
 
     def restore(self, rank: int) -> None:
         """Bring a restarted rollout rank to the last pushed version, where the executor still has it.

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlsys.types import TransferReport, WeightLayout
+from rlsys.types import WeightLayout
 from rlsys.utils.errors import WeightTransferError
 
 RemainingTime = Callable[[], float]
@@ -60,8 +60,8 @@ class Executor:
         """Plan the transfer and let all ranks join it."""
         raise NotImplementedError
 
-    def push(self, version: int, remaining_s: RemainingTime) -> list[TransferReport]:
-        """Bring all engines to a version; the statistics of their ranks."""
+    def push(self, version: int, remaining_s: RemainingTime) -> tuple[int, str]:
+        """Bring all engines to a version; the bytes that their ranks wrote, and one checksum over all HF tensors."""
         raise NotImplementedError
 
     def restore(self, rank: int, version: int, remaining_s: RemainingTime) -> None:
@@ -85,8 +85,8 @@ class Executor:
     def send(self, version: int, remaining_s: RemainingTime) -> list[Any]:
         return wait_all(self.source.execute_all_async("send_weights", version), remaining_s)
 
-    def receive(self, version: int, remaining_s: RemainingTime, *args: Any) -> list[TransferReport]:
-        return wait_all(self.destination.execute_all_async("receive_weights", version, *args), remaining_s)
+    def receive(self, version: int, remaining_s: RemainingTime, *args: Any) -> int:
+        return sum(wait_all(self.destination.execute_all_async("receive_weights", version, *args), remaining_s))
 
     def reopen(self, rank: int, version: int, spec: Any, remaining_s: RemainingTime) -> None:
         """Let one rollout rank join again and receive a version that is still there."""

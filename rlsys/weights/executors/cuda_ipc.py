@@ -7,7 +7,6 @@ engine whatever the trainer has done since.
 """
 
 import os
-import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -19,7 +18,6 @@ import torch
 from torch import Tensor
 
 from rlsys.interfaces import RolloutEngine, TrainEngine
-from rlsys.types import TransferReport
 from rlsys.utils.errors import WeightTransferError
 from rlsys.weights.batched_copy import BatchedCopy
 from rlsys.weights.executors.base import Executor, Layouts, RemainingTime
@@ -251,16 +249,15 @@ class IpcImporter(PlanReceiver):
         self._handles = dict(spec.handles)
         self._imported: dict[int, ImportedTensors] = {}
 
-    def receive(self, version: int, new_handles: Mapping[int, IpcHandle] | None = None) -> TransferReport:
+    def receive(self, version: int, new_handles: Mapping[int, IpcHandle] | None = None) -> int:
         """Quarantine the engine and copy; it stays quarantined until `finish`."""
-        started_s = time.monotonic()
         self.received = None
         tensors = self.update.begin()
         copy = self._compiled(tensors, new_handles or {})
         copy.run()
         _synchronize(tensors)
         self.received = version
-        return TransferReport(version, copy.num_bytes, time.monotonic() - started_s, "")
+        return copy.num_bytes
 
     def close(self) -> None:
         self.copy = self.checksums = None
@@ -322,18 +319,17 @@ class IpcExecutor(Executor):
         imports = [self._import_spec(rank) for rank in range(self.destination.world_size)]
         self.open(self.destination, imports, remaining_s)
 
-    def push(self, version: int, remaining_s: RemainingTime) -> list[TransferReport]:
+    def push(self, version: int, remaining_s: RemainingTime) -> tuple[int, str]:
         self.pushed = None
         exported: list[ExportedVersion] = self.send(version, remaining_s)
         new_handles = {rank: part.handle for rank, part in enumerate(exported) if part.handle is not None}
         self.handles |= new_handles
         checksums = self.plans.merge([part.checksums for part in exported])
-        stats = self.receive(version, remaining_s, new_handles)
+        num_bytes = self.receive(version, remaining_s, new_handles)
         self.step(self.source, remaining_s, "confirm", version)
         self.step(self.destination, remaining_s, "finish", version, checksums)
         self.pushed = version, checksums
-        checksum = self.plans.digest(checksums)
-        return [replace(part, checksum=checksum) for part in stats]
+        return num_bytes, self.plans.digest(checksums)
 
     def restore(self, rank: int, version: int, remaining_s: RemainingTime) -> None:
         """From the snapshot, or from the trainer's memory as long as it holds the version, which checksums verify."""

@@ -6,7 +6,6 @@ Engines of this run read the boxes they hold; external servers load the director
 
 import json
 import shutil
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rlsys.interfaces import RolloutEngine, TrainEngine
-from rlsys.types import Shard, TransferReport, WeightLayout
+from rlsys.types import Shard, WeightLayout
 from rlsys.utils.atomic import commit_dir, fsync_file, staging_dir, write_whole
 from rlsys.utils.errors import WeightTransferError
 from rlsys.utils.safetensors_header import DTYPES, header
@@ -117,9 +116,8 @@ class DiskReader:
     def __init__(self, spec: DiskSpec, engine: RolloutEngine) -> None:
         self.spec, self.update = spec, EngineUpdate(engine)
 
-    def receive(self, version: int) -> TransferReport:
+    def receive(self, version: int) -> int:
         """Bring the engine to a committed version: quarantine, copy, check, release."""
-        started_s = time.monotonic()
         local = self.update.begin()
         folder = self.spec.directory(version)
         try:
@@ -133,7 +131,7 @@ class DiskReader:
             num_bytes = self._read(tensors, local, checksums)
             tensors.clear()
         self.update.finish(version)
-        return TransferReport(version, num_bytes, time.monotonic() - started_s, digest(checksums))
+        return num_bytes
 
     @torch.no_grad()
     def _read(self, tensors: Mapping[str, Tensor], local: Mapping[str, Tensor], checksums: Mapping[str, int]) -> int:
@@ -181,14 +179,14 @@ class DiskExecutor(Executor):
         self.open(self.source, writers, remaining_s)
         self.open(self.destination, [self.reader] * self.destination.world_size, remaining_s)
 
-    def push(self, version: int, remaining_s: RemainingTime) -> list[TransferReport]:
+    def push(self, version: int, remaining_s: RemainingTime) -> tuple[int, str]:
         call_first = self.source.execute_rank_async
         call_first(0, "weight_step", "prepare", version).get(remaining_s())
         parts: list[Mapping[str, int]] = self.send(version, remaining_s)
         names = {name for part in parts for name in part}
         checksums = {name: add_checksums([part.get(name, 0) for part in parts]) for name in names}
         call_first(0, "weight_step", "commit", version, checksums).get(remaining_s())
-        return self.receive(version, remaining_s)
+        return self.receive(version, remaining_s), digest(checksums)
 
     def restore(self, rank: int, version: int, remaining_s: RemainingTime) -> None:
         self.reopen(rank, version, self.reader, remaining_s)

@@ -5,7 +5,6 @@ host loads it. It needs nothing but `weights()` and `load()`, so it is the oracl
 of all other executors and their fallback.
 """
 
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor
 
 from rlsys.interfaces import RolloutEngine, TrainEngine
-from rlsys.types import TransferReport
 from rlsys.utils.errors import WeightTransferError
 from rlsys.weights.checksum import digest, tensor_checksum
 from rlsys.weights.executors.base import Executor, Layouts, RemainingTime, wait_all
@@ -91,11 +89,11 @@ class GatherLoader:
         self.loaded: set[str] = set()
         self.num_bytes = 0
 
-    def receive(self, version: int) -> TransferReport:
+    def receive(self, version: int) -> int:
         """Quarantine the engine; the weights come by `bucket`."""
         self.engine.begin_update()
         self.version, self.loaded, self.num_bytes = version, set(), 0
-        return TransferReport(version, 0, 0.0, "")
+        return 0
 
     @torch.no_grad()
     def bucket(self, version: int, bucket: Bucket) -> None:
@@ -126,14 +124,13 @@ class GatherLoader:
             self.loaded.add(shard.box.tensor)
             self.num_bytes += held.nbytes
 
-    def finish(self, version: int) -> TransferReport:
-        """Release the engine; WeightTransferError where a tensor is missing."""
+    def finish(self, version: int) -> int:
+        """Release the engine; returns the bytes that it loaded. WeightTransferError where a tensor is missing."""
         missing = {shard.box.tensor for shard in self.engine.weight_layout().shards} - self.loaded
         if self.version != version or missing:
             raise WeightTransferError(f"weight version {version} is incomplete: missing {sorted(missing)[:5]}")
-        started_s = time.monotonic()
         self.engine.finish_update(version)
-        return TransferReport(version, self.num_bytes, time.monotonic() - started_s, "")
+        return self.num_bytes
 
     def close(self) -> None:
         self.version = None
@@ -153,7 +150,7 @@ class GatherExecutor(Executor):
         self.open(self.source, specs, remaining_s)
         self.open(self.destination, [spec] * self.destination.world_size, remaining_s)
 
-    def push(self, version: int, remaining_s: RemainingTime) -> list[TransferReport]:
+    def push(self, version: int, remaining_s: RemainingTime) -> tuple[int, str]:
         self.send(version, remaining_s)
         self.receive(version, remaining_s)
         checksums: dict[str, int] = {}
@@ -164,6 +161,4 @@ class GatherExecutor(Executor):
             ]
             checksums |= dict(zip(buckets[0].tensors, buckets[0].checksums, strict=True))
             wait_all(loads, remaining_s)
-        checksum = digest(checksums)
-        stats = self.step(self.destination, remaining_s, "finish", version)
-        return [replace(part, checksum=checksum) for part in stats]
+        return sum(self.step(self.destination, remaining_s, "finish", version)), digest(checksums)

@@ -90,5 +90,9 @@ class LocalExecutor(Executor):
     def connect(self, sources: Layouts, destinations: Layouts, remaining_s: RemainingTime) -> None:
         """Nothing has to be prepared."""
 
-    def push(self, version: int, remaining_s: RemainingTime) -> list[TransferReport]:
-        return wait_all(self.source.execute_all_async("reshard_weights", version), remaining_s)
+    def push(self, version: int, remaining_s: RemainingTime) -> tuple[int, str]:
+        reports = wait_all(self.source.execute_all_async("reshard_weights", version), remaining_s)
+        checksum, *others = {report.checksum for report in reports}
+        if others:
+            raise WeightTransferError(f"the rollout ranks report different checksums: {[checksum, *others]}")
+        return sum(report.num_bytes for report in reports), checksum

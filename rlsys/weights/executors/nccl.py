@@ -5,7 +5,6 @@ a round is one message for every pair of ranks, so that no rank stages more than
 """
 
 import secrets
-import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +18,6 @@ from torch import Tensor
 
 from rlsys.interfaces import RolloutEngine, TrainEngine
 from rlsys.ipc.process_group import LOOPBACK, PeerLostError, ProcessGroup, Rendezvous
-from rlsys.types import TransferReport
 from rlsys.utils.boxes import buckets
 from rlsys.utils.errors import WeightTransferError
 from rlsys.weights.executors.base import Executor, Layouts, RankFuture, RemainingTime
@@ -159,8 +157,7 @@ class NcclReceiver(PlanReceiver):
         self.group.join(device_of(self.update.tensors()))
 
     @torch.no_grad()
-    def receive(self, version: int) -> TransferReport:
-        started_s = time.monotonic()
+    def receive(self, version: int) -> int:
         self.received = self.checksums = None
         with self.group.guarded(f"version {version}"):
             tensors = self.update.begin()
@@ -178,8 +175,7 @@ class NcclReceiver(PlanReceiver):
         if int(stamp) != version:
             raise WeightTransferError(f"the trainer sent weight version {int(stamp)} instead of {version}")
         self.received = version
-        num_bytes = sum(copy.num_bytes for copy in self.plan.copies)
-        return TransferReport(version, num_bytes, time.monotonic() - started_s, "")
+        return sum(copy.num_bytes for copy in self.plan.copies)
 
     def close(self) -> None:
         self.group.close()
@@ -211,7 +207,7 @@ class NcclExecutor(Executor):
         self.listen_at = LOOPBACK if len(hosts) == 1 else ""
         self._join(remaining_s)
 
-    def push(self, version: int, remaining_s: RemainingTime) -> list[TransferReport]:
+    def push(self, version: int, remaining_s: RemainingTime) -> tuple[int, str]:
         if not self.joined:
             self._join(remaining_s)
         self.joined = False
@@ -219,11 +215,9 @@ class NcclExecutor(Executor):
         received = self.destination.execute_all_async("receive_weights", version)
         results = _wait_for_peers([*sent, *received], remaining_s)
         checksums = self.plans.merge(results[: len(sent)])
-        stats: list[TransferReport] = results[len(sent) :]
         self.step(self.destination, remaining_s, "finish", version, checksums)
         self.joined = True
-        checksum = self.plans.digest(checksums)
-        return [replace(part, checksum=checksum) for part in stats]
+        return sum(results[len(sent) :]), self.plans.digest(checksums)
 
     def _join(self, remaining_s: RemainingTime) -> None:
         """Form a new process group of all ranks, at first and after a failure."""

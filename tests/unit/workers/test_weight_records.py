@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from rlsys.ipc.codec import decode, encode
 from rlsys.ipc.process_group import Rendezvous
-from rlsys.types import Box, Shard, TransferReport, WeightLayout
+from rlsys.types import Box, Shard, WeightLayout
 from rlsys.weights.executors.cuda_ipc import IpcHandle, IpcImportSpec, StorageHandle
 from rlsys.weights.executors.disk import DiskSpec
 from rlsys.weights.executors.gather import Bucket, GatherSpec
@@ -34,7 +34,6 @@ RECORDS = [
     DiskSpec("/tmp", b"{}", 112, PACKED, {"w": "w"}, writes=PLAN.copies),
     GatherSpec({"w": "float32"}, {"w": "w"}, 1 << 20),
     Bucket("/proc/1/fd/2", 112, PACKED, (1 << 63,)),
-    TransferReport(3, 48, 0.5, "abc"),
     layout_checksums(LAYOUT, {"w": torch.zeros(4, 3)}),
     {0: HANDLE},
 ]
