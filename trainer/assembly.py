@@ -28,14 +28,14 @@ from trainer.episodes import EpisodeEpochSource, EpisodeRollout, EpisodeSource, 
 from trainer.epochs import EpochSource
 from trainer.evaluation import OnValidation, Validation
 from trainer.generation import GradedRollout
-from trainer.groups import WorkerGroups
+from trainer.groups import Role, WorkerGroups
 from trainer.judge import serve_judge
 from trainer.parity import ParityProbe, Scorer
 from trainer.prompt_groups import PromptGroups
 from trainer.prompts import num_steps, training_prompts
 from trainer.repeatable import check_repeatable
 from trainer.reporting import Reporter
-from trainer.residency import Moves, Residency, Resident
+from trainer.residency import SYNC, Moves, Residency, Resident
 from trainer.rewards import reward_pool
 from trainer.source import GroupFilter, Prompts, RolloutSource
 from trainer.staleness_advice import StalenessAdvisor
@@ -109,7 +109,7 @@ def assemble(
         stack.callback(source.close)
         moves = residency_moves(cfg, groups, inputs.device, colocated=pools.colocated)
         weights = WeightPush(transfer, fleet, rollout.validate_weight)
-        refill = weights.push_again if Resident.ROLLOUT in moves and drops_weights_on_sleep(cfg) else None
+        refill = weights.push_again if Role.Rollout in moves and drops_weights_on_sleep(cfg) else None
         residency = Residency(moves, reporter.stage, refill)
         parity = ParityProbe(
             rollout.parity,
@@ -186,10 +186,10 @@ def residency_moves(cfg: PPOConfig, groups: WorkerGroups, device: str, *, coloca
     policy = cfg.actor_rollout_ref
     actor, ref = policy.actor.shard, policy.ref_shard
     offloaded = (
-        (Resident.ACTOR, groups.actor, _offloaded(actor)),
-        (Resident.CRITIC, groups.critic, _offloaded(cfg.critic.shard)),
-        (Resident.REFERENCE, groups.ref, ("params",) * ref.param_offload),
-        (Resident.TEACHER, groups.teacher, ("params",) * ref.param_offload),
+        (Role.Actor, groups.actor, _offloaded(actor)),
+        (Role.Critic, groups.critic, _offloaded(cfg.critic.shard)),
+        (Role.RefPolicy, groups.ref, ("params",) * ref.param_offload),
+        (Role.Teacher, groups.teacher, ("params",) * ref.param_offload),
     )
     moves = {
         resident: Moves([partial(group.move, parts, device)], [partial(group.move, parts, "cpu")])
@@ -206,10 +206,10 @@ def residency_moves(cfg: PPOConfig, groups: WorkerGroups, device: str, *, coloca
         own_pool, everything = cfg.reward.reward_model.enable_resource_pool, ("weights", "kv_cache")
         engines = [engine for engine in (groups.rollout, None if own_pool else groups.judge) if engine is not None]
         wakes, sleeps = ([partial(getattr(e, verb), everything) for e in engines] for verb in ("wake", "sleep"))
-        moves[Resident.ROLLOUT] = Moves(wakes, sleeps)
+        moves[Role.Rollout] = Moves(wakes, sleeps)
         before_sync.append(partial(groups.rollout.wake, ("weights",)))
     if before_sync:
-        moves[Resident.SYNC] = Moves(before_sync, after_sync)
+        moves[SYNC] = Moves(before_sync, after_sync)
     return moves
 
 

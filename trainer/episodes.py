@@ -40,7 +40,7 @@ from rlsys.rewards.pool.pool import RewardItem, RewardPool
 from rlsys.rollout.batch import SEEDS, with_request_seeds
 from rlsys.telemetry.metrics import StageTimer
 from rlsys.types import GenerationHyperparameters, SamplingParams
-from rlsys.utils.errors import ConfigError, DataError, DeadlineError, RolloutError
+from rlsys.utils.errors import ConfigError, DataError, RolloutError, result_within
 from trainer.async_source import AsyncSource
 from trainer.epochs import EpochSource
 from trainer.generation import GradedRollout, fleet_generate, meta_of_all_calls, training_sampling, validation_sampling
@@ -83,8 +83,6 @@ class EpisodeRollout(GradedRollout):
             futures = self.runner.submit(starts, sampling, num_spare=self._num_spare(len(starts), sampling))
             try:
                 results = [self._result(future) for future in futures]
-            except TimeoutError as error:
-                raise DeadlineError("the episodes", "generate", self.deadline_s) from error
             finally:
                 for future in futures:
                     future.cancel()
@@ -105,7 +103,7 @@ class EpisodeRollout(GradedRollout):
 
     def _result(self, future: Future[EpisodeResult]) -> EpisodeResult:
         try:
-            return future.result(self.deadline_s)
+            return result_within(future, self.deadline_s, who="the episodes", stage="generate")
         except CancelledError:
             return EpisodeResult((), 0.0, "over_sampled")
 

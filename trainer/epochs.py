@@ -17,7 +17,7 @@ from typing import Any
 from rlsys.protocol import DataProto
 from rlsys.rollout.partial import PartialResponse
 from rlsys.types import Finish, ModelResponse
-from rlsys.utils.errors import DeadlineError
+from rlsys.utils.errors import result_within
 from trainer.overlap import OverlapMeter
 from trainer.prompt_groups import PromptGroup, PromptGroups
 from trainer.source import Fleet
@@ -89,12 +89,7 @@ class EpochSource:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _await(self, running: Future[None]) -> None:
-        try:
-            running.result(self._deadline_s)
-        except TimeoutError as error:
-            if isinstance(error, DeadlineError):
-                raise
-            raise DeadlineError("the rollout fleet", "generate an epoch", self._deadline_s) from error
+        result_within(running, self._deadline_s, who="the rollout fleet", stage="generate an epoch")
 
     def _advance(self, work: Sequence[tuple[PromptGroup, int]]) -> None:
         """Continue the groups' answers up to a number of tokens each, and grade the groups that are complete then."""

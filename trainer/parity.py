@@ -17,8 +17,8 @@ from rlsys.protocol import IMAGES, DataProto, DataProtoConfig
 from rlsys.telemetry.log import get_logger
 from rlsys.utils.errors import DeadlineError, RolloutError, WorkerError
 from trainer.generation import GradedRollout, sampling_meta
-from trainer.groups import ActorGroup
-from trainer.residency import Residency, Resident
+from trainer.groups import ActorGroup, Role
+from trainer.residency import Residency
 from trainer.steps import ROWS
 
 log = get_logger(__name__)
@@ -77,13 +77,13 @@ class ParityProbe:
 
     def run(self, version: int) -> ParityReport:
         """Probe weights of `version`, which actor and rollout must both hold."""
-        with self.residency.hold(Resident.ROLLOUT, "parity"):
+        with self.residency.hold(Role.Rollout, "parity"):
             rows, _ = self.graded.generate(self._prompts())
             seen = rows.tensors["rollout_log_probs"]
             rows = rows.select(batch_keys=ROWS, non_tensor_batch_keys=[IMAGES])
             rows.meta_info[DataProtoConfig.auto_padding_key] = True
             theirs = self._engine_scores(rows)
-        with self.residency.hold(Resident.ACTOR, "parity"):
+        with self.residency.hold(Role.Actor, "parity"):
             ours = self.actor.compute_log_prob(rows).tensors["old_log_probs"]
         mask, tokens = rows.tensors["response_mask"], rows.tensors["responses"]
         scored = None if theirs is None else compare_log_probs(ours, theirs, mask)

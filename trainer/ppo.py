@@ -33,7 +33,7 @@ from trainer.loop import CheckpointedLoop
 from trainer.parity import ParityReport
 from trainer.prompts import num_steps
 from trainer.reporting import Reporter
-from trainer.residency import Resident
+from trainer.residency import SYNC
 from trainer.run_folder import run_folder
 from trainer.source import Prompts
 
@@ -155,7 +155,7 @@ class RayPPOTrainer(CheckpointedLoop):
 
     def next_batch(self) -> DataProto:
         """The next graded batch from the rollouts."""
-        with self.parts.residency.hold(Resident.ROLLOUT, "source"):
+        with self.parts.residency.hold(Role.Rollout, "source"):
             batch = self.source.next()
         return with_branches(batch, max_rows=self.cfg.actor_rollout_ref.rollout.agent.max_rows)
 
@@ -204,7 +204,7 @@ class RayPPOTrainer(CheckpointedLoop):
     def push_weights(self) -> TransferReport:
         """Reshard the actor's weights into the rollout engines; they serve version `global_step` afterwards."""
         self.source.settle()
-        with self.parts.residency.hold(Resident.SYNC, "update_weights"):
+        with self.parts.residency.hold(SYNC, "update_weights"):
             report = self.parts.weights.push(self.global_step)
         self.weight_version = report.version
         self.source.published(report.version)
@@ -241,7 +241,7 @@ class RayPPOTrainer(CheckpointedLoop):
         if self.parts.validation is None:
             return {}
         self.source.settle()
-        with self.parts.residency.hold(Resident.ROLLOUT, "testing"):
+        with self.parts.residency.hold(Role.Rollout, "testing"):
             metrics = self.parts.validation.run(self.global_step)
         self.reporter.add(metrics)
         self.reporter.report_validation(metrics, self.global_step)

@@ -16,11 +16,10 @@ from rlsys.data.cursor import Cursor
 from rlsys.data.dataset import PromptDataset, configured_source, parse_prompt
 from rlsys.data.rl_sampler import SamplerCursor
 from rlsys.data.rows import PromptRow, default_source
-from rlsys.data.stream import RowStream, first_rows
+from rlsys.data.stream import RowStream
 from rlsys.data.vision_processor import VisionProcessor
 from rlsys.protocol import DataProto
 from rlsys.utils.errors import DataError
-from rlsys.utils.hub import is_rows_id
 
 
 @dataclass(frozen=True)
@@ -106,8 +105,6 @@ def load_prompts(
     """
     data = config.data
     source = configured_source(data, files, tokenizer=tokenizer, max_samples=max_samples)
-    if isinstance(data, DataConfig) and data.streaming and any(map(is_rows_id, files)):
-        source = first_rows(files, max_samples)
     load = partial(
         PromptDataset.load, source, tokenizer, data, default_source=default_source(config.reward), processor=processor
     )

@@ -8,25 +8,15 @@ the actor's parameters and the rollout's weights on the device and nothing else.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from enum import StrEnum
+from typing import Final, Literal
 
 from rlsys.telemetry.metrics import StageTimer
+from trainer.groups import Role
 
-
-class Resident(StrEnum):
-    """The states of a shared pool."""
-
-    NONE = "none"
-    ROLLOUT = "rollout"
-    SYNC = "sync"
-    ACTOR = "actor"
-    CRITIC = "critic"
-    REFERENCE = "reference"
-    REWARD_MODEL = "reward_model"
-    TEACHER = "teacher"
-
-
-TRAINED = (Resident.ACTOR, Resident.CRITIC, Resident.REFERENCE, Resident.TEACHER, Resident.REWARD_MODEL)
+SYNC: Final = "sync"
+Resident = Role | Literal["sync"]
+"""Who holds the memory of a shared pool."""
+TRAINED = (Role.Actor, Role.Critic, Role.RefPolicy, Role.Teacher, Role.RewardModel)
 
 
 @dataclass(frozen=True)
@@ -44,9 +34,10 @@ class Residency:
         self, moves: Mapping[Resident, Moves], stage: StageTimer, refill: Callable[[], object] | None = None
     ) -> None:
         """`refill` pushes the served weights again, for a rollout that drops them when it leaves."""
-        self._moves, self._stage, self._refill = moves, stage, refill
+        self._moves: dict[Resident | None, Moves] = {**moves}
+        self._stage, self._refill = stage, refill
         self._lost = False
-        self.resident = Resident.NONE
+        self.resident: Resident | None = None
 
     @contextmanager
     def hold(self, resident: Resident, stage: str) -> Iterator[None]:
@@ -63,19 +54,19 @@ class Residency:
 
     def enter(self, resident: Resident) -> None:
         """Make `resident` the one that holds memory; to roll out before any weights were pushed is a mistake."""
-        if resident is self.resident:
+        if resident == self.resident:
             return
-        if resident is Resident.ROLLOUT and self._lost and self._refill is not None:
-            self.enter(Resident.SYNC)
+        if resident is Role.Rollout and self._lost and self._refill is not None:
+            self.enter(SYNC)
             self._refill()
         left = self.resident
-        assert (left, resident) != (Resident.NONE, Resident.ROLLOUT), "call push_weights() before the rollout is used"
+        assert (left, resident) != (None, Role.Rollout), "call push_weights() before the rollout is used"
         leave, enter = self._moves.get(left, Moves()).leave, self._moves.get(resident, Moves()).enter
         with self._stage("switch") if leave or enter else nullcontext():
             for move in leave:
                 move()
-            self.resident = Resident.NONE
+            self.resident = None
             for move in enter:
                 move()
-        self._lost = resident is not Resident.SYNC and (self._lost or left is Resident.ROLLOUT)
+        self._lost = resident != SYNC and (self._lost or left is Role.Rollout)
         self.resident = resident

@@ -22,9 +22,9 @@ from rlsys.config import PPOConfig
 from rlsys.config.plan import BatchPlan
 from rlsys.protocol import IMAGES, DataProto
 from rlsys.utils.errors import DataError
-from trainer.groups import WorkerGroups
+from trainer.groups import Role, WorkerGroups
 from trainer.reporting import Reporter
-from trainer.residency import Residency, Resident
+from trainer.residency import Residency
 
 ROWS = ["input_ids", "attention_mask", "position_ids", "responses", "prompts", "response_mask"]
 ACTOR_ROWS = [*ROWS, "old_log_probs", "advantages"]
@@ -67,7 +67,7 @@ class Steps:
         if self.cfg.algorithm.rollout_correction.bypass_mode:
             batch.tensors["old_log_probs"] = batch.tensors["rollout_log_probs"]
             return batch
-        with self.residency.hold(Resident.ACTOR, "old_log_prob"):
+        with self.residency.hold(Role.Actor, "old_log_prob"):
             scored = self.groups.actor.compute_log_prob(_only(batch, ROWS, ["routed_experts"]))
         self.reporter.add_lists(scored.meta_info.pop("metrics", {}))
         if "entropys" in scored.tensors:
@@ -79,9 +79,9 @@ class Steps:
         """Log-probabilities under the frozen policy, where a KL term needs them."""
         if not self.plan.use_reference:
             return batch
-        resident, group = Resident.REFERENCE, self.groups.ref
+        resident, group = Role.RefPolicy, self.groups.ref
         if group is None:
-            resident, group = Resident.ACTOR, self.groups.actor
+            resident, group = Role.Actor, self.groups.actor
         with self.residency.hold(resident, "ref"):
             return batch.union(group.compute_ref_log_prob(_only(batch, ROWS)))
 
@@ -92,13 +92,13 @@ class Steps:
         keys = batch.non_tensor_batch.get(self.cfg.distillation.teacher_key, [None] * len(batch))
         rows = _only(batch, ROWS)
         rows.tensors["teacher"] = torch.tensor(teacher_numbers(self.cfg, list(keys)))
-        with self.residency.hold(Resident.TEACHER, "teacher"):
+        with self.residency.hold(Role.Teacher, "teacher"):
             return batch.union(self.groups.teacher.compute_teacher_log_prob(rows))
 
     def reward_model_scores(self, batch: DataProto) -> DataProto:
         """Add the reward model's score to the graders', where there is one."""
         if self.groups.rm is not None:
-            with self.residency.hold(Resident.REWARD_MODEL, "reward_model"):
+            with self.residency.hold(Role.RewardModel, "reward_model"):
                 rows = _only(batch, ROWS) if self.reward_rows is None else self.reward_rows(batch)
                 scores = self.groups.rm.compute_rm_score(rows).tensors["rm_scores"].sum(dim=1)
             held = batch.tensors
@@ -110,7 +110,7 @@ class Steps:
         """The critic's values, where the estimator uses them."""
         if self.groups.critic is None:
             return batch
-        with self.residency.hold(Resident.CRITIC, "values"):
+        with self.residency.hold(Role.Critic, "values"):
             return batch.union(self.groups.critic.compute_values(_only(batch, ROWS)))
 
     def advantages(self, batch: DataProto) -> DataProto:
@@ -122,12 +122,12 @@ class Steps:
 
     def update_critic(self, batch: DataProto) -> None:
         if self.groups.critic is not None:
-            with self.residency.hold(Resident.CRITIC, "update_critic"):
+            with self.residency.hold(Role.Critic, "update_critic"):
                 updated = self.groups.critic.update_critic(_only(batch, CRITIC_ROWS, OPTIONAL))
             self.reporter.add_lists(updated.meta_info["metrics"])
 
     def update_actor(self, batch: DataProto) -> None:
-        with self.residency.hold(Resident.ACTOR, "update_actor"):
+        with self.residency.hold(Role.Actor, "update_actor"):
             updated = self.groups.actor.update_actor(_only(batch, ACTOR_ROWS, ACTOR_OPTIONAL))
         self.reporter.add_lists(updated.meta_info["metrics"])
 

@@ -10,12 +10,11 @@ from rlsys.config.plan import shared_by, total_steps
 from rlsys.data.collate import collate_texts
 from rlsys.data.cursor import Cursor
 from rlsys.data.dataset import configured_source
-from rlsys.data.stream import RowStream, first_rows
+from rlsys.data.stream import RowStream
 from rlsys.data.supervised import TokenizedText, fingerprint, load_texts, parse_row
 from rlsys.protocol import DataProto, pad_dataproto_to_divisor
 from rlsys.roles.lm import RankSums, mean_over_ranks
 from rlsys.utils.errors import ConfigError
-from rlsys.utils.hub import is_rows_id
 from rlsys.utils.run_folders import HUGGINGFACE
 from trainer.backend import WorkerBackend, import_external_libs, load_tokenizer, running_backend
 from trainer.checkpoint import TrainerState
@@ -52,7 +51,6 @@ def load_rows(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Texts
 
     def rows(files: Sequence[str], max_samples: int, *, shuffle: bool) -> Texts:
         source = configured_source(data, files, tokenizer=tokenizer, max_samples=max_samples)
-        source = first_rows(files, max_samples) if data.streaming and any(map(is_rows_id, files)) else source
         loaded = load_texts(source, tokenizer, data, max_samples=max_samples, shuffle=shuffle)
         kind = config.dpo.loss_type if isinstance(config, DPOConfig) else None
         if kind and any((text.is_desirable is None) == (kind == "kto") for text, *_ in loaded):

@@ -6,14 +6,16 @@ the contents are used as they are.
 
 import logging
 from array import array
+from collections import UserList
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
+from itertools import islice
 from os.path import dirname
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
-from rlsys.config.schema.data import PromptsConfig, RowsConfig
+from rlsys.config.schema.data import PromptsConfig, RowsConfig, TrainingRowsConfig
 from rlsys.config.vocabulary import GRIDS, TILES
 from rlsys.data.bad_rows import parse_rows
 from rlsys.data.chat import encode_prompt, truncate
@@ -21,6 +23,7 @@ from rlsys.data.cursor import permutation
 from rlsys.data.files import BadRow, Row, read_rows
 from rlsys.data.rows import PromptRow, read_prompt_row
 from rlsys.utils.errors import ConfigError, DataError
+from rlsys.utils.hub import is_rows_id, open_rows
 from rlsys.utils.plugins import load_from_file
 
 if TYPE_CHECKING:
@@ -160,16 +163,26 @@ def _load_images(
 def configured_source(
     config: RowsConfig, files: Sequence[str], *, tokenizer: "PreTrainedTokenizerBase", max_samples: int
 ) -> Sequence[str] | VerlDataset:
-    """The files, or over them an object of the dataset class in data.custom_cls, made with verl's arguments."""
+    """The files, or over them an object of the dataset class in data.custom_cls, made with verl's arguments.
+
+    With data.streaming the first `max_samples` rows of datasets of the hub.
+    """
     custom, files = config.custom_cls, list(files)
     if custom.path is None or custom.name is None:
-        return files
+        streams = isinstance(config, TrainingRowsConfig) and config.streaming and any(map(is_rows_id, files))
+        return first_rows(files, max_samples) if streams else files
     cls = load_from_file(custom.path, custom.name, key="data.custom_cls")
     dataset = cls(data_files=files, tokenizer=tokenizer, config=config, processor=None, max_samples=max_samples)
     for method in ("__len__", "__getitem__"):
         if not hasattr(dataset, method):
             raise ConfigError(f"data.custom_cls.name={custom.name}: the class has no {method}")
     return dataset
+
+
+def first_rows(names: Sequence[str], count: int) -> UserList[Mapping[str, Any]]:
+    """The first rows of sources, as a dataset of plain rows."""
+    rows: Iterable[Mapping[str, Any]] = open_rows(names)
+    return UserList(islice(rows, count))
 
 
 def source_rows(source: str | Sequence[str] | VerlDataset, prompt_key: str) -> Iterator[Row | BadRow]:

@@ -1,7 +1,6 @@
 """Rows of datasets that are read during training: splits of the hub, files here or at addresses."""
 
-from collections import UserList
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -100,9 +99,3 @@ class RowStream(PromptDataset):
         self._block, self._epoch = state["block"] - 1, state["epoch"]
         self._read()
         self._position = state["position"]
-
-
-def first_rows(names: Sequence[str], count: int) -> UserList[Mapping[str, Any]]:
-    """The first rows of sources, as a dataset of plain rows."""
-    rows: Iterable[Mapping[str, Any]] = open_rows(names)
-    return UserList(islice(rows, count))

@@ -165,12 +165,9 @@ def open_weights(model: ModelConfig, config: PretrainedConfig, *, head: Head, se
 
 def saved_tensors_of(model: nn.Module) -> dict[str, Tensor]:
     """The parameters, a tied one once, and the buffers that checkpoints have, by their names in the model."""
-    held: dict[str, Tensor] = dict(model.named_parameters())
-    for path, module in model.named_modules():
-        apart = module._non_persistent_buffers_set
-        own = {f"{path}.{name}": b for name, b in module._buffers.items() if b is not None and name not in apart}
-        held |= {name.removeprefix("."): buffer for name, buffer in own.items()}
-    return held
+    state = model.state_dict(keep_vars=True)
+    shared = shared_names(state.items())
+    return {name: tensor for name, tensor in state.items() if name not in shared}
 
 
 def shared_names(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:

@@ -1,6 +1,10 @@
 """Errors that users see, one class per kind of cause."""
 
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class ConfigError(Exception):
@@ -41,6 +45,13 @@ class DeadlineError(TimeoutError):
 
     def __reduce__(self) -> tuple[type, tuple[str, str, float, str]]:
         return type(self), (self.who, self.stage, self.deadline_s, self.hint)
+
+
+def result_within(future: Future[T], deadline_s: float | None, *, who: str, stage: str, hint: str = "") -> T:
+    """The result of a future; DeadlineError unless it is there within `deadline_s`."""
+    if not wait([future], deadline_s).done:
+        raise DeadlineError(who, stage, deadline_s or 0.0, hint)
+    return future.result()
 
 
 @dataclass(frozen=True)

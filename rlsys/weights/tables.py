@@ -166,13 +166,9 @@ def _columns(values: Sequence[Sequence[int]], n: int, dims: int, fill: int) -> I
 
 def distinct_boxes(tensor: Ints, start: Ints, stop: Ints) -> BoxTable:
     """The distinct boxes of some shards, sorted by tensor."""
-    table = np.column_stack([tensor, start, stop])
-    order = np.lexsort(table.T[::-1])
-    is_first = np.ones(len(order), bool)
-    is_first[1:] = (table[order[1:]] != table[order[:-1]]).any(1)
-    chosen, of_row = order[is_first], np.empty_like(order)
-    of_row[order] = np.cumsum(is_first) - 1
-    return BoxTable(tensor[chosen], start[chosen], stop[chosen], of_row)
+    boxes, of_row = np.unique(np.column_stack([tensor, start, stop]), axis=0, return_inverse=True)
+    tensors, starts, stops = np.split(boxes, [1, 1 + start.shape[1]], axis=1)
+    return BoxTable(tensors[:, 0], starts, stops, of_row.reshape(-1))
 
 
 def _overlapping(boxes: BoxTable) -> Ints:

@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar
 from rlsys.rewards.pool.children import END_S, MAX_FAILED_STARTS, START_S, Children, remove_abandoned_folders
 from rlsys.rewards.pool.messages import Grader, RewardItem, RewardResult, failed, reward_metrics
 from rlsys.rewards.pool.worker import describe, grade_item, load_grader
-from rlsys.utils.errors import ConfigError, DeadlineError
+from rlsys.utils.errors import ConfigError, result_within
 
 __all__ = ["Grader", "RewardItem", "RewardPool", "RewardResult", "failed", "reward_metrics"]
 
@@ -54,20 +54,15 @@ class RewardPool:
             self._grade_here(())
             return
         deadline_s = MAX_FAILED_STARTS * (START_S + END_S)
-        try:
-            self._run(Children.start).result(timeout=deadline_s)
-        except TimeoutError as error:
-            raise DeadlineError("the reward pool", "start", deadline_s) from error
+        result_within(self._run(Children.start), deadline_s, who="the reward pool", stage="start")
 
     def score(self, items: Sequence[RewardItem], *, deadline_s: float | None = None) -> list[RewardResult]:
         """Grade `items`; results are in their order. Raises DeadlineError when `deadline_s` passes first."""
-        results = self.submit(items)
+        results, hint = self.submit(items), "raise trainer.deadlines.reward_s or lower reward.timeout_s"
         try:
-            return results.result(timeout=deadline_s)
-        except TimeoutError as error:
+            return result_within(results, deadline_s, who="the reward pool", stage="reward", hint=hint)
+        finally:
             results.cancel()
-            hint = "raise trainer.deadlines.reward_s or lower reward.timeout_s"
-            raise DeadlineError("the reward pool", "reward", deadline_s or 0.0, hint) from error
 
     def submit(self, items: Sequence[RewardItem]) -> Future[list[RewardResult]]:
         """Grade `items` in the background; asyncio.wrap_future makes the future awaitable."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from rlsys.rollout.sglang.given_images import take_given_images
 from rlsys.rollout.sglang.scheduler_hooks import SchedulerSettings, run_scheduler
-from rlsys.utils.errors import ConfigError, DeadlineError, RolloutError
+from rlsys.utils.errors import ConfigError, DeadlineError, RolloutError, result_within
 
 STOP_WAIT_S = 20.0
 _stopped: list[Any] = []
@@ -59,10 +59,7 @@ class EngineThread:
 
     def wait(self, work: Coroutine[Any, Any, Any], stage: str, deadline_s: float) -> Any:
         """The coroutine's result; DeadlineError after `deadline_s`."""
-        try:
-            return self.submit(work).result(deadline_s)
-        except TimeoutError:
-            raise DeadlineError("SGLang", stage, deadline_s, "it may hang in a step") from None
+        return result_within(self.submit(work), deadline_s, who="SGLang", stage=stage, hint="it may hang in a step")
 
     def stop(self) -> None:
         """Kill SGLang's processes and stop the thread."""

@@ -8,14 +8,14 @@ import pytest
 from rlsys.config import load_config
 from rlsys.telemetry.metrics import StageTimer
 from trainer.assembly import residency_moves
-from trainer.groups import WorkerGroups
-from trainer.residency import Moves, Residency, Resident
+from trainer.groups import Role, WorkerGroups
+from trainer.residency import SYNC, Moves, Residency
 from trainer.weight_push import drops_weights_on_sleep
 
 
 def recorded_moves() -> tuple[Residency, list[str]]:
     done: list[str] = []
-    residents = (Resident.ACTOR, Resident.REFERENCE, Resident.ROLLOUT, Resident.SYNC)
+    residents = (Role.Actor, Role.RefPolicy, Role.Rollout, SYNC)
     moves = {h: Moves([partial(done.append, f"enter {h}")], [partial(done.append, f"leave {h}")]) for h in residents}
     return Residency(moves, StageTimer()), done
 
@@ -23,30 +23,30 @@ def recorded_moves() -> tuple[Residency, list[str]]:
 def test_offloading_all_spares_the_rollout() -> None:
     residency, done = recorded_moves()
     residency.offload_all()
-    assert done == ["leave actor", "leave reference"]
-    assert residency.resident is Resident.NONE
+    assert done == ["leave actor", "leave ref"]
+    assert residency.resident is None
 
 
 def test_moves_run_only_when_the_resident_changes() -> None:
     residency, done = recorded_moves()
-    with residency.hold(Resident.SYNC, "push"), residency.hold(Resident.ROLLOUT, "gen"):
+    with residency.hold(SYNC, "push"), residency.hold(Role.Rollout, "gen"):
         pass
-    with residency.hold(Resident.ROLLOUT, "testing"):
+    with residency.hold(Role.Rollout, "testing"):
         pass
     assert done == ["enter sync", "leave sync", "enter rollout"]
     with pytest.raises(AssertionError, match=r"call push_weights\(\) before"):
-        recorded_moves()[0].enter(Resident.ROLLOUT)
+        recorded_moves()[0].enter(Role.Rollout)
 
 
 def test_a_rollout_without_weights_gets_them_again_before_it_serves_unless_new_ones_came() -> None:
     done: list[str] = []
-    moves = {h: Moves([partial(done.append, f"enter {h}")]) for h in (Resident.ACTOR, Resident.ROLLOUT, Resident.SYNC)}
+    moves = {h: Moves([partial(done.append, f"enter {h}")]) for h in (Role.Actor, Role.Rollout, SYNC)}
     residency = Residency(moves, StageTimer(), partial(done.append, "push again"))
-    for resident in (Resident.SYNC, Resident.ROLLOUT, Resident.ACTOR, Resident.SYNC, Resident.ROLLOUT):
+    for resident in (SYNC, Role.Rollout, Role.Actor, SYNC, Role.Rollout):
         residency.enter(resident)
     assert done == ["enter sync", "enter rollout", "enter actor", "enter sync", "enter rollout"]
     done.clear()
-    for resident in (Resident.ACTOR, Resident.ROLLOUT, Resident.ROLLOUT):
+    for resident in (Role.Actor, Role.Rollout, Role.Rollout):
         residency.enter(resident)
     assert done == ["enter actor", "enter sync", "push again", "enter rollout"]
 
@@ -57,7 +57,7 @@ def test_free_cache_engine_decides_whether_the_rollout_moves(frees: bool) -> Non
     files = ("data.train_files=null", "data.val_files=null", "actor_rollout_ref.model.path=null")
     cfg = load_config([*files, f"{rollout}.name=vllm", f"{rollout}.free_cache_engine={frees}"])
     groups = WorkerGroups(actor=SimpleNamespace(), rollout=SimpleNamespace(sleep=print, wake=print))
-    assert (Resident.ROLLOUT in residency_moves(cfg, groups, "cuda:0", colocated=True)) is frees
+    assert (Role.Rollout in residency_moves(cfg, groups, "cuda:0", colocated=True)) is frees
     assert drops_weights_on_sleep(cfg) is frees
-    assert Resident.ROLLOUT not in residency_moves(cfg, groups, "cuda:0", colocated=False)
-    assert Resident.ROLLOUT not in residency_moves(cfg, groups, "cpu", colocated=True)
+    assert Role.Rollout not in residency_moves(cfg, groups, "cuda:0", colocated=False)
+    assert Role.Rollout not in residency_moves(cfg, groups, "cpu", colocated=True)

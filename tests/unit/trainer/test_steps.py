@@ -11,9 +11,9 @@ from rlsys.algorithms.kl import KLController
 from rlsys.config import PPOConfig, load_config, plan_batches
 from rlsys.protocol import DataProto
 from rlsys.telemetry.metrics import StageTimer
-from trainer.groups import WorkerGroups
+from trainer.groups import Role, WorkerGroups
 from trainer.reporting import Reporter
-from trainer.residency import Residency, Resident
+from trainer.residency import Residency
 from trainer.steps import Steps, rewards_to_advantages
 
 SMALL = ("data.train_batch_size=2", "actor_rollout_ref.rollout.n=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2")
@@ -92,7 +92,7 @@ def test_log_probs_come_from_the_actor_at_the_batchs_temperature() -> None:
     assert metrics["entropy"] == 0.5
     assert scorer.temperature == 0.7
     assert "rollout_log_probs" not in scorer.columns["old"]
-    assert steps.residency.resident is Resident.ACTOR
+    assert steps.residency.resident is Role.Actor
 
 
 def test_bypass_mode_takes_the_rollouts_log_probs() -> None:
@@ -105,10 +105,10 @@ def test_bypass_mode_takes_the_rollouts_log_probs() -> None:
 def test_without_a_reference_group_the_actor_scores_for_it() -> None:
     steps, _, _ = steps_of(config("actor_rollout_ref.actor.use_kl_loss=true"))
     assert steps.reference_log_probs(rows()).tensors["ref_log_prob"].eq(-3).all()
-    assert steps.residency.resident is Resident.ACTOR
+    assert steps.residency.resident is Role.Actor
     with_group, _, _ = steps_of(config("actor_rollout_ref.actor.use_kl_loss=true"), ref=True)
     with_group.reference_log_probs(rows())
-    assert with_group.residency.resident is Resident.REFERENCE
+    assert with_group.residency.resident is Role.RefPolicy
     without, unused, _ = steps_of(config())
     assert "ref_log_prob" not in without.reference_log_probs(rows()).tensors
     assert unused.columns == {}
