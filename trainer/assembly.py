@@ -191,7 +191,7 @@ def residency_moves(cfg: PPOConfig, groups: WorkerGroups, device: str, *, coloca
         (Role.RefPolicy, groups.ref, ("params",) * ref.param_offload),
         (Role.Teacher, groups.teacher, ("params",) * ref.param_offload),
     )
-    moves = {
+    moves: dict[Resident, Moves] = {
         resident: Moves([partial(group.move, parts, device)], [partial(group.move, parts, "cpu")])
         for resident, group, parts in offloaded
         if group is not None and parts

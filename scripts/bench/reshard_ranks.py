@@ -208,7 +208,9 @@ class Rank:
         return self.exporter.send(version, verify=verify)
 
     def receive(self, version: int) -> float:
-        return self.importer.receive(version).seconds
+        started_s = time.monotonic()
+        self.importer.receive(version)
+        return time.monotonic() - started_s
 
     def confirm(self, version: int) -> None:
         self.exporter.confirm(version)
