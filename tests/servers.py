@@ -47,10 +47,12 @@ class RuleBrain:
     """Each token depends on the tokens before it and on the weights, so a stitched answer differs from any other.
 
     `weights` is the path they were loaded from. Token 1 never comes; with `stop_token_ids` the first of them ends.
+    While `most_tokens` is set, an answer waits after so many tokens.
     """
 
     def __init__(self, *, delay_s: float = 0.0, vocabulary: int = 1000) -> None:
         self.weights, self.delay_s, self.vocabulary = "", delay_s, vocabulary
+        self.most_tokens: int | None = None
         self.aborts = asyncio.Event()
 
     def follow(self, before: Sequence[int]) -> Token:
@@ -62,6 +64,8 @@ class RuleBrain:
         ids = list(prompt)
         for number in range(params.max_new_tokens):
             await asyncio.sleep(self.delay_s)
+            while self.most_tokens is not None and number >= self.most_tokens and not self.aborts.is_set():
+                await asyncio.sleep(0.005)
             if self.aborts.is_set():
                 return
             token = self.follow(ids)

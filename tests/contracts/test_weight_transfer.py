@@ -104,7 +104,7 @@ class Worker:
         """At the next send: die, hang or raise."""
         faults: dict[str, Fault] = {
             "die": lambda: os.kill(os.getpid(), signal.SIGKILL),
-            "hang": lambda: time.sleep(60),
+            "hang": lambda: time.sleep(1000),
             "raise": lambda: ctypes.string_at if not _fail() else None,
             "nothing": lambda: None,
         }
@@ -424,7 +424,7 @@ def test_a_trainer_that_hangs_fails_the_push_at_its_deadline(executor: str) -> N
         started_s = time.monotonic()
         with pytest.raises(DeadlineError):
             bench.manager.push(2)
-        assert time.monotonic() - started_s < scaled_s(3)
+        assert time.monotonic() - started_s < scaled_s(20)
 
 
 def test_a_trainer_killed_while_it_sends_leaves_whole_engines_and_no_memory() -> None:
@@ -463,11 +463,11 @@ def test_a_restarted_engine_is_restored_without_the_trainer() -> None:
 
 def serves_one_whole_version(bench: Bench, rank: int) -> bool:
     """Whether an engine serves; if so, its tokens are of one whole version and stamped as such."""
-    if bench.rollouts.execute_rank_async(rank, "health").get(10)["quarantined"]:
+    if bench.rollouts.execute_rank_async(rank, "health").get(scaled_s(10))["quarantined"]:
         with pytest.raises(WeightTransferError, match="quarantine"):
-            bench.rollouts.execute_rank_async(rank, "complete").get(10)
+            bench.rollouts.execute_rank_async(rank, "complete").get(scaled_s(10))
         return False
-    tokens, versions = bench.rollouts.execute_rank_async(rank, "complete").get(10)
+    tokens, versions = bench.rollouts.execute_rank_async(rank, "complete").get(scaled_s(10))
     assert (tokens, set(versions)) in [(expected_tokens(0), {1}), (expected_tokens(1), {2})]
     return True
 
@@ -497,7 +497,7 @@ def test_a_process_killed_during_a_push_leaves_no_mixed_weights(executor: str, v
             assert executor not in ("ipc", "gather")
         else:
             assert "push of version 2" in notes
-        bench.rollouts.execute_rank_async(0, "kill_in_update", -1).get(10)
+        bench.rollouts.execute_rank_async(0, "kill_in_update", -1).get(scaled_s(10))
         died.kill()
         died.start()
         bench.trainers.all("train", 1)

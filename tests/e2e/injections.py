@@ -3,6 +3,7 @@
 import errno
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -79,10 +80,12 @@ def device_fails_for_the_second_checkpoint() -> None:
 
 def interrupted_while_the_disk_is_slow() -> None:
     """Ctrl-C in step 2, while the thread that writes checkpoint 1 still waits for the disk."""
+    interrupted = threading.Event()
 
     def slow(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(path: Path) -> None:
-            time.sleep(2)
+            assert interrupted.wait(60)
+            time.sleep(0.3)
             original(path)
 
         return call
@@ -90,6 +93,7 @@ def interrupted_while_the_disk_is_slow() -> None:
     def interrupting(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(batch: Any, *args: Any, **kwargs: Any) -> Any:
             if batch.meta_info["global_steps"] == 2:
+                interrupted.set()
                 signal.raise_signal(signal.SIGINT)
             return original(batch, *args, **kwargs)
 

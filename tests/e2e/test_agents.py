@@ -19,6 +19,7 @@ from trainer.build import prepare
 
 AGENT = '''
 import asyncio
+from pathlib import Path
 
 from rlsys.agent.tools import function_tool
 
@@ -53,11 +54,21 @@ async def uneven(row, session):
     return session.seed % 2
 
 
-async def slow_turns(row, session):
+waiting = []
+
+
+async def waits_for_a_checkpoint(row, session):
+    """Episodes of the first step wait for one of a later step to be under way; those wait until the first is saved."""
     session.add(*row["prompt"])
     await session.draw(max_new_tokens=6)
     session.add(await session.call("add", a=1, b=1))
-    await asyncio.sleep(0.01 if int(session.name.split("-")[0]) < 8 else 1.0)
+    saved = Path(__file__).with_name("out") / "global_step_1"
+    if int(session.name.split("-")[0]) >= 8:
+        waiting.append(session.name)
+        while not saved.exists():
+            await asyncio.sleep(0.01)
+    while not waiting:
+        await asyncio.sleep(0.01)
     await session.draw(max_new_tokens=6)
     return 0.5 + session.seed % 2
 
@@ -168,7 +179,7 @@ def test_an_environment_class_trains_and_evaluates(toy: Toy, agent: Path, tmp_pa
 
 def test_episodes_of_an_asynchronous_run_are_young_enough_and_resume(toy: Toy, agent: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    argv = [*arguments(toy, out, agent, "slow_turns"), "trainer.max_staleness=2", "trainer.device=cpu"]
+    argv = [*arguments(toy, out, agent, "waits_for_a_checkpoint"), "trainer.max_staleness=2", "trainer.device=cpu"]
     argv += ["trainer.save_freq=1", "algorithm.rollout_correction.rollout_is=token"]
     assert main_ppo.main(argv) == 0
     saved = read_episodes(out / "global_step_1" / "open_episodes.jsonl")

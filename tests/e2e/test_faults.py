@@ -220,10 +220,10 @@ def saved(server: ForkServer, toy: Toy, tmp_path_factory: pytest.TempPathFactory
         ("    return float('nan')", "reward/errors"),
         ("    os._exit(3)", "reward/errors"),
         ("    raise SystemExit(3)", "reward/errors"),
-        ("    while extra_info['index'] % 16 == 0: time.sleep(9)\n    return 1.0", "reward/timeouts"),
+        ("    while extra_info['index'] % 16 == 0: time.sleep(999)\n    return 1.0", "reward/timeouts"),
         ("    while extra_info['index'] % 16 == 0: print('x' * 999)\n    return 1.0", "reward/timeouts"),
         (
-            "    if extra_info['index'] % 16 == 0:\n        if os.fork() == 0: os.setsid()\n        time.sleep(99)\n"
+            "    if extra_info['index'] % 16 == 0:\n        if os.fork() == 0: os.setsid()\n        time.sleep(999)\n"
             "    return 1.0",
             "reward/timeouts",
         ),

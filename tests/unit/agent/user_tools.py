@@ -8,6 +8,8 @@ from pathlib import Path
 from rlsys.agent.interactions import BaseInteraction
 from rlsys.agent.tools import BaseTool, function_tool
 
+CALLS: list[str] = []
+
 
 def add(a: int, b: int) -> int:
     """Add two numbers.
@@ -73,12 +75,14 @@ def noisy() -> bytes:
 
 @function_tool(name="slow_echo")
 async def echo(text: str) -> tuple[str, float, dict]:
-    """Return the text after a while.
+    """Return the text when it was given a multiple of 20 times.
 
     Args:
         text: What to return.
     """
-    await asyncio.sleep(0.3)
+    CALLS.append(text)
+    while len(CALLS) % 20:
+        await asyncio.sleep(0.01)
     return text, 0.5, {"length": len(text)}
 
 

@@ -30,7 +30,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, note
     fault = globals().get("fault_" + solution_str)
     return fault(ground_truth) if fault else float(solution_str)
 
-def fault_sleep(_): time.sleep(100)
+def fault_sleep(_): time.sleep(1000)
 def fault_loop(_):
     while True: pass
 def fault_c_loop(_): return pow(7, 10 ** 9)
@@ -39,18 +39,18 @@ def fault_regex(_):
 def fault_block_signals(_):
     for s in range(1, 32):
         if s not in (signal.SIGKILL, signal.SIGSTOP): signal.signal(s, signal.SIG_IGN)
-    time.sleep(100)
+    time.sleep(1000)
 def fault_fork(marker):
     if os.fork() == 0:
-        Path(marker).write_text(str(os.getpid())); time.sleep(100)
-    time.sleep(100)
+        Path(marker).write_text(str(os.getpid())); time.sleep(1000)
+    time.sleep(1000)
 def fault_daemon(marker):
     if os.fork() == 0:
         os.setsid()
         if os.fork() == 0:
-            Path(marker).write_text(str(os.getpid())); time.sleep(100)
+            Path(marker).write_text(str(os.getpid())); time.sleep(1000)
         os._exit(0)
-    time.sleep(100)
+    time.sleep(1000)
 def fault_stdout(_):
     while True: print("x" * 1000)
 def fault_stderr(_):
@@ -127,7 +127,7 @@ def among_neighbours(pool: RewardPool, solution: str, ground_truth: object = Non
 def test_a_grader_that_hangs_costs_its_timeout_and_no_neighbour(faults: RewardPool, fault: str) -> None:
     result, seconds = among_neighbours(faults, fault)
     assert (result.status, result.score) == ("timeout", 0.0)
-    assert seconds < scaled_s(TIMEOUT_S + 1.0)
+    assert seconds < scaled_s(20)
 
 
 @pytest.mark.parametrize("fault", ERRORS)
@@ -135,7 +135,7 @@ def test_a_grader_that_fails_is_an_error_and_no_neighbour_pays(faults: RewardPoo
     result, seconds = among_neighbours(faults, fault)
     assert (result.status, result.score) == ("error", 0.0)
     assert result.message
-    assert seconds < scaled_s(TIMEOUT_S + 1.0)
+    assert seconds < scaled_s(20)
 
 
 def test_the_cause_of_an_error_is_in_its_message(faults: RewardPool) -> None:
@@ -171,7 +171,7 @@ def test_several_hangs_at_once_cost_one_timeout_each_worker(faults: RewardPool) 
     start = time.monotonic()
     results = faults.score([item("sleep"), item("loop"), *(item(str(i)) for i in range(20))])
     assert [r.status for r in results] == ["timeout"] * 2 + ["ok"] * 20
-    assert time.monotonic() - start < scaled_s(TIMEOUT_S + 1.0)
+    assert time.monotonic() - start < scaled_s(20)
 
 
 def test_timeouts_errors_and_zeros_are_three_numbers(faults: RewardPool) -> None:
@@ -254,16 +254,22 @@ def test_a_function_of_lists_grades_one_row_at_a_time(grader_file: Callable[[str
 
 ASYNC = """
 import asyncio, os, sys, time
+num_met = 0
 async def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    if solution_str == "meet":
+        global num_met
+        num_met += 1
+        while num_met < ground_truth: await asyncio.sleep(0.01)
+        return 1.0
     if solution_str == "block":
         await asyncio.sleep(0.01)
         while True: pass
     if solution_str == "exit": sys.exit(2)
     if solution_str == "die": os._exit(2)
-    if solution_str == "never": await asyncio.sleep(100)
+    if solution_str == "never": await asyncio.sleep(1000)
     if solution_str == "stubborn":
         while True:
-            try: await asyncio.sleep(100)
+            try: await asyncio.sleep(1000)
             except asyncio.CancelledError: pass
     if solution_str == "give_up": await asyncio.wait_for(asyncio.sleep(9), 0.01)
     if solution_str == "raise": raise ValueError("bad")
@@ -280,10 +286,8 @@ def async_pool(grader_file: Callable[[str], str]) -> Iterator[RewardPool]:
 
 
 def test_async_graders_overlap(async_pool: RewardPool) -> None:
-    start = time.monotonic()
-    results = async_pool.score([item(str(i)) for i in range(40)])
-    assert [r.score for r in results] == [float(i) for i in range(40)]
-    assert time.monotonic() - start < min(scaled_s(2.0), 8.0)  # one after the other they take 8 s
+    """Each of them waits for all the others."""
+    assert [r.score for r in async_pool.score([item("meet", 40)] * 40)] == [1.0] * 40
 
 
 @pytest.mark.parametrize(
@@ -294,7 +298,7 @@ def test_async_graders_overlap(async_pool: RewardPool) -> None:
 def test_an_async_grader_that_fails_costs_no_neighbour(async_pool: RewardPool, fault: str, status: str) -> None:
     result, seconds = among_neighbours(async_pool, fault)
     assert result.status == status
-    assert seconds < scaled_s(2 * (TIMEOUT_S + STALLED_S) + 5.0)  # once to notice, once to name it among single items
+    assert seconds < scaled_s(2 * (TIMEOUT_S + STALLED_S) + 20.0)  # once to notice, once to name it among single items
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,8 +16,8 @@ from rlsys.rewards.sandbox.run import (
     ISOLATION,
     SandboxError,
     SandboxLimits,
+    SandboxRun,
     available_guarantees,
-    run_python,
 )
 from rlsys.utils.errors import ConfigError
 from tests.timing import scaled_s
@@ -26,6 +27,12 @@ NEEDS_KERNEL = pytest.mark.skipif(
 )
 
 pytestmark = NEEDS_KERNEL
+
+
+def run_python(source: str, *, limits: SandboxLimits | None = None, **more: Any) -> SandboxRun:
+    """Run a program that has all the time it wants, where a test gives no limits."""
+    return sandbox.run_python(source, limits=limits or SandboxLimits(wall_s=scaled_s(30)), **more)
+
 
 SUCCESS = "ESCAPED"
 CALL = "import ctypes, os; l = ctypes.CDLL(None)\n"
@@ -164,7 +171,7 @@ def test_without_namespaces_programs_run_and_the_folder_is_watched(
     jail.write_text(original.replace("libc.unshare(", "(lambda flags: -1)("))
     monkeypatch.setattr(sandbox, "JAIL", jail)
     assert run_python("open('note', 'w').write('x'); print(open('note').read())").stdout == "x\n"
-    source = "import time\nfor i in range(9): open(str(i), 'wb').write(b'x' * (7 << 20))\ntime.sleep(9)"
+    source = "import time\nfor i in range(9): open(str(i), 'wb').write(b'x' * (7 << 20))\ntime.sleep(1000)"
     assert run_python(source).status == "disk limit"
     with pytest.raises(SandboxError, match="isolation"):
         run_python("print(1)", require=[ISOLATION])
@@ -185,7 +192,7 @@ def test_an_escape_fails_within_its_limits(name: str, tmp_path: Path) -> None:
     limits = SandboxLimits(wall_s=scaled_s(0.6), cpu_s=1.0, memory_bytes=512 << 20)
     start = time.monotonic()
     run = run_python(f"{attempt}\nprint({SUCCESS!r})", limits=limits)
-    assert time.monotonic() - start < limits.wall_s + scaled_s(1.0)
+    assert time.monotonic() - start < limits.wall_s + scaled_s(20.0)
     assert run.status != "exit", run
     assert not any(broken in run.stderr for broken in ("SyntaxError", "NameError", "TypeError")), run
     assert SUCCESS not in run.stdout
@@ -261,12 +268,12 @@ TRUTH = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
     ],
 )
 def test_programs_are_graded_by_their_output(solution: str, share: float, verdict: str | None) -> None:
-    result = code.compute_score(solution, TRUTH, timeout_s=scaled_s(0.4))
+    timeout_s = scaled_s(0.4 if "while True" in solution else 20)
+    result = code.compute_score(solution, TRUTH, timeout_s=timeout_s)
     assert (result["score"], result["acc"]) == (share, float(share == 1.0))
     assert verdict is None or result["verdict"] == verdict
-    assert code.compute_score(solution, TRUTH, timeout_s=scaled_s(0.4), continuous=False)["score"] == float(
-        share == 1.0
-    )
+    all_or_nothing = code.compute_score(solution, TRUTH, timeout_s=timeout_s, continuous=False)
+    assert all_or_nothing["score"] == float(share == 1.0)
 
 
 def test_functions_are_graded_by_their_value() -> None:

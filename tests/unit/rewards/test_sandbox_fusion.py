@@ -14,6 +14,7 @@ from rlsys.rewards import code
 from rlsys.rewards.pool.pool import RewardItem, reward_metrics
 from rlsys.rewards.sandbox import remote
 from rlsys.rewards.sandbox.run import SandboxError, SandboxLimits, run_python
+from tests.timing import wait_until
 from trainer.rewards import check_data_sources, reward_pool
 
 SUM = "print(sum(map(int, input().split())))"
@@ -21,13 +22,16 @@ CASES = {"inputs": ["1 2", "3 4"], "outputs": ["3", "7"]}
 
 
 class SandboxFusion(ThreadingHTTPServer):
-    """Runs the programs; `faults` are statuses or bodies of the next answers, `delay_s` is added to each."""
+    """Runs the programs; `faults` are statuses or bodies of the next answers, `delay_s` is added to each.
+
+    No answer is given before `wanted` requests are there at once.
+    """
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.faults: list[int | str] = []
         self.requests: list[dict[str, Any]] = []
-        self.delay_s, self.num_running, self.most_running = 0.0, 0, 0
+        self.delay_s, self.num_running, self.most_running, self.wanted = 0.0, 0, 0, 0
         self.lock = threading.Lock()
 
     @property
@@ -41,6 +45,7 @@ class SandboxFusion(ThreadingHTTPServer):
             self.num_running += 1
             self.most_running = max(self.most_running, self.num_running)
         time.sleep(self.delay_s)
+        wait_until(lambda: self.most_running >= self.wanted)
         body = json.dumps(self.run(request)) if fault is None else str(fault)
         with self.lock:
             self.num_running -= 1
@@ -135,7 +140,7 @@ def test_an_answer_without_a_result_of_the_program_is_an_error(server: SandboxFu
 
 
 def test_no_more_programs_run_at_a_time_than_allowed(server: SandboxFusion) -> None:
-    server.delay_s = 0.05
+    server.delay_s, server.wanted = 0.05, 3
     many = {"inputs": ["1 1"] * 8, "outputs": ["2"] * 8}
     assert grade(server, SUM, many, max_concurrent=3)["score"] == 1.0
     assert server.most_running == 3
@@ -145,7 +150,7 @@ def test_a_server_that_does_not_answer_is_an_error_by_a_deadline(
     server: SandboxFusion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote, "ANSWER_S", 0.1)
-    server.delay_s = 1.0
+    server.delay_s = 60.0
     with pytest.raises(SandboxError, match="TimeoutError"):
         grade(server, SUM, timeout_s=0.1)
 

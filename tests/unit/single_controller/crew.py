@@ -185,8 +185,9 @@ class Sleeper(Calculator):
         return self.rank
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def sleep_later(self, seconds: Sequence[float]) -> int:
-        time.sleep(seconds[self.rank])
+    def waits_for_file(self, path: str) -> int:
+        while not os.path.exists(path):
+            time.sleep(0.02)
         return self.rank
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
@@ -199,7 +200,7 @@ class Sleeper(Calculator):
         print(f"rank {self.rank} says farewell", file=sys.stderr, flush=True)
         if self.rank == rank:
             os.kill(os.getpid(), 9)
-        time.sleep(30)
+        time.sleep(1000)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def breed(self) -> int:

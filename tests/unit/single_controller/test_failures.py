@@ -43,7 +43,7 @@ def _all_gone(pids: list[int]) -> bool:
 
 @pytest.fixture(scope="module")
 def bedroom() -> Iterator[RayWorkerGroup]:
-    with _group(Sleeper, deadlines={"sleep": 2.0, "default": scaled_s(25.0)}) as group:
+    with _group(Sleeper, deadlines={"sleep": scaled_s(2.0), "default": scaled_s(40.0)}) as group:
         yield group
 
 
@@ -70,13 +70,13 @@ def test_failures_in_a_collective_are_reported_by_cause_not_by_broken_connection
         start_s = time.monotonic()
         with pytest.raises(WorkerError) as caught:
             group.total(1, spoil)
-        assert time.monotonic() - start_s < scaled_s(3)
+        assert time.monotonic() - start_s < scaled_s(20)
         assert (caught.value.failed.role, caught.value.failed.rank) == ("trainer", 1)
         assert "ZeroDivisionError: the reward was empty" in caught.value.failed.cause
         start_s = time.monotonic()
         with pytest.raises(WorkerError) as caught:
             group.total(1, die)
-        assert time.monotonic() - start_s < scaled_s(5)
+        assert time.monotonic() - start_s < scaled_s(20)
         assert caught.value.failed.rank == 1
         assert "the worker process died" in caught.value.failed.cause
 
@@ -85,7 +85,7 @@ def test_a_killed_worker_is_reported_with_its_last_words(sleepers: RayWorkerGrou
     start_s = time.monotonic()
     with pytest.raises(WorkerError) as caught:
         sleepers.die(1)
-    assert time.monotonic() - start_s < scaled_s(5)
+    assert time.monotonic() - start_s < scaled_s(20)
     failed = caught.value.failed
     assert (failed.role, failed.rank, failed.stage) == ("sleeper", 1, "die")
     assert failed.host
@@ -99,17 +99,18 @@ def test_a_death_of_a_rank_that_has_nothing_to_do_is_seen(sleepers: RayWorkerGro
     os.kill(sleepers.pid()[1], signal.SIGKILL)
     start_s = time.monotonic()
     with pytest.raises(WorkerError) as caught:
-        sleepers.first_sleeps(20.0)
-    assert time.monotonic() - start_s < scaled_s(5)
+        sleepers.first_sleeps(1000.0)
+    assert time.monotonic() - start_s < scaled_s(20)
     assert caught.value.failed.rank == 1
 
 
 def test_a_hang_is_a_deadline_error_that_says_where_the_code_stands(sleepers: RayWorkerGroup) -> None:
     start_s = time.monotonic()
     with pytest.raises(DeadlineError) as caught:
-        sleepers.sleep([0.0, 60.0])
-    assert 2 <= time.monotonic() - start_s < 2 + scaled_s(3)
-    assert (caught.value.stage, caught.value.deadline_s) == ("sleep", 2.0)
+        sleepers.sleep([0.0, 1000.0])
+    limit_s = caught.value.deadline_s
+    assert 2 <= limit_s <= time.monotonic() - start_s < limit_s + scaled_s(20)
+    assert caught.value.stage == "sleep"
     assert caught.value.who.startswith("sleeper rank 1 on ")
     assert "in sleep" in str(caught.value)
     assert "crew.py" in str(caught.value)
@@ -122,7 +123,7 @@ def test_a_stopped_process_is_named_as_such_and_killed_on_close(sleepers: RayWor
         sleepers.sleep([0.0, 0.0])
     start_s = time.monotonic()
     sleepers.restart_rank(0)
-    assert time.monotonic() - start_s < scaled_s(15)
+    assert time.monotonic() - start_s < scaled_s(30)
     assert _all_gone(pids[:1])
     assert sleepers.sleep([0.0, 0.0]) == [0, 1]
 
@@ -165,7 +166,7 @@ def test_children_of_a_killed_worker_end_too() -> None:
 
 def test_a_dead_rank_is_replaced_in_its_place(sleepers: RayWorkerGroup) -> None:
     first, second = sleepers.pid()
-    future = sleepers.execute_rank_async(1, "sleep", [0.0, 50.0], stage="generate")
+    future = sleepers.execute_rank_async(1, "sleep", [0.0, 1000.0], stage="generate")
     healthy = sleepers.execute_rank_async(0, "sleep", [0.1, 0.0], stage="generate")
     os.kill(second, signal.SIGKILL)
     with pytest.raises(WorkerError) as caught:
@@ -179,10 +180,11 @@ def test_a_dead_rank_is_replaced_in_its_place(sleepers: RayWorkerGroup) -> None:
     assert sleepers.execute_rank(1, "sleep", [0.0, 0.0]) == 1
 
 
-def test_a_later_answer_can_still_be_had_after_its_deadline(sleepers: RayWorkerGroup) -> None:
-    future = sleepers.sleep_later([1.5, 0.0])
+def test_a_later_answer_can_still_be_had_after_its_deadline(sleepers: RayWorkerGroup, tmp_path: Path) -> None:
+    future = sleepers.waits_for_file(str(tmp_path / "now"))
     with pytest.raises(DeadlineError):
         future.get(deadline_s=0.3)
+    (tmp_path / "now").touch()
     assert future.get(deadline_s=scaled_s(10.0)) == [0, 1]
 
 

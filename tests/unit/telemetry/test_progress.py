@@ -32,6 +32,7 @@ with Progress(total_steps=4, title="GRPO") as progress:
     for step in (1, 2, 3):
         with progress.stage("gen"):
             time.sleep(0.4)
+            print("printed in gen")
         with progress.stage("update_actor"):
             get_logger("trainer.ppo").info("logged in step %d", step)
             print("printed in step", step)
@@ -105,7 +106,7 @@ def test_terminal_shows_stage_and_numbers_and_keeps_log_lines_whole() -> None:
         assert re.search(rf"INFO +\[driver\] logged in step {step}", text)
         assert f"printed in step {step}" in text
     assert re.search(r"gen \d+\.\d s", text)
-    assert "update_actor 0." in text
+    assert re.search(r"update_actor \d+\.\d s", text)
     assert "3/4  75%" in text
     assert "reward 0.200 ▁█  1,234 tok/s  staleness 1" in text
     assert "eta" in text
@@ -245,17 +246,17 @@ def test_stages_of_two_threads_are_shown_together() -> None:
     def generate() -> None:
         with progress.stage("gen"):
             inside.set()
-            leave.wait(5)
+            leave.wait(scaled_s(60))
 
     thread = threading.Thread(target=generate)
     thread.start()
-    inside.wait(5)
+    assert inside.wait(scaled_s(10))
     timer = StageTimer(progress.stage)
     with timer("step"), timer("update_actor"):
         clock.now = 75
         assert progress.line().endswith("gen 1:15 + update_actor 1:15")
     leave.set()
-    thread.join(5)
+    thread.join(scaled_s(10))
     assert progress.line() == "PPO 0/10  "
 
 

@@ -35,8 +35,9 @@ def test_spans_nest_and_carry_wall_clock_time() -> None:
         time.sleep(0.02)
     by_name = spans(tracer.drain())
     assert contains(by_name["step"], by_name["update_actor"])
-    assert 0.02e6 <= by_name["update_actor"]["dur"] < scaled_s(0.5) * 1e6
-    assert by_name["step"]["ts"] / 1e6 == pytest.approx(before, abs=scaled_s(0.05))
+    seconds = time.time() - before + 0.05
+    assert 0.02e6 <= by_name["update_actor"]["dur"] < seconds * 1e6
+    assert -0.05 < by_name["step"]["ts"] / 1e6 - before < seconds
     assert tracer.drain() == []
 
 
