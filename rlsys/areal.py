@@ -66,7 +66,7 @@ class ParallelStrategy:
         model = self.tensor_parallel_size * self.pipeline_parallel_size
         return model * self.context_parallel_size * self.data_parallel_size
 
-    def fsdp(self) -> dict[str, Any]:
+    def fsdp(self) -> dict[str, object]:
         """Arguments of FSDPEngine. ValueError for sizes that FSDP does not have."""
         if max(self.tensor_parallel_size, self.pipeline_parallel_size, self.expert_parallel_size) > 1:
             raise ValueError("FSDP has data and context parallelism only; for the other sizes take MegatronEngine")

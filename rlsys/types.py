@@ -87,7 +87,7 @@ class ModelRequest:
     tokenizer: InitVar[Any] = None
     metadata: InitVar[Any] = None
 
-    def __post_init__(self, tokenizer: Any, metadata: Any) -> None:
+    def __post_init__(self, tokenizer: object, metadata: object) -> None:
         object.__setattr__(self, "input_ids", tuple(self.input_ids))
 
 
@@ -154,7 +154,7 @@ class ResponseDelta:
     sampled_logprobs: tuple[float, ...] = ()
     versions: tuple[int, ...] = ()
     finish: Finish | None = None
-    routed_experts: Any = field(default=None, compare=False)
+    routed_experts: object = field(default=None, compare=False)
     error: str = ""
     refused: bool = False
 
@@ -166,7 +166,7 @@ class WeightUpdateMeta:
     version: int
     model_name: str = ""
     weights_path: str = ""
-    metadata: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

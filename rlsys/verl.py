@@ -34,7 +34,7 @@ class ToolResponse:
     text: str | None = None
 
 
-def hf_tokenizer(name_or_path: str, **kwargs: Any) -> PreTrainedTokenizerBase:
+def hf_tokenizer(name_or_path: str, **kwargs: object) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder or hub id, which pads by its end token if it has no other."""
     tokenizer: Any = AutoTokenizer.from_pretrained(name_or_path, **kwargs)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
@@ -66,14 +66,14 @@ def get_seqlen_balanced_partitions(seqlen_list: Sequence[int], k_partitions: int
     return [part.tolist() for part in balanced_partitions(np.array(seqlen_list), k_partitions, equal_size=equal_size)]
 
 
-def append_to_dict(data: dict[str, list[Any]], new_data: Mapping[str, Any]) -> None:
+def append_to_dict(data: dict[str, list[Any]], new_data: Mapping[str, object]) -> None:
     """Append each value to the list of its key; lists extend it."""
     for key, value in new_data.items():
         data.setdefault(key, []).extend(value if isinstance(value, list) else [value])
 
 
 @contextmanager
-def marked_timer(name: str, timing_raw: dict[str, float], **_: Any) -> Generator[None]:
+def marked_timer(name: str, timing_raw: dict[str, float], **_: object) -> Generator[None]:
     """Add the seconds of the block to `timing_raw[name]`; other arguments colour verl's profiles."""
     start = time.perf_counter()
     yield

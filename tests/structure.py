@@ -1,4 +1,4 @@
-"""Measures for the structure gates: code lines, long functions, missing docstrings, repeated names, unwanted words.
+"""Measures for the structure gates: code lines, long functions, missing docstrings, repeated names, words, Any.
 
 `python tests/structure.py` prints the figures, with names of rooms also their unwanted words, and with --lower it
 lowers the limits in tests/structure.toml to the present figures.
@@ -157,6 +157,13 @@ def code_lines_by_room() -> Counter[str]:
     return +lines
 
 
+@cache
+def any_lines_by_room() -> Counter[str]:
+    """Lines of the product that use typing.Any, imports apart."""
+    uses = re.compile(r"^(?!.*import).*\bAny\b", re.MULTILINE)
+    return Counter(s.room for s in product() for _ in uses.finditer(s.text))
+
+
 def functions(source: Source) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     """Every function and method of a file."""
     return (n for n in statements(source) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
@@ -236,6 +243,7 @@ def figures() -> str:
     lines, words = code_lines_by_room(), words_by_room()
     longest = max((len(s.lines), s.path) for s in library())
     function = max((n.end_lineno - n.lineno + 1, f"{s.path}:{n.name}") for s in library() for n in functions(s))
+    any_lines = any_lines_by_room()
     rooms = ", ".join(f"{room.removeprefix('rlsys/')} {n}" for room, n in sorted(lines.items()))
     return "\n".join(
         [
@@ -243,6 +251,9 @@ def figures() -> str:
             f"longest file: {longest[0]} lines ({longest[1]}); longest function: {function[0]} lines ({function[1]})",
             f"words we do not use: {sum(map(len, words.values()))} ("
             + ", ".join(f"{room} {len(uses)}" for room, uses in sorted(words.items(), key=lambda u: -len(u[1])))
+            + ")",
+            f"lines with Any: {any_lines.total()} ("
+            + ", ".join(f"{room.removeprefix('rlsys/')} {n}" for room, n in any_lines.most_common())
             + ")",
             f"public functions without docstring: {len(functions_without_docstring())}; class names defined twice: "
             f"{sum(len(p) > 1 for p in classes_by_name().values())}",
@@ -264,6 +275,8 @@ def lowered(text: str) -> str:
         if room and key in ("code", "words") and value.isdigit():
             now = lines[room] if key == "code" else len(words.get(room, []))
             line = f"{key} = {min(int(value), now)}"
+        elif key == "any_lines":
+            line = f"{key} = {min(int(value), any_lines_by_room().total())}"
         elif item := re.fullmatch(r' *"([^"]+)",', line):
             if ".py:" in item[1] and item[1] not in undocumented | set(wide_functions()):
                 continue

@@ -3,7 +3,6 @@
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -131,7 +130,7 @@ def _build(
     judge = (grader.model, grader.rollout.generation, replace(for_workers, offload_on_sleep=True), "auto")
     loss = config.distillation.distillation_loss if config.distillation.enabled else None
     teachers = (tuple(config.teachers.values()), config.actor_rollout_ref, loss.topk if loss and loss.is_topk else 0)
-    worker_args: dict[Role, tuple[Any, ...]] = {
+    worker_args: dict[Role, tuple[object, ...]] = {
         Role.Actor: (actor, config.actor_rollout_ref, config.algorithm, for_workers, loss),
         Role.Rollout: (None if plan.pools.external else worker_class(rollout.name), model, rollout, for_workers),
         Role.Critic: (CriticWorker, config.critic, for_workers),

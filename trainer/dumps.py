@@ -85,7 +85,7 @@ def dump(
     )
 
 
-def _messages(columns: Mapping[str, Any], row: int) -> list[Any]:
+def _messages(columns: Mapping[str, Any], row: int) -> list[object]:
     """The messages of a prompt, in which its images stand at their `<image>`."""
     messages, images = list(columns["raw_prompt"][row]), columns[IMAGES][row] if IMAGES in columns else ()
     pictures = [picture for one in images for picture in zip(one.shas, one.pictures, strict=True)]

@@ -246,7 +246,7 @@ def episode_starts(rows: DataProto, saved: Mapping[str, Any], *, name: str) -> l
     return starts
 
 
-def prompt_of_row(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def prompt_of_row(row: Mapping[str, Any]) -> list[Mapping[str, object]]:
     """The messages of a row of a batch, in which the images stand at their `<image>`."""
     pictures = [image_part(png_url(data)) for images in row.get(IMAGES) or () for data in images.pictures]
     parts = iter(pictures)

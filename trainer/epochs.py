@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from rlsys.protocol import DataProto
 from rlsys.rollout.partial import PartialResponse
@@ -76,12 +75,12 @@ class EpochSource:
             with self._meter.waiting():
                 self._await(running)
 
-    def save(self, folder: Path) -> dict[str, Any]:
+    def save(self, folder: Path) -> dict[str, object]:
         """Keep finished groups and open answers beside a checkpoint."""
         self.settle()
         return self._groups.save(folder)
 
-    def load(self, state: Mapping[str, Any], folder: Path) -> None:
+    def load(self, state: Mapping[str, object], folder: Path) -> None:
         """Continue from a checkpoint."""
         self._groups.load(state, folder)
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -97,7 +96,7 @@ def print_answers(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> None:
         print(f"--- answer {row}: {tokenizer.decode(answer)}\n{answer}", flush=True)
 
 
-def sampling_meta(sampling: SamplingParams, *, pad_token_id: int, step: int) -> dict[str, Any]:
+def sampling_meta(sampling: SamplingParams, *, pad_token_id: int, step: int) -> dict[str, object]:
     """How engines are to complete prompts, as meta_info (see rlsys.rollout.batch)."""
     return {
         "response_length": sampling.max_new_tokens,
@@ -113,7 +112,7 @@ def sampling_meta(sampling: SamplingParams, *, pad_token_id: int, step: int) -> 
     }
 
 
-def meta_of_all_calls(meta: Mapping[str, Any]) -> dict[str, Any]:
+def meta_of_all_calls(meta: Mapping[str, object]) -> dict[str, object]:
     """The part of `sampling_meta` and what else is there that does not differ between calls and steps."""
     return {name: value for name, value in meta.items() if name not in ("seed", "global_steps")}
 

@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+from typing import TYPE_CHECKING, TextIO, TypeVar
 
 from rlsys.config import DPOConfig, EvalConfig, PPOConfig, RMConfig, SFTConfig, main_config
 from rlsys.config.arguments import Arguments
@@ -89,7 +89,7 @@ def _check(config: C, arguments: Arguments) -> tuple[list[str], dict[str, str]]:
     return notes, facts | {"memory": memory_line(config, machine)}
 
 
-def _choose(config: C, given: Collection[str], arguments: Arguments) -> tuple[Mapping[str, Any], str]:
+def _choose(config: C, given: Collection[str], arguments: Arguments) -> tuple[Mapping[str, object], str]:
     """The sizes that are not set, for the device of this machine or the one that is planned for."""
     if not isinstance(config, PPOConfig):
         return {}, ""

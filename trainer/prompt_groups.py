@@ -146,7 +146,7 @@ class PromptGroups:
         batch.meta_info["source_metrics"] = {**metrics, **counts, "training/staleness_max": float(age)}
         return batch
 
-    def save(self, folder: Path) -> dict[str, Any]:
+    def save(self, folder: Path) -> dict[str, object]:
         """Write open groups with their answers so far and groups that wait; returns the rest of the state."""
         finished = self.window.finished
         waiting = [group for group in self.open if group.number in finished]

@@ -38,7 +38,7 @@ class CollatedPrompts:
             rows, prompt_length=self.max_prompt_tokens, pad_token_id=self.pad_token_id, epoch=step.epoch
         )
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         return self.cursor.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -15,7 +15,6 @@ from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any
 
 import yaml
 
@@ -117,11 +116,11 @@ def _compared(config: JobConfig, root: Path) -> list[str]:
     return list(changes.values())
 
 
-def _settings(config: JobConfig) -> dict[str, Any]:
+def _settings(config: JobConfig) -> dict[str, object]:
     return redact_tree(config.model_dump(mode="json"))
 
 
-def _start(config: JobConfig, command: str) -> dict[str, Any]:
+def _start(config: JobConfig, command: str) -> dict[str, object]:
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command,
@@ -183,7 +182,7 @@ def _make_root(run: RunConfig) -> Path:
     return path.absolute()
 
 
-def _before(root: Path) -> dict[str, Any]:
+def _before(root: Path) -> dict[str, object]:
     """Settings and checksums of the last start in a folder; what cannot be read is left out."""
     try:
         settings = flat_settings(yaml.safe_load((root / CONFIG).read_text()))

@@ -20,7 +20,7 @@ class Prompts(Protocol):
     """Prompts in a fixed order that can be resumed anywhere."""
 
     def next(self) -> DataProto: ...
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, object]: ...
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
@@ -93,7 +93,7 @@ class RolloutSource:
     def settle(self) -> None:
         """Nothing is generated between two calls of `next`."""
 
-    def save(self, folder: Path) -> dict[str, Any]:
+    def save(self, folder: Path) -> dict[str, object]:
         """The state for a checkpoint; nothing has to be kept in its folder."""
         return {"prompts": self._prompts.state_dict(), "step": self._step}
 

@@ -114,7 +114,7 @@ class StalenessWindow:
         by_reason = {f"skipped_{reason}": count for reason, count in sorted(self.skipped.items())}
         return {"issued": self.issued, "trained": self.trained, "open": num_open, **by_reason}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Plain values, from which `load_state_dict` continues; the served version is not among them."""
         return {
             "groups_per_step": self.groups_per_step,

@@ -109,7 +109,7 @@ def check_model(key: str, model: ModelConfig, section: ShardConfig | MegatronSha
 
 
 def _trained(
-    role: ActorConfig | CriticConfig, model: ModelConfig, run: EngineRun, *, scoring: MicroBatches, **options: Any
+    role: ActorConfig | CriticConfig, model: ModelConfig, run: EngineRun, *, scoring: MicroBatches, **options: object
 ) -> "Engine":
     return _engine(
         model,

@@ -68,13 +68,13 @@ class RemoteReceiver(WeightReceiver):
     def weight_layout(self) -> WeightLayout:
         return replace(self._awake("weight_layout"), rank=self.engine.rank, host=self.engine.host)
 
-    def open_weight_transfer(self, spec: Spec) -> Any:
+    def open_weight_transfer(self, spec: Spec) -> object:
         return self._call("open_weight_transfer", spec)
 
-    def weight_step(self, step: str, *args: Any) -> Any:
+    def weight_step(self, step: str, *args: object) -> object:
         return self._awake("weight_step", step, *args)
 
-    def receive_weights(self, version: int, *args: Any) -> int:
+    def receive_weights(self, version: int, *args: object) -> int:
         return self._awake("receive_weights", version, *args)
 
     def weight_checksum(self, dtypes: Mapping[str, str] | None = None) -> tuple[BoxChecksum, ...]:
@@ -83,9 +83,9 @@ class RemoteReceiver(WeightReceiver):
     def close_weight_transfer(self) -> None:
         self._call("close_weight_transfer")
 
-    def _awake(self, method: str, *args: Any) -> Any:
+    def _awake(self, method: str, *args: object) -> Any:
         self.engine.check_weights_awake()
         return self._call(method, *args)
 
-    def _call(self, method: str, *args: Any) -> Any:
+    def _call(self, method: str, *args: Any) -> object:
         return self.engine.remote.call(method, *args, deadline_s=WEIGHTS_WAIT_S)

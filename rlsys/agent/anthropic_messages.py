@@ -9,7 +9,7 @@ from rlsys.agent.template import tool_call
 STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
 
 
-def chat_request(body: Mapping[str, Any]) -> dict[str, Any]:
+def chat_request(body: Mapping[str, Any]) -> dict[str, object]:
     """The chat completion that a message asks for. ValueError for content other than text, images and tools."""
     messages = [{"role": "system", "content": body["system"]}] if body.get("system") else []
     for message in body["messages"]:
@@ -27,11 +27,11 @@ def chat_request(body: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def response(completion: Mapping[str, Any], body: Mapping[str, Any]) -> dict[str, Any]:
+def response(completion: Mapping[str, Any], body: Mapping[str, object]) -> dict[str, Any]:
     """A chat completion as the message that answers `body`."""
     (choice,) = completion["choices"]
     message, usage = choice["message"], completion["usage"]
-    content: list[dict[str, Any]] = [{"type": "text", "text": message["content"]}] if message["content"] else []
+    content: list[dict[str, object]] = [{"type": "text", "text": message["content"]}] if message["content"] else []
     for call in message.get("tool_calls") or []:
         function = call["function"]
         called = {"name": function["name"], "input": json.loads(function["arguments"])}
@@ -48,7 +48,7 @@ def response(completion: Mapping[str, Any], body: Mapping[str, Any]) -> dict[str
     }
 
 
-def events(whole: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def events(whole: Mapping[str, Any]) -> Iterator[dict[str, object]]:
     """The events of a streamed message: its blocks, each as one piece."""
     yield {"type": "message_start", "message": {**whole, "content": [], "stop_reason": None}}
     for index, block in enumerate(whole["content"]):
@@ -65,7 +65,7 @@ def events(whole: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     yield {"type": "message_stop"}
 
 
-def _chat_messages(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _chat_messages(message: Mapping[str, Any]) -> Iterator[dict[str, object]]:
     """The chat messages of one message: each tool result is one of its own, before the text beside it."""
     content = message["content"]
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
@@ -78,7 +78,7 @@ def _chat_messages(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield {"role": message["role"], "content": _parts(texts)} | ({"tool_calls": calls} if calls else {})
 
 
-def _parts(content: Any) -> Any:
+def _parts(content: Any) -> object:
     """Content with its images as OpenAI's parts."""
     if isinstance(content, str):
         return content

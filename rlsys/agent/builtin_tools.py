@@ -36,7 +36,7 @@ def calculator(expression: str) -> str:
 class SearchTool(BaseTool):
     """The passages of a text file that fit a query best (BM25); config: `index`, one passage a line, and `top_k`."""
 
-    async def execute(self, instance_id: str, parameters: Mapping[str, Any], **kwargs: Any) -> str:
+    async def execute(self, instance_id: str, parameters: Mapping[str, Any], **kwargs: object) -> str:
         passages, counts, frequency, mean_length = _load_index(self.config["index"])
 
         def score(at: int) -> float:

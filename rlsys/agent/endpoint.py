@@ -139,7 +139,7 @@ class Endpoint:
             return await _stream(request, api.events(response))
         return web.json_response(response)
 
-    async def _completion(self, request: web.Request, body: Mapping[str, Any]) -> dict[str, Any]:
+    async def _completion(self, request: web.Request, body: Mapping[str, object]) -> dict[str, object]:
         episode = request["episode"]
         answers = await self._drawn(episode, body, is_retry=request.headers.get("x-stainless-retry-count", "0") != "0")
         episode.last = answers[0]
@@ -158,7 +158,7 @@ class Endpoint:
             },
         }
 
-    async def _drawn(self, episode: OpenEpisode, body: Mapping[str, Any], *, is_retry: bool) -> list[Answer]:
+    async def _drawn(self, episode: OpenEpisode, body: Mapping[str, object], *, is_retry: bool) -> list[Answer]:
         """The answers to a request; a client's repetition of one gets the same answers."""
         key = blake2b(json.dumps(body, sort_keys=True).encode(), digest_size=16).hexdigest()
         if not (is_retry and key in episode.answers):
@@ -175,12 +175,12 @@ async def _draw(session: Session, body: Mapping[str, Any], sampled: Sequence[str
         raise ValueError(f"messages must be a list that is not empty, n from 1 to {MAX_CHOICES}")
     tools = None if body.get("tool_choice") == "none" else body.get("tools")
     most = body.get("max_completion_tokens") or body.get("max_tokens")
-    limit: dict[str, Any] = {"max_new_tokens": int(most)} if most else {}
+    limit: dict[str, object] = {"max_new_tokens": int(most)} if most else {}
     limit |= {name: body[name] for name in sampled if body.get(name) is not None}
     return [await session.draw(messages, tools=tools or [], **limit) for _ in range(num_choices)]
 
 
-def _choice(number: int, answer: Answer) -> dict[str, Any]:
+def _choice(number: int, answer: Answer) -> dict[str, object]:
     message = with_arguments(answer.message, json.dumps)
     reason = "tool_calls" if "tool_calls" in message else "length" if answer.span.finish == "length" else "stop"
     if "tool_calls" in message:
@@ -188,7 +188,7 @@ def _choice(number: int, answer: Answer) -> dict[str, Any]:
     return {"index": number, "message": message, "finish_reason": reason, "logprobs": None}
 
 
-def _chunks(completion: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _chunks(completion: Mapping[str, Any]) -> Iterator[dict[str, object]]:
     """The events of a streamed completion: each choice as one chunk and its end, then the usage."""
     head = {**completion, "object": "chat.completion.chunk"}
     usage = head.pop("usage")
@@ -201,7 +201,9 @@ def _chunks(completion: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     yield {**head, "choices": [], "usage": usage}
 
 
-async def _stream(request: web.Request, events: Iterable[Mapping[str, Any]], last: bytes = b"") -> web.StreamResponse:
+async def _stream(
+    request: web.Request, events: Iterable[Mapping[str, object]], last: bytes = b""
+) -> web.StreamResponse:
     """Server-sent events, with the type of those that have one as their name."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)

@@ -54,7 +54,7 @@ class GymnasiumEnvironment(_StepEnvironment):
 class OpenEnvEnvironment(_StepEnvironment):
     """An environment served by OpenEnv; column `base_url`, and if given `reset_kwargs`."""
 
-    def reset(self, base_url: str, reset_kwargs: Mapping[str, Any] | None = None) -> str:
+    def reset(self, base_url: str, reset_kwargs: Mapping[str, object] | None = None) -> str:
         from openenv import GenericEnvClient
 
         self.client = GenericEnvClient(base_url=base_url).sync()

@@ -30,7 +30,7 @@ class EpisodeLog:
     the log starts with were read, else it `differs`: EpisodeEnd. With `is_closed` no request is made: it `has_ended`.
     """
 
-    def __init__(self, rows: Sequence[Mapping[str, Any]] = (), *, is_closed: bool = False) -> None:
+    def __init__(self, rows: Sequence[Mapping[str, object]] = (), *, is_closed: bool = False) -> None:
         self._is_closed = is_closed
         self.restart(rows)
 
@@ -38,7 +38,7 @@ class EpisodeLog:
         """Begin again, with other rows."""
         self.differs = self.has_ended = self._is_live = False
         self._rows = [dict(row) for row in rows]
-        self._unread: dict[str, deque[dict[str, Any]]] = {}
+        self._unread: dict[str, deque[dict[str, object]]] = {}
         for row in self._rows:
             self._unread.setdefault(_key(row["request"]), deque()).append(row)
 
@@ -75,7 +75,7 @@ class EpisodeLog:
         return [dict(row) for row in tuple(self._rows)]
 
 
-def write_episodes(path: Path, episodes: Iterable[Mapping[str, Any]], *, max_mb: float | None = None) -> None:
+def write_episodes(path: Path, episodes: Iterable[Mapping[str, object]], *, max_mb: float | None = None) -> None:
     """Append episodes to a file of JSON lines of name, seed, row and log, while it has room."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as out:
@@ -89,5 +89,5 @@ def read_episodes(path: Path) -> dict[str, dict[str, Any]]:
     return {episode["name"]: episode for episode in read_jsonl(path)} if path.exists() else {}
 
 
-def _key(request: Mapping[str, Any]) -> str:
+def _key(request: Mapping[str, object]) -> str:
     return json.dumps(plain_json(request), sort_keys=True)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from rlsys.agent.session import EpisodeEnd, Score, Session
+from rlsys.agent.session import EpisodeEnd, Row, Score, Session
 from rlsys.agent.tool_config import read_entries
 from rlsys.agent.tool_process import CREATE, RESPOND
 from rlsys.agent.tools import load_target
@@ -18,22 +18,22 @@ from rlsys.utils.errors import ConfigError
 class BaseInteraction:
     """verl's interface: one `start_interaction` for an episode, `generate_response` for each answer, then the end."""
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
+    def __init__(self, config: Mapping[str, object]) -> None:
         self.config, self.name = config, config.get("name", "interaction_agent")
 
-    async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> Any:
+    async def start_interaction(self, instance_id: str | None = None, **kwargs: object) -> object:
         return instance_id
 
     async def generate_response(
-        self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
-    ) -> tuple[bool, str, float, dict[str, Any]]:
+        self, instance_id: str, messages: list[dict[str, Any]], **kwargs: object
+    ) -> tuple[bool, str, float, dict[str, object]]:
         """(whether the episode ends, the user's message, the score of this turn, more)."""
         raise NotImplementedError
 
-    async def calculate_score(self, *args: Any, **kwargs: Any) -> float:
+    async def calculate_score(self, *args: object, **kwargs: object) -> float:
         return 0.0
 
-    async def finalize_interaction(self, *args: Any, **kwargs: Any) -> None:
+    async def finalize_interaction(self, *args: object, **kwargs: object) -> None:
         return None
 
 
@@ -54,7 +54,7 @@ class InteractionWorkflow:
                 raise ConfigError(f"{key}={path}: two interactions are named {name}")
             self._classes[name] = target, {"config": {**(entry.get("config") or {}), "name": name}}
 
-    async def run(self, row: Mapping[str, Any], session: Session) -> Score:
+    async def run(self, row: Row, session: Session) -> Score:
         kwargs = (row.get("extra_info") or {}).get("interaction_kwargs") or {}
         if kwargs.get("name") not in self._classes:
             known = ", ".join(self._classes)

@@ -7,11 +7,11 @@ from typing import Any
 
 from rlsys.data.images import IMAGE_PARTS, ImageError, load_image
 
-Messages = Sequence[Mapping[str, Any]]
+Messages = Sequence[Mapping[str, object]]
 TEXTS = ("text", "input_text", "output_text")
 
 
-def image_part(value: Any) -> dict[str, Any]:
+def image_part(value: object) -> dict[str, Any]:
     """An image as a content part: a data URL as it is, pixels and the bytes of a file as PNG. ValueError for others."""
     url = value.get("url") if isinstance(value, Mapping) else value
     if url is None:
@@ -31,7 +31,7 @@ def png_url(data: Any) -> str:
     return f"data:image/png;base64,{base64.b64encode(data).decode()}"
 
 
-def plain_content(content: Sequence[Mapping[str, Any]]) -> str | list[dict[str, Any]]:
+def plain_content(content: Sequence[Mapping[str, Any]]) -> str | list[dict[str, object]]:
     """The content parts of a message: as one text, or as text and image_url parts. ValueError for others."""
     if other := {part.get("type") for part in content} - {*TEXTS, *IMAGE_PARTS}:
         raise ValueError(f"content of type {', '.join(map(str, other))} is not supported, only text and images")
@@ -51,7 +51,7 @@ def image_urls(messages: Messages) -> tuple[str, ...]:
     return tuple(part["image_url"]["url"] for part in parts if part["type"] == "image_url")
 
 
-def with_placeholders(messages: Messages) -> list[Mapping[str, Any]]:
+def with_placeholders(messages: Messages) -> list[Mapping[str, object]]:
     """Plain messages as chat templates take them."""
     return [
         {**m, "content": [{"type": "image"} if part["type"] == "image_url" else part for part in m["content"]]}

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rlsys.agent.message_images import image_urls
-from rlsys.agent.session import Answer, EpisodeEnd, Score, Session, SessionSettings
+from rlsys.agent.session import Answer, EpisodeEnd, Row, Score, Session, SessionSettings
 from rlsys.agent.template import ChatTemplate
 from rlsys.agent.tool_process import CREATE
 from rlsys.agent.tools import Tool, load_target, target_of, tool_of, tools_of_class
@@ -31,7 +31,6 @@ from rlsys.utils.errors import ConfigError
 if TYPE_CHECKING:
     from rlsys.protocol import ImageInputs
 
-Row = Mapping[str, Any]
 Outcome = float | Score | Sequence[TraceRow] | None
 Run = Callable[[Row, Session], Awaitable[Outcome]]
 MAX_TOKENS = 1 << 30
@@ -199,7 +198,7 @@ class MathRLVRWorkflow(ToolWorkflow):
         return self.math_verifier.verify(completion, answer)
 
     def _compute_math_reward(
-        self, prompt: str, completion: str, *ids: Sequence[int], answer: object, **_: Any
+        self, prompt: str, completion: str, *ids: Sequence[int], answer: object, **_: object
     ) -> float:
         return float(self._verify_math_solution(completion, answer))
 
@@ -237,7 +236,7 @@ async def converse(session: Session) -> Answer | None:
 
 
 def load_workflow(
-    spec: str | Any, kwargs: Mapping[str, Any] | None = None, *, of_areal: Mapping[str, Any] | None = None
+    spec: str | object, kwargs: Mapping[str, object] | None = None, *, of_areal: Mapping[str, object] | None = None
 ) -> Workflow:
     """A workflow by name: one of this module, module.Class, module:function or file.py:name. ConfigError.
 
@@ -270,9 +269,7 @@ def load_workflow(
     return Workflow(call, getattr(spec, "tools", ()), close=getattr(spec, "close", None), is_one_draw=is_one_draw)
 
 
-async def run_areal_episode(
-    workflow: Any, gconfig: Any, row: Mapping[str, Any], session: Session
-) -> list[TraceRow] | None:
+async def run_areal_episode(workflow: Any, gconfig: object, row: Row, session: Session) -> list[TraceRow] | None:
     """The rows of one `arun_episode`; None where it rejects the row. Its `data` also has `messages` and `answer`.
 
     Of the tensors `input_ids` (n, T), `rewards` (n,) and `attention_mask` are used; masks, log-probs and versions are

@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from rlsys.agent.endpoint import Endpoint, OpenEpisode
-from rlsys.agent.presets import Row, Workflow
-from rlsys.agent.session import Score, Session
+from rlsys.agent.presets import Workflow
+from rlsys.agent.session import Row, Score, Session
 from rlsys.agent.tools import load_target
 from rlsys.telemetry.jsonl import plain_json
 from rlsys.utils.plugins import named_arguments

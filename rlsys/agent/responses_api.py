@@ -6,7 +6,7 @@ from typing import Any
 from rlsys.agent.template import tool_call
 
 
-def chat_request(body: Mapping[str, Any]) -> dict[str, Any]:
+def chat_request(body: Mapping[str, Any]) -> dict[str, object]:
     """The chat completion that a response asks for. ValueError for what needs state or tools of OpenAI's servers."""
     if body.get("previous_response_id") or body.get("conversation"):
         raise ValueError("responses are not stored; send the whole conversation as input")
@@ -24,11 +24,11 @@ def chat_request(body: Mapping[str, Any]) -> dict[str, Any]:
     return {**asked, "messages": messages, "tools": tools}
 
 
-def response(completion: Mapping[str, Any], body: Mapping[str, Any]) -> dict[str, Any]:
+def response(completion: Mapping[str, Any], body: Mapping[str, object]) -> dict[str, Any]:
     """A chat completion as a response to `body`."""
     (choice,), name = completion["choices"], completion["id"].removeprefix("chatcmpl-")
     message, usage = choice["message"], completion["usage"]
-    output: list[dict[str, Any]] = []
+    output: list[dict[str, object]] = []
     if message["content"]:
         text = {"type": "output_text", "text": message["content"], "annotations": []}
         output.append(
@@ -59,7 +59,7 @@ def response(completion: Mapping[str, Any], body: Mapping[str, Any]) -> dict[str
     }
 
 
-def events(whole: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def events(whole: Mapping[str, Any]) -> Iterator[dict[str, object]]:
     """The events of a streamed response: its items, each as one piece."""
     started = {**whole, "status": "in_progress", "output": [], "usage": None}
     yield {"type": "response.created", "response": started}
@@ -97,7 +97,7 @@ def _append(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
         raise ValueError(f"input of type {kind} is not supported")
 
 
-def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+def _tool(tool: Mapping[str, object]) -> dict[str, object]:
     if tool["type"] != "function":
         raise ValueError(f"tools of type {tool['type']} run on OpenAI's servers; only functions are supported")
     return {"type": "function", "function": {key: tool.get(key) for key in ("name", "description", "parameters")}}

@@ -14,7 +14,7 @@ from typing import Any
 from rlsys.agent.episode_log import EpisodeEnd, EpisodeLog
 from rlsys.agent.presets import Outcome, Workflow
 from rlsys.agent.rounds import Rounds
-from rlsys.agent.session import Score, Session, SessionSettings
+from rlsys.agent.session import Row, Score, Session, SessionSettings
 from rlsys.agent.tool_pool import EpisodeTools, ToolPool
 from rlsys.agent.tools import Tool
 from rlsys.agent.trace import TraceRow
@@ -32,12 +32,12 @@ class EpisodeStart:
     `log` has the draws and tool results of an earlier attempt, if there was one, and gets those that are made now.
     """
 
-    row: Mapping[str, Any]
+    row: Row
     seed: int
     name: str = ""
     log: EpisodeLog = field(default_factory=EpisodeLog)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """The episode as far as it is, as plain data."""
         return {"name": self.name, "seed": self.seed, "row": self.row, "log": self.log.rows()}
 
@@ -166,7 +166,7 @@ class EpisodeRunner:
                 await tools.close()
         return _result(session, outcome, end, time.monotonic() - start_s, error)
 
-    async def _outcome(self, workflow: Workflow, row: Mapping[str, Any], session: Session) -> tuple[Outcome, str, str]:
+    async def _outcome(self, workflow: Workflow, row: Row, session: Session) -> tuple[Outcome, str, str]:
         try:
             async with asyncio.timeout(self.deadline_s):
                 outcome = await workflow.run(row, session)

@@ -21,9 +21,11 @@ from rlsys.config.schema.agent import AgentConfig, MultiTurnConfig
 from rlsys.rewards.pool.pool import RewardResult, failed
 from rlsys.types import Finish, ModelResponse, SamplingParams
 
+Row = Mapping[str, Any]
+"""The columns of a prompt's row by name."""
 Sample = Callable[..., Awaitable[ModelResponse]]
 """(token ids, sampling, session) and `images` where there are some -> response, as `RolloutFleet.sample`."""
-Grade = Callable[[Mapping[str, Any], str, Mapping[str, Any]], Awaitable["Score"]]
+Grade = Callable[[Row, str, Mapping[str, object]], Awaitable["Score"]]
 """(row, answer, extra_info) -> score by the job's reward function."""
 
 
@@ -33,7 +35,7 @@ class Score:
 
     reward: float
     turn_rewards: Sequence[float] | None = None
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -70,9 +72,7 @@ class Session:
     of them is not drawn again.
     """
 
-    def __init__(
-        self, settings: SessionSettings, *, seed: int = 0, row: Mapping[str, Any] | None = None, name: str = ""
-    ) -> None:
+    def __init__(self, settings: SessionSettings, *, seed: int = 0, row: Row | None = None, name: str = "") -> None:
         self.settings, self.seed, self.row, self.name = settings, seed, row or {}, name
         self.log = EpisodeLog()
         self.trace = Trace()
@@ -91,10 +91,10 @@ class Session:
 
     async def draw(
         self,
-        messages: Sequence[Mapping[str, Any]] | None = None,
+        messages: Sequence[Mapping[str, object]] | None = None,
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **sampling: Any,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        **sampling: object,
     ) -> Answer:
         """The model's next turn, appended to `messages`; a conversation given here takes their place.
 
@@ -151,7 +151,7 @@ class Session:
         text = answer.text if isinstance(answer, Answer) else answer
         return await self.settings.grade(self.row, text, {"num_turns": self.trace.num_turns, **extra_info})
 
-    async def draw_ids(self, ids: Sequence[int], **sampling: Any) -> ModelResponse:
+    async def draw_ids(self, ids: Sequence[int], **sampling: object) -> ModelResponse:
         """The completion of token ids, for workflows that make their own; they may continue what was drawn before."""
         drawn = [span for span in self.trace.spans if span.is_drawn and tuple(ids[: span.num_tokens]) == span.context]
         parent = max(drawn, key=lambda span: span.num_tokens, default=None)
@@ -169,7 +169,7 @@ class Session:
     # ---- tokens ------------------------------------------------------------------------------------------------
 
     def _context(
-        self, conversation: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+        self, conversation: Sequence[Mapping[str, object]], tools: Sequence[Mapping[str, object]] | None
     ) -> tuple[Span, str]:
         """The span behind which the answer to a conversation is drawn, and the conversation's key."""
         key = json.dumps(tools, sort_keys=True) if tools else ""
@@ -235,7 +235,7 @@ class Session:
         return Answer(text, message, calls, span)
 
 
-def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
+def plain_message(message: Mapping[str, object]) -> dict[str, object]:
     """A message with arguments of calls as objects, and as content text or, with images, text and image_url parts.
 
     ValueError for other parts.

@@ -44,7 +44,7 @@ def call_id(number: int) -> str:
     return f"call{number % 100_000:05d}"
 
 
-def tool_call(id: str, name: str, arguments: Any) -> dict[str, Any]:
+def tool_call(id: str, name: str, arguments: Any) -> dict[str, object]:
     """A tool call in a message of the assistant; `arguments` are an object or its JSON text."""
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
@@ -58,7 +58,7 @@ def _in_parts(messages: Messages) -> list[Mapping[str, Any]]:
     ]
 
 
-def with_arguments(message: Mapping[str, Any], write: Callable[[Any], Any]) -> dict[str, Any]:
+def with_arguments(message: Mapping[str, Any], write: Callable[[object], object]) -> dict[str, object]:
     """The message with the arguments of its tool calls written in another way."""
     functions = [(call, call["function"]) for call in message.get("tool_calls") or ()]
     written = [{**call, "function": {**f, "arguments": write(f["arguments"])}} for call, f in functions]

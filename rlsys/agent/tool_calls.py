@@ -35,7 +35,7 @@ def parse_tool_calls(text: str, format: str) -> tuple[str, list[ToolCall]]:
 Parsed = Iterator[tuple[int, int, ToolCall]]
 
 
-def _read(value: Any) -> ToolCall:
+def _read(value: object) -> ToolCall:
     """A call from a decoded {name, arguments}; llama writes `parameters`, some models arguments as JSON text."""
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
         return ToolCall("", error='a tool call must be {"name": ..., "arguments": {...}}')

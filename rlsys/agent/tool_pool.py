@@ -39,7 +39,7 @@ class ToolPool:
         return (await asyncio.wrap_future(self._pools[host].submit([item])))[0]
 
     def new_object(
-        self, target: str, config: Mapping[str, Any] | None = None, *, log: EpisodeLog | None = None, name: str = ""
+        self, target: str, config: Mapping[str, object] | None = None, *, log: EpisodeLog | None = None, name: str = ""
     ) -> "ToolObject":
         """A new object of a class; `create` makes it. Its calls are in `log` under `name`."""
         self._num_objects += 1
@@ -64,10 +64,10 @@ class ToolObject:
     pool: ToolPool
     target: str
     host: str
-    extra: Mapping[str, Any]
+    extra: Mapping[str, object]
     log: EpisodeLog
     name: str
-    _calls: list[tuple[str, Mapping[str, Any]]] = field(default_factory=list)
+    _calls: list[tuple[str, Mapping[str, object]]] = field(default_factory=list)
     _is_made: bool = False
 
     async def call(self, method: str, arguments: Mapping[str, Any] | None = None) -> RewardResult:
@@ -88,7 +88,7 @@ class ToolObject:
             result = await self._send(method, arguments)
         return result
 
-    async def _send(self, method: str, arguments: Mapping[str, Any]) -> RewardResult:
+    async def _send(self, method: str, arguments: Mapping[str, object]) -> RewardResult:
         return await self.pool.call(RewardItem(self.target, method, dict(arguments), self.extra), self.host)
 
     async def close(self) -> None:
@@ -123,10 +123,10 @@ class EpisodeTools:
         self._lock = asyncio.Lock()
 
     @property
-    def schemas(self) -> list[Mapping[str, Any]]:
+    def schemas(self) -> list[Mapping[str, object]]:
         return [tool.schema for tool in self._tools.values()]
 
-    def add_object(self, target: str, config: Mapping[str, Any] | None = None) -> ToolObject:
+    def add_object(self, target: str, config: Mapping[str, object] | None = None) -> ToolObject:
         """An object of this class, which is released with the episode."""
         made = self._objects[target] = self._pool.new_object(target, config, log=self._log)
         return made

@@ -22,8 +22,8 @@ def call(
     solution_str: str,
     ground_truth: Mapping[str, Any],
     extra_info: Mapping[str, Any],
-    cut: Mapping[str, Any],
-) -> dict[str, Any]:
+    cut: Mapping[str, object],
+) -> dict[str, object]:
     """Call a function, or a method of an object; {"status": "lost"} where this process does not have the object."""
     key = extra_info.get("object", "")
     if not key:
@@ -56,14 +56,14 @@ async def call_async(
     data_source: str,
     solution_str: str,
     ground_truth: Mapping[str, Any],
-    extra_info: Mapping[str, Any],
-    cut: Mapping[str, Any],
-) -> dict[str, Any]:
+    extra_info: Mapping[str, object],
+    cut: Mapping[str, object],
+) -> dict[str, object]:
     """Call an async function; many of them run at once in one process."""
     return _answer(await load_target(data_source, key="tools")(**ground_truth), cut)
 
 
-def _method(owner: Any, name: str, arguments: Mapping[str, Any]) -> Any:
+def _method(owner: object, name: str, arguments: Mapping[str, object]) -> object:
     """What a method returns; `reset` gets only the arguments that it names."""
     method = getattr(owner, name, None)
     if method is None:
@@ -75,7 +75,7 @@ def _wait(result: Any) -> Any:
     return asyncio.run(result) if inspect.iscoroutine(result) else result
 
 
-def _answer(result: Any, cut: Mapping[str, Any]) -> dict[str, Any]:
+def _answer(result: Any, cut: Mapping[str, Any]) -> dict[str, object]:
     """The result as text; of verl's (text, reward, metrics) the reward too, and a number also as `value`."""
     result, reward, *_ = (*result, None, None) if isinstance(result, tuple) else (result, None)
     shown, images = _without_images(result)
@@ -87,7 +87,7 @@ def _answer(result: Any, cut: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _without_images(result: Any) -> tuple[Any, list[Any]]:
+def _without_images(result: object) -> tuple[object, list[object]]:
     """What a tool returned besides images, and these: PIL images, also in a list, or those of verl's ToolResponse."""
     if not isinstance(result, list) and not _is_image(result):
         return getattr(result, "text", result), list(getattr(result, "image", None) or ())
@@ -96,5 +96,5 @@ def _without_images(result: Any) -> tuple[Any, list[Any]]:
     return (result, []) if not images else (rest if len(rest) > 1 else next(iter(rest), None), images)
 
 
-def _is_image(value: Any) -> bool:
+def _is_image(value: object) -> bool:
     return type(value).__module__.startswith("PIL.")

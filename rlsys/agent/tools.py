@@ -40,24 +40,24 @@ class BaseTool:
     def __init__(self, config: Mapping[str, Any], tool_schema: Mapping[str, Any] | None = None) -> None:
         self.config, self.tool_schema = config, tool_schema
 
-    async def create(self, instance_id: str | None = None, **kwargs: Any) -> Any:
+    async def create(self, instance_id: str | None = None, **kwargs: object) -> Any:
         return instance_id
 
-    async def execute(self, instance_id: str, parameters: Mapping[str, Any], **kwargs: Any) -> Any:
+    async def execute(self, instance_id: str, parameters: Mapping[str, Any], **kwargs: Any) -> object:
         """(text, reward, metrics) of one call."""
         raise NotImplementedError
 
-    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
+    async def calc_reward(self, instance_id: str, **kwargs: object) -> float:
         return 0.0
 
-    async def release(self, instance_id: str, **kwargs: Any) -> None:
+    async def release(self, instance_id: str, **kwargs: object) -> None:
         return None
 
 
 def function_tool(name: str | None = None, schema: Mapping[str, Any] | None = None) -> Callable[..., Any]:
     """Mark a function as a tool; name and OpenAI schema are those of its docstring unless they are given."""
 
-    def mark(function: Callable[..., Any]) -> Callable[..., Any]:
+    def mark(function: Callable[..., object]) -> Callable[..., object]:
         function.__dict__["function_tool"] = (name, schema)
         return function
 
@@ -129,7 +129,7 @@ def load_target(target: str, *, key: str) -> Any:
     return value
 
 
-def as_text(result: Any, max_chars: int, side: str = "middle") -> str:
+def as_text(result: object, max_chars: int, side: str = "middle") -> str:
     """What a tool returned as text of at most `max_chars`; of a longer one verl's `side` says what is left out."""
     if isinstance(result, bytes):
         text = result[: 4 * max_chars].decode(errors="replace")

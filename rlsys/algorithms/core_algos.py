@@ -1,7 +1,5 @@
 """verl's module of this name, for plug-ins written for it: the decorators, KL and the aggregation to a scalar."""
 
-from typing import Any
-
 from torch import Tensor
 
 from rlsys.algorithms.advantage import get_adv_estimator_fn, register_adv_est
@@ -13,7 +11,7 @@ __all__ = ["agg_loss", "get_adv_estimator_fn", "get_policy_loss_fn", "register_a
 
 
 def agg_loss(
-    loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str, *, loss_scale_factor: float | None = None, **_: Any
+    loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str, *, loss_scale_factor: float | None = None, **_: object
 ) -> Tensor:
     """verl's scalar loss over these rows; sizes of the global batch are ignored, as counts are divided by later."""
     total, count = agg_loss_sum(loss_mat, loss_mask, loss_agg_mode, loss_scale_factor=loss_scale_factor)

@@ -1,14 +1,13 @@
 """Statistics over the rows of one prompt. A group is named by an index: `group_ids` is int64 (B,) in 0..G-1."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 
-def group_ids_of(uids: Sequence[Any] | np.ndarray) -> Tensor:
+def group_ids_of(uids: Sequence[object] | np.ndarray) -> Tensor:
     """Index of each row's group: equal uids, equal index. The rows of a group need not be neighbours."""
     _, inverse = np.unique(np.asarray(uids), return_inverse=True)
     return torch.from_numpy(inverse.astype(np.int64).reshape(-1))

@@ -8,13 +8,13 @@ from typing import Any, Generic, TypeVar
 from rlsys.config.schema.base import Section
 from rlsys.utils.plugins import named_arguments
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 
 
 class SectionView:
     """A section of the configuration as functions written for verl read it: by attribute, item and `get`."""
 
-    global_batch_info: Mapping[str, Any] = {}
+    global_batch_info: Mapping[str, object] = {}
     """Empty: sums are divided by the counts of the whole mini-batch afterwards."""
 
     def __init__(self, section: Section) -> None:

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from rlsys.config.arguments import Arguments, parse_arguments
 from rlsys.config.introspect import default_of, leaves, nest, shown, value_at
@@ -24,7 +24,7 @@ def main_config(
     schema: type[S],
     *,
     check: Callable[[S, Arguments], tuple[Sequence[str], Mapping[str, str]]] | None = None,
-    choose: Callable[[S, Collection[str], Arguments], tuple[Mapping[str, Any], str]] | None = None,
+    choose: Callable[[S, Collection[str], Arguments], tuple[Mapping[str, object], str]] | None = None,
 ) -> S:
     """The configuration of a job, after printing its headline, notes and plan.
 

@@ -64,7 +64,7 @@ def _micro_batches(values: Mapping[str, Any], given: Mapping[str, Given]) -> dic
     return made
 
 
-def _old_answers(values: Mapping[str, Any], given: Mapping[str, Given]) -> dict[str, Given]:
+def _old_answers(values: Mapping[str, object], given: Mapping[str, Given]) -> dict[str, Given]:
     """PPO's clipping around the policies that drew the answers, where they may be old and no correction is chosen.
 
     With one optimizer step a batch nothing is clipped around log-probs of the weights that are about to be trained.
@@ -90,7 +90,7 @@ def _expert_tensor(values: Mapping[str, Any]) -> dict[str, Given]:
     return made
 
 
-def _areal_estimator(values: Mapping[str, Any], given: Mapping[str, Given]) -> dict[str, Given]:
+def _areal_estimator(values: Mapping[str, object], given: Mapping[str, Given]) -> dict[str, Given]:
     """The estimator that computes what AReaL's actor does without a critic: from normalized rewards or advantages."""
     is_areal = ESTIMATOR in values and any(setting.spelling.startswith("actor.") for setting in given.values())
     if not is_areal or any(key == ESTIMATOR or key.startswith("critic.") for key in given):

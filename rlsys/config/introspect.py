@@ -76,7 +76,7 @@ def absolute(path: str, section: str) -> str:
     return f"{section}{path}".removeprefix(".") if path.startswith(".") else path
 
 
-def value_at(cfg: Section, path: str) -> Any:
+def value_at(cfg: Section, path: str) -> object:
     """The value of a key of a configuration."""
     value: Any = cfg
     for name in path.split("."):
@@ -93,7 +93,7 @@ def is_open(field: FieldInfo) -> bool:
     return get_origin(field.annotation) is dict
 
 
-def default_of(field: FieldInfo) -> Any:
+def default_of(field: FieldInfo) -> object:
     """The default as in a YAML file; for a linked key the reference to the key it follows."""
     extra = field.json_schema_extra
     if isinstance(extra, dict) and "link" in extra:
@@ -111,7 +111,7 @@ def is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def nest(values: dict[str, Any]) -> dict[str, Any]:
+def nest(values: dict[str, Any]) -> dict[str, object]:
     """The tree of sections with the values of `values`, which are by path."""
     tree: dict[str, Any] = {}
     for path, value in values.items():
@@ -128,7 +128,7 @@ def replaced(section: Any, settings: dict[str, Any]) -> Any:
     return _replaced(section, nest(settings))
 
 
-def _replaced(section: Any, tree: Mapping[str, Any]) -> Any:
+def _replaced(section: Any, tree: Mapping[str, Any]) -> object:
     update = {
         name: _replaced(old, value) if isinstance(old := getattr(section, name), Section) else value
         for name, value in tree.items()
@@ -142,7 +142,7 @@ def shown(value: Any) -> str:
     return text if len(text) <= _SHOWN_CHARS else text[: _SHOWN_CHARS - 4] + " ..."
 
 
-def allowed(field: FieldInfo, value: Any = None) -> str:
+def allowed(field: FieldInfo, value: object = None) -> str:
     """The allowed values of a key in words; a very large bound is only named if `value` exceeds it."""
     for rule in field.metadata:
         if isinstance(rule, Registered):
@@ -164,7 +164,7 @@ def _json_schema(field: FieldInfo) -> dict[str, Any]:
     return TypeAdapter(annotation).json_schema()
 
 
-def _words(schema: dict[str, Any], value: Any) -> str:
+def _words(schema: dict[str, Any], value: object) -> str:
     if "anyOf" in schema:
         return " or ".join(_words(kind, value) for kind in schema["anyOf"])
     if "const" in schema:
@@ -182,7 +182,7 @@ def _words(schema: dict[str, Any], value: Any) -> str:
     return "a path" if schema.get("format") == "path" else _NAMES[kind]
 
 
-def _range(schema: dict[str, Any], value: Any) -> Iterator[str]:
+def _range(schema: dict[str, Any], value: object) -> Iterator[str]:
     for name, words in _BOUNDS.items():
         bound = schema.get(name)
         is_exceeded = isinstance(value, int | float) and bound is not None and value > bound

@@ -57,7 +57,7 @@ def load_config(argv: Sequence[str] = (), schema: type[S] = PPOConfig) -> S:
     return loaded.config
 
 
-def load(arguments: Arguments, schema: type[S], *, chosen: Mapping[str, Any] | None = None) -> Loaded[S]:
+def load(arguments: Arguments, schema: type[S], *, chosen: Mapping[str, object] | None = None) -> Loaded[S]:
     """Like `load_config`, but also returns the notes and the headline; `chosen` are values of keys that are not set."""
     layers, typed = Layers(schema), Layers(schema)
     problems = list(arguments.problems)
@@ -86,7 +86,7 @@ def load(arguments: Arguments, schema: type[S], *, chosen: Mapping[str, Any] | N
     return Loaded(config, settings, _headline(preset, arguments), tuple(notes))
 
 
-def _values(layers: Layers) -> tuple[dict[str, Any], list[str]]:
+def _values(layers: Layers) -> tuple[dict[str, object], list[str]]:
     """The values of all keys, with derived counts, and the problems so far."""
     values = layers.resolve()
     settings, problems = derived_settings(values, layers.given, layers.engines.values())
@@ -96,7 +96,7 @@ def _values(layers: Layers) -> tuple[dict[str, Any], list[str]]:
     return values, layers.problems + problems
 
 
-def _validated(values: dict[str, Any], layers: Layers, schema: type[S]) -> tuple[S | None, list[str]]:
+def _validated(values: dict[str, object], layers: Layers, schema: type[S]) -> tuple[S | None, list[str]]:
     """The configuration, or the problems with values: with keys that were set, not with those that follow them."""
     try:
         return schema.model_validate(nest(values)), []
@@ -108,7 +108,7 @@ def _validated(values: dict[str, Any], layers: Layers, schema: type[S]) -> tuple
     return None, [_value_problem(path, values, layers, schema) for path in wrong if path not in layers.unresolved]
 
 
-def _value_problem(path: str, values: dict[str, Any], layers: Layers, schema: type[Section]) -> str:
+def _value_problem(path: str, values: dict[str, object], layers: Layers, schema: type[Section]) -> str:
     field, value = leaves(schema)[path], values[path]
     given = layers.given.get(path)
     where = given.origin if given else f"it follows {default_of(field)}"

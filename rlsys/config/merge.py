@@ -33,7 +33,7 @@ class Given:
     value: Any
     origin: str
     spelling: str
-    written: Any = None
+    written: object = None
 
     @property
     def yields(self) -> bool:
@@ -41,7 +41,7 @@ class Given:
         return self.pair in _YIELDING
 
     @property
-    def pair(self) -> tuple[str, Any]:
+    def pair(self) -> tuple[str, object]:
         """Key and value as they were written."""
         return self.spelling, self.value if self.written is None else self.written
 
@@ -60,14 +60,14 @@ class Layers:
         self._leaves, self._sections = leaves(schema), sections(schema)
         self._compat = compat_table(schema)
         self._ignored: dict[str, list[str]] = {}
-        self._splits: dict[str, Any] = {}
+        self._splits: dict[str, object] = {}
         self._layer: dict[str, Given] = {}
         self.given: dict[str, Given] = {}
         self.engines: dict[str, str] = {}
         self.problems: list[str] = []
         self.unresolved: set[str] = set()
 
-    def add_tree(self, tree: dict[str, Any], origin: str) -> None:
+    def add_tree(self, tree: dict[str, object], origin: str) -> None:
         """Merge the keys of a file over the layers so far."""
         self._layer = {}
         for key, value in tree.items():
@@ -94,7 +94,7 @@ class Layers:
         """One line for each reason why settings of other projects are ignored."""
         return tuple(ignored(keys, why) for why, keys in self._ignored.items())
 
-    def resolve(self) -> dict[str, Any]:
+    def resolve(self) -> dict[str, object]:
         """The values of all keys with references resolved; a reference that cannot be resolved becomes a problem."""
         for path, split in self._splits.items():
             if split is not None and path in self.given:
@@ -121,7 +121,7 @@ class Layers:
             rest.difference_update(done)
         return [path for path in paths if path in rest]
 
-    def _resolve_references(self, values: dict[str, Any], paths: list[str]) -> None:
+    def _resolve_references(self, values: dict[str, object], paths: list[str]) -> None:
         from omegaconf import OmegaConf
         from omegaconf.errors import OmegaConfBaseException
 
@@ -149,7 +149,7 @@ class Layers:
             given = self.given[path]
             self.problems.append(f"{given} ({given.origin}): {_reason(error, path)}")
 
-    def _place(self, spelling: str, value: Any, origin: str) -> None:
+    def _place(self, spelling: str, value: object, origin: str) -> None:
         """Take one setting, or every setting of a section, under any of its spellings."""
         if spelling.rpartition(".")[2] == "_target_":
             return
@@ -185,7 +185,7 @@ class Layers:
             example = next(key for key in self._leaves if key.startswith(f"{path}."))
             self.problems.append(f"{given}: it is a section of keys; set e.g. {example}=<value>")
 
-    def _spelled_below(self, spelling: str, value: Any) -> bool:
+    def _spelled_below(self, spelling: str, value: object) -> bool:
         """Whether keys of this section have spellings or reasons of their own."""
         aliases, foreign, path = self._compat.aliases, self._compat.foreign, self._compat.canonical(spelling)
         names = value if isinstance(value, dict) else ()
@@ -261,7 +261,7 @@ class Layers:
         return f"no such key; did you mean {' or '.join(near)}?" if near else f"no such key; {listed}"
 
 
-def _inserted(text: str, values: dict[str, Any]) -> Any:
+def _inserted(text: str, values: dict[str, object]) -> object:
     """The value that the text refers to, or the text with the values in it."""
     whole = REFERENCE.fullmatch(text)
     return values[whole[1]] if whole else REFERENCE.sub(lambda match: str(values[match[1]]), text)
@@ -299,14 +299,14 @@ def _reason(error: Exception, path: str) -> str:
     return "it refers to itself" if is_loop else f"its reference cannot be resolved: {text}"
 
 
-def _merge(base: Any, over: Any) -> Any:
+def _merge(base: object, over: object) -> object:
     """`over` where it has a value, of dicts in each of their keys; else `base`."""
     if not isinstance(base, dict) or not isinstance(over, dict):
         return over
     return base | {key: _merge(base.get(key), value) for key, value in over.items()}
 
 
-def _without(tree: Any, path: list[str]) -> Any:
+def _without(tree: object, path: list[str]) -> object:
     """The tree without the value at a path; None if there is none."""
     first, *rest = path
     if not isinstance(tree, dict) or first not in tree:

@@ -55,7 +55,7 @@ def parse_override(text: str) -> Override:
         raise ConfigError(f"{key} = {value}: {error}") from None
 
 
-def parse_value(text: str) -> Any:
+def parse_value(text: str) -> object:
     """Parse a value; ValueError says what is wrong with it."""
     text = text.strip()
     values = _Parser(text)
@@ -138,7 +138,7 @@ class _Parser:
         return self.text[self.at : self.at + 1]
 
 
-def _primitive(text: str) -> Any:
+def _primitive(text: str) -> object:
     if text.lower() == "null":
         return None
     if text.lower() in ("true", "false"):
@@ -150,7 +150,7 @@ def _primitive(text: str) -> Any:
     return text if "${" in text else _ESCAPED.sub(r"\1", text)
 
 
-def format_value(value: Any) -> str:
+def format_value(value: object) -> str:
     """The text that `parse_value` parses as `value` (null, bool, int, float, str, list, dict with str keys)."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)

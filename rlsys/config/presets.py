@@ -60,7 +60,7 @@ def default_preset(arguments: Arguments, schema: type[Section], *, has_model: bo
     return Preset(name or ("eval" if job == "eval" else f"{job}_trainer"), folders)
 
 
-def read_preset(preset: Preset, _seen: tuple[str, ...] = ()) -> list[tuple[str, dict[str, Any]]]:
+def read_preset(preset: Preset, _seen: tuple[str, ...] = ()) -> list[tuple[str, dict[str, object]]]:
     """(file name, tree) of a preset and those it builds on, in the order they apply."""
     path = _find(preset)
     if path.stem in _seen:
@@ -95,7 +95,7 @@ def _find(preset: Preset) -> Path:
     raise ConfigError(f"--config-name={name}: no such preset in {where}; {hint}choose from {', '.join(known)}")
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> dict[str, object]:
     """The mapping in a YAML file; ConfigError names the file and the line."""
     import yaml
     from omegaconf import OmegaConf

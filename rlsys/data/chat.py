@@ -28,7 +28,7 @@ def with_parts(message: Message, parts: Iterator[Mapping[str, Any]]) -> Message:
     first, *others = message["content"].split(IMAGE_MARKER)
     if not others:
         return message
-    content: list[Mapping[str, Any]] = [{"type": "text", "text": first}] if first else []
+    content: list[Mapping[str, object]] = [{"type": "text", "text": first}] if first else []
     for text in others:
         content += [next(parts), *([{"type": "text", "text": text}] if text else [])]
     return {**message, "content": content}

@@ -66,7 +66,7 @@ def collate_prompts(
     model also multi_modal_inputs.
     """
     prompts, mask = _padded_prompts([row.token_ids for row in rows], pad_token_id, prompt_length)
-    columns: dict[str, list[Any]] = {
+    columns: dict[str, list[object]] = {
         name: [row.fields.get(name) for row in rows] for name in dict.fromkeys(n for row in rows for n in row.fields)
     }
     columns |= {

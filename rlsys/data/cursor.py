@@ -67,7 +67,7 @@ class Cursor:
             self._order_of_epoch = self._epoch, order
         return self._order_of_epoch[1]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Plain values; the position counts rows, so a run with another batch size can continue from it."""
         position = {"epoch": self._epoch, "position": self._position}
         return {"seed": self._seed, **position, **self._rows()}

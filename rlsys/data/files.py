@@ -125,7 +125,7 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     values = dict(pairs)
     if len(values) < len(pairs):
         names = [name for name, _ in pairs]
@@ -133,7 +133,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def _object(value: Any) -> dict[str, Any]:
+def _object(value: object) -> dict[str, object]:
     if not isinstance(value, dict):
         hint = "; a file that is one JSON array must end in .json" if isinstance(value, list) else ""
         raise ValueError(f"a row must be an object, this is {type_name(value)}{hint}")
@@ -167,7 +167,7 @@ def _read_csv(path: Path) -> Iterator[Row | BadRow]:
                 yield BadRow(str(path), place, str(error))
 
 
-def _csv_values(names: list[str], cells: list[str]) -> dict[str, Any]:
+def _csv_values(names: list[str], cells: list[str]) -> dict[str, object]:
     if len(cells) != len(names):
         raise ValueError(f"it has {len(cells)} cells, the first line has {len(names)}")
     for cell in cells:
@@ -176,7 +176,7 @@ def _csv_values(names: list[str], cells: list[str]) -> dict[str, Any]:
     return {name: _csv_value(cell) for name, cell in zip(names, cells)}
 
 
-def _csv_value(cell: str) -> Any:
+def _csv_value(cell: str) -> object:
     """An empty cell is null; one that is a JSON list or object is that; the rest is text."""
     if cell.lstrip().startswith(("[", "{")):
         try:
@@ -250,7 +250,7 @@ def _check_names(names: list[str]) -> None:
         raise ValueError(f"the column {repeated[0]!r} occurs twice")
 
 
-def _one_row(table: "pa.Table", row: int) -> dict[str, Any] | str:
+def _one_row(table: "pa.Table", row: int) -> dict[str, object] | str:
     try:
         return table.slice(row, 1).to_pylist()[0]
     except UnicodeDecodeError as error:

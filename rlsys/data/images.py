@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 from urllib.parse import unquote, unquote_to_bytes
 
 from rlsys.utils.errors import ConfigError
@@ -32,7 +32,7 @@ class ImageError(ValueError):
     """An image that cannot be used; the message says what is wrong with it."""
 
 
-def load_image(value: Any, *, root: str | Path | None = None) -> "Image.Image":
+def load_image(value: object, *, root: str | Path | None = None) -> "Image.Image":
     """The first frame of an image as upright 8-bit RGB, on white where it is transparent.
 
     `value` is a PIL image, the bytes of a file, a path (from `root` unless it is absolute), a file:// or data: URL,
@@ -62,7 +62,7 @@ def image_hash(image: "Image.Image") -> str:
     return digest.hexdigest()[:32]
 
 
-def _unwrapped(value: Any) -> Any:
+def _unwrapped(value: object) -> object:
     """What is inside of {"bytes": ..., "path": ...} or {"type": "image_url", "image_url": {"url": ...}}."""
     for _ in KEYS:
         if not isinstance(value, Mapping):
@@ -75,7 +75,7 @@ def _unwrapped(value: Any) -> Any:
     raise ImageError("the image is nested too deeply")
 
 
-def _encoded(value: Any, root: str | Path | None) -> bytes:
+def _encoded(value: object, root: str | Path | None) -> bytes:
     """The bytes of an image file."""
     if isinstance(value, str | os.PathLike):
         value = _bytes_of_text(os.fspath(value), root)

@@ -61,7 +61,7 @@ class SamplerCursor(Cursor):
             self._pass = self._pass or iter(self._sampler)
             return tuple(map(int, islice(self._pass, size)))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """As a cursor's, with the sampler's own state, which must be plain values."""
         own = self._sampler.state_dict() if hasattr(self._sampler, "state_dict") else None
         return {**super().state_dict(), "sampler": own}

@@ -126,7 +126,7 @@ def take_images(values: Mapping[str, Any], prompt_key: str, image_key: str) -> t
     rest = {name: value for name, value in values.items() if name != image_key}
     column = values.get(image_key)
     column = [] if column is None else list(column) if isinstance(column, list | tuple) else [column]
-    prompt, inline = rest.get(prompt_key), list[Any]()
+    prompt, inline = rest.get(prompt_key), list[object]()
     if isinstance(prompt, str):
         inline += [None] * prompt.count(IMAGE_MARKER)
     elif isinstance(prompt, list | tuple) and all(isinstance(message, Mapping) for message in prompt):

@@ -26,7 +26,7 @@ class RowStream(PromptDataset):
     def __init__(self, names: Sequence[str], data: TrainingRowsConfig, parse: Callable[[Row], Any], batch_size: int):
         self._names, self._data, self._parse, self._batch_size = list(names), data, parse, batch_size
         self._epoch, self._block, self._position = 0, -1, 0
-        self._picked: dict[int, Any] = {}
+        self._picked: dict[int, object] = {}
         super().__init__([])
         self._open(None)
         self._read()
@@ -79,12 +79,12 @@ class RowStream(PromptDataset):
         self._start = self._source.state_dict()
         return list(islice(self._iterator, self._data.shuffle_buffer_size))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Plain values, with what the order depends on."""
         place = {"source": self._start, "block": self._block, "position": self._position, "epoch": self._epoch}
         return {**place, **self._order()}
 
-    def _order(self) -> dict[str, Any]:
+    def _order(self) -> dict[str, object]:
         data = self._data
         given = {"seed": data.seed, "shuffle": data.shuffle, "shuffle_buffer_size": data.shuffle_buffer_size}
         return {**given, "train_files": self._names}

@@ -69,7 +69,7 @@ def _cross(text: TokenizedText, other: TokenizedText, max_length: int) -> Tokeni
 
 
 def parse_row(
-    values: Mapping[str, Any], tokenizer: "PreTrainedTokenizerBase", config: SupervisedDataConfig
+    values: Mapping[str, object], tokenizer: "PreTrainedTokenizerBase", config: SupervisedDataConfig
 ) -> list[TokenizedText]:
     """The text or the two texts of one row. Raises ValueError for a bad one."""
     conversations = read_conversations(values, config)
@@ -84,7 +84,7 @@ def parse_row(
     return texts
 
 
-def read_conversations(values: Mapping[str, Any], config: SupervisedDataConfig) -> list[list[Message]]:
+def read_conversations(values: Mapping[str, object], config: SupervisedDataConfig) -> list[list[Message]]:
     """The conversation of a row for SFT and KTO; for RM and DPO those with the better and with the worse response.
 
     Without a column of the conversation it is made of those of prompt and response; the columns of a pair may also hold
@@ -150,7 +150,7 @@ def _num_shared(conversations: Sequence[Sequence[Message]]) -> int:
     return len(list(takewhile(lambda same: all(message == same[0] for message in same), shared)))
 
 
-def _has_prompt(value: Any) -> bool:
+def _has_prompt(value: object) -> bool:
     """Whether a response column holds a whole conversation."""
     return isinstance(value, list) and bool(value) and dict(value[0]).get("role", "assistant") != "assistant"
 

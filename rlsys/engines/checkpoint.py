@@ -128,7 +128,7 @@ class Saving:
 
 
 def _commit(
-    staging: Path, path: Path, files: Mapping[str, Any], layout: tuple[str, Any], header: Mapping[str, Any]
+    staging: Path, path: Path, files: Mapping[str, Any], layout: tuple[str, Any], header: Mapping[str, object]
 ) -> None:
     unseen = [name for name in files if not (staging / name).exists()]
     if unseen:

@@ -4,7 +4,6 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +18,7 @@ from rlsys.utils.errors import CheckpointError
 
 KEPT_FLOATS = (".e_score_correction_bias",)
 """Floats that stay as they are when a model is saved in another type."""
-Adapter = tuple[Mapping[str, Tensor], Mapping[str, Any]]
+Adapter = tuple[Mapping[str, Tensor], Mapping[str, object]]
 """Tensors of an adapter under peft's names, and its adapter_config."""
 TOKENIZER_FILES = (
     "tokenizer*",

@@ -129,7 +129,7 @@ def own_device(name: str) -> torch.device:
     return own
 
 
-def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+def gather_json(value: object, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Every rank's value, in rank order, on every rank; values must be JSON-serialisable."""
     text = json.dumps(value).encode()
     texts = [text] if dist.get_world_size(group) == 1 else gather_bytes(text, group)
@@ -154,7 +154,7 @@ def max_over_ranks(value: int, group: dist.ProcessGroup | None = None) -> int:
     return int(number)
 
 
-def together(work: Callable[[], Any], *, only_first: bool = False) -> Any:
+def together(work: Callable[[], object], *, only_first: bool = False) -> Any:
     """Do `work` on files on every rank, or on rank 0 alone; if it fails anywhere, CheckpointError on all ranks, which
     names the first that failed."""
     result, message = None, None

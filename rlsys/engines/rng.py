@@ -42,7 +42,7 @@ def restore(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(_tensor(state["cuda"]))
 
 
-def derive(state: dict[str, Any], rank: int) -> None:
+def derive(state: dict[str, object], rank: int) -> None:
     """Seed every generator from another rank's state and this rank's number: for a changed number of ranks."""
     seed = int.from_bytes(blake2b(f"{state['torch']}:{rank}".encode(), digest_size=8).digest()) >> 1
     seed_all(seed)

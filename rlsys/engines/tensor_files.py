@@ -112,7 +112,7 @@ class PiecedTensor:
         self, name: str, shape: tuple[int, ...], pieces: Sequence[StoredBox], open_file: Callable[[Path], Any]
     ) -> None:
         self.name, self.shape, self._open = name, shape, open_file
-        self._pieces: dict[Any, StoredBox] = {}
+        self._pieces: dict[object, StoredBox] = {}
         self.copies: list[tuple[StoredBox, StoredBox]] = []
         for piece in pieces:
             if (held := self._pieces.setdefault((piece.start, piece.shape), piece)) is not piece:

@@ -1,7 +1,7 @@
 """What a fleet needs of a replica."""
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from rlsys.types import ModelRequest, ResponseDelta
 
@@ -17,7 +17,7 @@ class Replica(Protocol):
         """As the engine's `exchange`."""
         ...
 
-    def health(self, deadline_s: float) -> Mapping[str, Any]:
+    def health(self, deadline_s: float) -> Mapping[str, object]:
         """The engine's `health`; raises if the replica is not alive."""
         ...
 

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
@@ -153,7 +152,7 @@ def _is_model(directory: Path) -> bool:
     return any(directory.glob("*.safetensors")) and (directory / "config.json").is_file()
 
 
-def read_config_json(directory: Path) -> dict[str, Any]:
+def read_config_json(directory: Path) -> dict[str, object]:
     """The config.json of a directory, of an FP8 checkpoint as it is read; CheckpointError if it cannot be read."""
     try:
         return without_fp8(json.loads((directory / "config.json").read_text()), directory)
@@ -167,12 +166,14 @@ def most_common(specs: Mapping[str, TensorSpec]) -> str:
     return str(DTYPES[name]).removeprefix("torch.")
 
 
-def _carried(hf_config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def _carried(hf_config: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
     family = find_family(hf_config)
     return family.carried(hf_config) if family else {}
 
 
-def _expected(config_dir: Path, hf_config: Mapping[str, Any], weights: TensorSource) -> Mapping[str, tuple[int, ...]]:
+def _expected(
+    config_dir: Path, hf_config: Mapping[str, object], weights: TensorSource
+) -> Mapping[str, tuple[int, ...]]:
     """The shapes of the model's tensors by its table, or by transformers' own model for families without one."""
     scalar = "score.weight" in weights
     head: Head = ("value" if "score.bias" in weights else "score") if scalar else "lm"

@@ -38,7 +38,7 @@ def write_model_card(checkpoint: Path, target: Path, *, title: str) -> None:
 
 def _figures(run: Path, step: int) -> dict[str, Any]:
     """The last value of each metric that a reader of the card looks for, up to a step."""
-    figures: dict[str, Any] = {}
+    figures: dict[str, object] = {}
     path = run / "metrics.jsonl"
     for metrics in read_jsonl(path) if path.is_file() else ():
         if metrics.get("step", 0) <= step:

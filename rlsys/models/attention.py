@@ -52,7 +52,7 @@ def packed_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
-    **options: Any,
+    **options: object,
 ) -> tuple[Tensor, None]:
     """Attend within each sequence of `packing`: query (1, heads, tokens, dim) -> (1, tokens, heads, dim).
 

@@ -59,7 +59,7 @@ def unscaled(tensors: Mapping[str, StoredTensor], hf_config: Mapping[str, Any]) 
     return plain
 
 
-def check_blocks(quantised: Mapping[str, Any], path: str | Path) -> None:
+def check_blocks(quantised: Mapping[str, object], path: str | Path) -> None:
     """CheckpointError for a quantization_config of other weights than these, which are not read."""
     method, is_dynamic = quantised.get("quant_method"), quantised.get("activation_scheme", "dynamic") == "dynamic"
     if not (method == "fp8" and quantised.get("weight_block_size") and is_dynamic):
@@ -67,7 +67,7 @@ def check_blocks(quantised: Mapping[str, Any], path: str | Path) -> None:
         raise CheckpointError(f"{path} is quantised ({method}): {why}")
 
 
-def without_fp8(hf_config: Mapping[str, Any], path: str | Path) -> dict[str, Any]:
+def without_fp8(hf_config: Mapping[str, Any], path: str | Path) -> dict[str, object]:
     """The config.json of the bfloat16 model that an FP8 checkpoint is read as; CheckpointError as of `check_blocks`."""
     if quantised := hf_config.get("quantization_config"):
         check_blocks(quantised, path)

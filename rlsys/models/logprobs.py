@@ -89,7 +89,7 @@ FUSED_FROM = 4096
 
 
 @cache
-def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
+def _fused(function: Callable[..., object]) -> Callable[..., Any]:
     """`function` compiled to kernels that read each logit once or twice; itself where nothing can compile them."""
     can_build = has_triton() and shutil.which("cc") and Path(sysconfig.get_path("include"), "Python.h").exists()
     return torch.compile(function) if can_build else function

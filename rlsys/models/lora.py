@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -198,7 +197,7 @@ def to_saved_name(name: str) -> str:
     return _PREFIX + name.replace(f".{ADAPTER}.weight", ".weight")
 
 
-def adapter_config(settings: LoraSettings, layers: Collection[str], base_model: str) -> dict[str, Any]:
+def adapter_config(settings: LoraSettings, layers: Collection[str], base_model: str) -> dict[str, object]:
     """What peft's adapter_config.json needs to load the adapter of these linear layers again."""
     targets = settings.target_modules
     every = sorted({name.rpartition(".")[2] for name in layers})

@@ -105,7 +105,7 @@ def token_numbers(
     if unknown := [name for name in outputs if name not in known]:
         raise ValueError(f"this model gives {', '.join(known)}, not {', '.join(unknown)}")
 
-    def at(places: Tensor, compute: Callable[[Tensor, Any], dict[str, Tensor]]) -> dict[str, Tensor]:
+    def at(places: Tensor, compute: Callable[[Tensor, object], dict[str, Tensor]]) -> dict[str, Tensor]:
         if group is None:
             return compute(states[places], slice(None))
         numbers, here = own(places)

@@ -70,7 +70,7 @@ class Embedded:
 
 
 def pack_images(
-    model: Any, token_ids: Tensor, lengths: Sequence[int], images: Sequence[Sequence[Any]]
+    model: Any, token_ids: Tensor, lengths: Sequence[int], images: Sequence[Sequence[object]]
 ) -> tuple[PackedImages, Tensor]:
     """The images of the sequences of a pack, and the positions of its tokens: (N,), or (3, N) for grids.
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from rlsys.config import PPOConfig
 from rlsys.config.checks.files import model_facts
@@ -60,7 +59,7 @@ def facts_of(cfg: PPOConfig, device: Device, device_bytes: int) -> Machine:
     )
 
 
-def _facts(path: str | None) -> dict[str, Any]:
+def _facts(path: str | None) -> dict[str, object]:
     return model_facts(Path(path)) if path else {}
 
 

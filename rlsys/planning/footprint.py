@@ -55,7 +55,7 @@ class Decoder:
     """Sum of inputs and outputs of all linear layers inside the blocks: a rank of adapters on all costs so much."""
 
 
-def decoder_of(hf_config: Mapping[str, Any], *, head: Head = "lm") -> Decoder:
+def decoder_of(hf_config: Mapping[str, object], *, head: Head = "lm") -> Decoder:
     """The sizes of the model of a config.json; ConfigError for a family without a table."""
     return _decoder(json.dumps(hf_config), head)
 
@@ -128,7 +128,7 @@ class Held:
         return self.dense + self.experts
 
 
-def held_at(hf_config: Mapping[str, Any], place: RankPlace, *, head: Head = "lm") -> Held:
+def held_at(hf_config: Mapping[str, object], place: RankPlace, *, head: Head = "lm") -> Held:
     """What Megatron's rank at `place` holds."""
     return _held(json.dumps(hf_config), place, head)
 
@@ -145,7 +145,7 @@ def _held(config: str, place: RankPlace, head: Head) -> Held:
 
 
 def adapters_at(
-    hf_config: Mapping[str, Any], place: RankPlace, lora: "LoraSettings", *, head: Head = "lm", te: bool
+    hf_config: Mapping[str, object], place: RankPlace, lora: "LoraSettings", *, head: Head = "lm", te: bool
 ) -> Held:
     """What Megatron's rank at `place` holds of adapters; `te`: with Transformer Engine's modules."""
     from rlsys.models.megatron.adapter_factors import factors_of, plan_adapters

@@ -42,11 +42,11 @@ class _Sizes:
         self.values: dict[str, Any] = {}
         self.words: list[str] = []
 
-    def choose(self, key: str, value: Any, why: str = "") -> None:
+    def choose(self, key: str, value: object, why: str = "") -> None:
         self.cfg, self.values[key] = replaced(self.cfg, {key: value}), value
         self.words.append(f"{key.removeprefix(_POLICY + '.')}={shown(value)}{why}")
 
-    def needs(self, settings: dict[str, Any], *stages: str) -> Bytes:
+    def needs(self, settings: dict[str, object], *stages: str) -> Bytes:
         """Bytes by owner of the largest of these stages with further settings; nothing where they are not known."""
         plan = plan_memory(replaced(self.cfg, settings), self.machine) if self.machine.actor else MemoryPlan(())
         there = [stage.bytes for stage in (*plan.train, *plan.rollout) if stage.name in stages]
@@ -55,7 +55,7 @@ class _Sizes:
     def fits(self, settings: dict[str, Any], *stages: str) -> bool:
         return sum(self.needs(settings, *stages).values()) <= self.machine.room_bytes
 
-    def largest(self, key: str, stage: str, least: int, settings: Mapping[str, Any] = MappingProxyType({})) -> int:
+    def largest(self, key: str, stage: str, least: int, settings: Mapping[str, object] = MappingProxyType({})) -> int:
         """The largest budget with which a stage fits, in steps of a quarter; 0 if not even `least` does."""
         size = max(least, MOST_TOKENS[self.machine.device])
         while not self.fits({**settings, key: size}, stage):
@@ -115,7 +115,7 @@ class _Sizes:
             self.choose(key, self.largest(key, stage, least) or least)
 
 
-def choose_sizes(cfg: PPOConfig, given: Collection[str], machine: Machine) -> tuple[dict[str, Any], str]:
+def choose_sizes(cfg: PPOConfig, given: Collection[str], machine: Machine) -> tuple[dict[str, object], str]:
     """Values of keys that are not `given`, and what the plan says of them.
 
     None for a GPU whose memory, or a model whose sizes, are not known. ConfigError with the arithmetic if an update

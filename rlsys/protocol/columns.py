@@ -41,12 +41,12 @@ def object_rows(rows: Sequence[Any]) -> np.ndarray:
     return np.stack(rows).astype(object) if stackable else object_array(rows)
 
 
-def deep_equal(a: Any, b: Any) -> bool:
+def deep_equal(a: object, b: object) -> bool:
     """Equality of type and value with NaN equal to NaN, through arrays, tensors, lists, tuples and dicts."""
     return _deep_equal(a, b, ())
 
 
-def _deep_equal(a: Any, b: Any, path: tuple[int, ...]) -> bool:
+def _deep_equal(a: object, b: Any, path: tuple[int, ...]) -> bool:
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return a.dtype == b.dtype and tensors_equal(a, b)
     if type(a) is not type(b):
@@ -87,7 +87,7 @@ def tensors_of(batch: TensorDict | None) -> dict[str, torch.Tensor]:
     return {} if batch is None else {str(key): cast(torch.Tensor, value) for key, value in batch.items()}
 
 
-def named_entries(batch: TensorDict) -> dict[str, Any]:
+def named_entries(batch: TensorDict) -> dict[str, object]:
     """Everything in a TensorDict by name, non-tensor entries in their containers."""
     return {str(key): batch.get(key) for key in batch.keys()}  # noqa: SIM118
 
@@ -136,7 +136,7 @@ def union_numpy_dict(tensor_dict1: dict[str, np.ndarray], tensor_dict2: dict[str
     return tensor_dict1
 
 
-def union_meta(meta1: dict[str, Any], meta2: Mapping[str, Any]) -> dict[str, Any]:
+def union_meta(meta1: dict[str, object], meta2: Mapping[str, object]) -> dict[str, object]:
     """Put the entries of the second into the first, in place; AssertionError where a common key differs."""
     for key, value in meta2.items():
         assert key not in meta1 or _same(meta1[key], value), f"meta_info '{key}' differs in a union"
@@ -144,10 +144,10 @@ def union_meta(meta1: dict[str, Any], meta2: Mapping[str, Any]) -> dict[str, Any
     return meta1
 
 
-def concat_meta(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def concat_meta(metas: Sequence[Mapping[str, Any]]) -> dict[str, object]:
     """One meta_info out of several that agree; `metrics` (a dict or a list of dicts each) become a dict of lists."""
-    merged: dict[str, Any] = {}
-    metrics: list[Mapping[str, Any]] = []
+    merged: dict[str, object] = {}
+    metrics: list[Mapping[str, object]] = []
     for meta in metas:
         for key, value in meta.items():
             if key == "metrics":
@@ -160,7 +160,7 @@ def concat_meta(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-def _same(a: Any, b: Any) -> bool:
+def _same(a: object, b: object) -> bool:
     if a is b or deep_equal(a, b):
         return True
     return (
@@ -168,9 +168,9 @@ def _same(a: Any, b: Any) -> bool:
     )
 
 
-def dict_of_lists(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+def dict_of_lists(rows: Sequence[Mapping[str, object]]) -> dict[str, list[Any]]:
     """Turn rows into columns; AssertionError where a row has a key that the first one has not."""
-    columns: dict[str, list[Any]] = {key: [] for key in rows[0]} if rows else {}
+    columns: dict[str, list[object]] = {key: [] for key in rows[0]} if rows else {}
     for row in rows:
         for key, value in row.items():
             assert key in columns, f"key '{key}' is not in the first of the rows"

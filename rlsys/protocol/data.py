@@ -346,7 +346,7 @@ class DataProto:
         keys = set(split_keys or ())
         rows = torch.arange(len(self)).repeat_interleave(n_split)
 
-        def unfold(key: str, values: Any) -> Any:
+        def unfold(key: str, values: Any) -> object:
             if key not in keys:
                 return take_rows(values, rows)
             return values.reshape(values.shape[0] * n_split, values.shape[1] // n_split, *values.shape[2:])
@@ -441,7 +441,7 @@ class DataProto:
             rows.batch = ReceivedBatch(rows.tensors)
         return rows
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: Any) -> tuple[object, ...]:
         header, buffers = self.to_buffers()
         if protocol < 5:
             return _from_wire, (type(self), header, [1] * len(buffers), *map(bytearray, buffers))
@@ -451,7 +451,7 @@ class DataProto:
     def __copy__(self) -> "DataProto":
         return type(self)(batch=self.batch, non_tensor_batch=self.non_tensor_batch, meta_info=self.meta_info)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "DataProto":
+    def __deepcopy__(self, memo: dict[int, object]) -> "DataProto":
         batch = None if (batch := self._readable) is None else batch.clone()
         columns, meta_info = copy.deepcopy(self.non_tensor_batch, memo), copy.deepcopy(self.meta_info, memo)
         return type(self)(batch=batch, non_tensor_batch=columns, meta_info=meta_info)

@@ -24,7 +24,7 @@ class DataProtoFuture:
     dispatch_fn: TakeFn | None = None
 
     @staticmethod
-    def concat(data: list[Any]) -> "DataProtoFuture":
+    def concat(data: list[object]) -> "DataProtoFuture":
         """The rows of all futures, in their order."""
         return DataProtoFuture(collect_fn=DataProto.concat, futures=list(data))
 

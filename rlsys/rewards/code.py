@@ -28,7 +28,7 @@ def compute_score(
     max_cases: int = 10,
     sandbox_url: str | None = None,
     max_concurrent: int = 64,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Share of the test cases passed by the last fenced block; all or nothing unless `continuous`.
 
     `ground_truth` is {"inputs": [...], "outputs": [...]} or that as JSON, with "fn_name" for functions instead of

@@ -1,7 +1,7 @@
 """Grade-school problems: the number after "####", or the last number of the text."""
 
 import re
-from typing import Any, Literal
+from typing import Literal
 
 MARKED = re.compile(r"#### (-?[0-9.,]+)")
 NUMBER = re.compile(r"-?[0-9.,]+")
@@ -26,7 +26,7 @@ def compute_score(
     method: Literal["strict", "flexible"] = "strict",
     format_score: float = 0.0,
     score: float = 1.0,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """`score` for the right number, `format_score` for another one, 0 for none."""
     answer = extract_solution(solution_str, method=method)
     right = answer is not None and answer == str(ground_truth).replace(",", "").strip()

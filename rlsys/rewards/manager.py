@@ -199,8 +199,8 @@ def _column(values: Sequence[Any]) -> np.ndarray:
 
 def _scorer(pool: RewardPool, results: list[RewardResult]) -> Callable[..., dict[str, Any]]:
     def compute_score(
-        data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, **_: Any
-    ) -> dict[str, Any]:
+        data_source: str, solution_str: str, ground_truth: object, extra_info: Any = None, **_: object
+    ) -> dict[str, object]:
         (result,) = pool.score([RewardItem(data_source, solution_str, ground_truth, extra_info)])
         results.append(result)
         return {**result.extra, "score": result.score}

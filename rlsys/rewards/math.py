@@ -22,17 +22,17 @@ TAIL_CHARS, BOX_TAIL_CHARS = 300, 100
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns that it has no time limit of its own
 
 
-def compute_score(solution_str: str, ground_truth: object) -> dict[str, Any]:
+def compute_score(solution_str: str, ground_truth: object) -> dict[str, object]:
     """1 when the last boxed expression equals the ground truth, 0 otherwise and without a box."""
     return graded(last_boxed(solution_str), ground_truth)
 
 
-def compute_score_anywhere(solution_str: str, ground_truth: object) -> dict[str, Any]:
+def compute_score_anywhere(solution_str: str, ground_truth: object) -> dict[str, object]:
     """As `compute_score`, but without a box the last expression of the text counts."""
     return graded(last_boxed(solution_str) or last_expression(solution_str[-TAIL_CHARS:]), ground_truth)
 
 
-def compute_score_dapo(solution_str: str, ground_truth: object) -> dict[str, Any]:
+def compute_score_dapo(solution_str: str, ground_truth: object) -> dict[str, object]:
     """DAPO's rule (arXiv 2503.14476): 1 when the last "Answer:" near the end is right, -1 otherwise.
 
     Without such a line a box in the last 100 characters counts.

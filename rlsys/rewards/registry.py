@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
 
 from rlsys.rewards.sandbox.run import GUARANTEES, ISOLATION, available_guarantees
 from rlsys.telemetry.log import get_logger
@@ -105,6 +104,6 @@ def _no_grader(data_source: str) -> ConfigError:
 
 
 @cache
-def _load(target: str) -> Callable[..., Any]:
+def _load(target: str) -> Callable[..., object]:
     module, _, function = target.partition(":")
     return getattr(import_module(f"rlsys.rewards.{module}"), function)

@@ -18,7 +18,7 @@ def last_number(text: str) -> str | None:
     return numbers[-1].replace(",", "").replace("\u2212", "-").lstrip("+") if numbers else None
 
 
-def numeric(solution_str: str, ground_truth: object) -> dict[str, Any]:
+def numeric(solution_str: str, ground_truth: object) -> dict[str, object]:
     """1 when the last boxed expression, or without one the last number, equals the ground truth."""
     boxed = last_boxed(solution_str)
     return graded(last_number(solution_str) if boxed is None else boxed, ground_truth)
@@ -30,7 +30,7 @@ def exact(solution_str: str, ground_truth: object) -> dict[str, Any]:
     return {"score": float(answer == wanted), "acc": float(answer == wanted), "pred": answer}
 
 
-def regex(solution_str: str, ground_truth: object) -> dict[str, Any]:
+def regex(solution_str: str, ground_truth: object) -> dict[str, object]:
     """1 when the pattern in the ground truth is found in the text; `pred` is its first group, or all it matched."""
     match = re.search(str(ground_truth), solution_str)
     pred = "" if match is None else match.group(1 if match.re.groups else 0) or ""
@@ -39,7 +39,7 @@ def regex(solution_str: str, ground_truth: object) -> dict[str, Any]:
 
 def exact_match(
     solution_str: str, ground_truth: object, *, format_score: float = 0.0, score: float = 1.0
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """`score` when the last <answer>...</answer> is one of the targets, without case, articles and punctuation.
 
     The ground truth is a text, a list of texts, or {"target": either}. An answer that is wrong gets `format_score`.

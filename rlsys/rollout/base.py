@@ -382,7 +382,7 @@ class BaseRolloutEngine(ABC):
     def wake(self, tags: Sequence[str] = SLEEP_TAGS) -> None:
         self._switch(tags, asleep=False)
 
-    def health(self) -> dict[str, Any]:
+    def health(self) -> dict[str, object]:
         return {
             "version": self.version,
             "quarantined": self._quarantined,

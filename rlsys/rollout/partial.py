@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from rlsys.interfaces import RolloutEngine
 from rlsys.types import Finish, ModelRequest, ModelResponse, ResponseDelta
@@ -22,7 +21,7 @@ class PartialResponse:
     sampled_logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     finish: Finish | None = None
-    routed_experts: Any = field(default=None, compare=False)
+    routed_experts: object = field(default=None, compare=False)
 
     @classmethod
     def of(cls, request: ModelRequest, response: ModelResponse) -> "PartialResponse":

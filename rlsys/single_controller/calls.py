@@ -139,7 +139,7 @@ class Backend(ABC):
 
     @property
     @abstractmethod
-    def workers(self) -> list[Any]: ...
+    def workers(self) -> list[object]: ...
     @abstractmethod
     def submit(self, role: str, stage: str, calls: Sequence[RankCall]) -> list[Pending]: ...
 
@@ -181,7 +181,7 @@ class Future:
     def __init__(
         self,
         pending: Sequence[Pending],
-        collect: Callable[[Sequence[Pending]], Any],
+        collect: Callable[[Sequence[Pending]], object],
         peers: Sequence[Pending] = (),
     ) -> None:
         self.pending, self._collect, self._peers = list(pending), collect, _without(list(peers), pending)

@@ -36,7 +36,7 @@ class RankGroup(Protocol):
 
 
 DispatchFn = Callable[..., Any]
-CollectFn = Callable[["RankGroup", list[Any]], Any]
+CollectFn = Callable[["RankGroup", list[Any]], object]
 PartsFn = Callable[["RankGroup"], Sequence[int]]
 F = TypeVar("F", bound=Callable[..., Any])
 

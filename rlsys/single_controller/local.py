@@ -11,7 +11,6 @@ import socket
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from rlsys.single_controller.calls import (
     DEFAULT_DEADLINE_S,
@@ -86,7 +85,7 @@ class LocalBackend(Backend):
             self.restart(rank, None)
 
     @property
-    def workers(self) -> list[Any]:
+    def workers(self) -> list[object]:
         return [host.worker for host in self._hosts]
 
     def submit(self, role: str, stage: str, calls: Sequence[RankCall]) -> list[Pending]:

@@ -171,7 +171,7 @@ class ResourcePoolManager:
                 process_on_nodes, self.max_colocate_count or max(1, num_roles), name
             )
 
-    def get_resource_pool(self, role: Hashable) -> Any:
+    def get_resource_pool(self, role: Hashable) -> ResourcePool:
         """The pool of a role; KeyError names the roles there are."""
         if role not in self.mapping:
             raise KeyError(f"role {role} has no pool; mapped are {[str(known) for known in self.mapping]}")

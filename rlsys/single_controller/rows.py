@@ -18,7 +18,7 @@ def is_future(value: object) -> TypeGuard[Any]:
     return all(hasattr(value, name) for name in ("futures", "collect_fn", "get", "chunk"))
 
 
-def split_rows(rows: Any, chunks: int, *, pads: bool) -> tuple[list[Any], list[int]]:
+def split_rows(rows: Any, chunks: int, *, pads: bool) -> tuple[list[object], list[int]]:
     """Equal shares of a batch and the number of repeated rows at the end of each.
 
     When the rows do not divide, the first ones are repeated behind the last (`pads`) or a ValueError is raised.
@@ -33,7 +33,7 @@ def split_rows(rows: Any, chunks: int, *, pads: bool) -> tuple[list[Any], list[i
     return [rows[end - size : end] for end in ends], [max(0, min(size, end - total)) for end in ends]
 
 
-def join_rows(parts: Sequence[Any]) -> Any:
+def join_rows(parts: Sequence[Any]) -> object:
     """One batch of the rows of several; empty parts are left out, and the only other one is not copied."""
     filled = [part for part in parts if len(part)] or list(parts[:1])
     return filled[0] if len(filled) == 1 else filled[0].concat(filled)

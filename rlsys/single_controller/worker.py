@@ -6,12 +6,14 @@ import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from random import SystemRandom
-from typing import Any, Self
+from typing import Any, ParamSpec, Self, TypeVar
 
 from rlsys.single_controller.dispatch import Dispatch, Execute, MeshRank, register
 from rlsys.utils.errors import ConfigError
 
 QUIET_PORTS = range(20000, 32000)
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Worker:
@@ -20,7 +22,7 @@ class Worker:
     _environment: dict[str, str]
     _meshes: dict[str, MeshRank]
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+    def __new__(cls, *args: Any, **kwargs: object) -> Self:
         worker = super().__new__(cls)
         worker._environment = {name: os.environ[name] for name in RANK_VARIABLES if name in os.environ}
         worker._meshes = {}
@@ -69,12 +71,12 @@ class Worker:
         """Give back what does not end with the object, such as threads and engines: this process may live on."""
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
-    def execute_with_func_generator(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def execute_with_func_generator(self, func: Callable[..., T], *args: object, **kwargs: object) -> T:
         """Run `func(worker, *args, **kwargs)` on every rank with its rows."""
         return func(self, *args, **kwargs)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, execute_mode=Execute.RANK_ZERO)
-    def execute_func_rank_zero(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def execute_func_rank_zero(self, func: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run `func(*args, **kwargs)` on rank 0."""
         return func(*args, **kwargs)
 

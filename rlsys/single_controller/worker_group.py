@@ -25,7 +25,7 @@ from rlsys.telemetry.recorder import StageReport
 class ClassWithInitArgs:
     """A worker class and the arguments its ranks will be built with."""
 
-    def __init__(self, cls: type, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, cls: type, *args: object, **kwargs: object) -> None:
         self.cls, self.args, self.kwargs = cls, args, kwargs
 
 
@@ -160,7 +160,7 @@ class WorkerGroup:
         view._close = close
         return view
 
-    def _call(self, name: str, registration: Registration, /, *args: object, **kwargs: Any) -> Any:
+    def _call(self, name: str, registration: Registration, /, *args: object, **kwargs: Any) -> object:
         mode = mode_of(registration["dispatch_mode"])
         if registration["execute_mode"] is Execute.RANK_ZERO or registration["dispatch_mode"] == Dispatch.RANK_ZERO:
             future = self.execute_rank_async(0, name, *args, **kwargs)

@@ -87,7 +87,7 @@ def _free_name(path: Path) -> Path:
     return next(name for name in names if not name.exists())
 
 
-def plain(value: Any, *, is_strict: bool = False) -> Any:
+def plain(value: object, *, is_strict: bool = False) -> Any:
     """`value` as JSON can hold it: NumPy and torch values become numbers and lists, other types text.
 
     In strict JSON the non-finite numbers inside lists and dicts become text too.
@@ -102,7 +102,7 @@ def plain(value: Any, *, is_strict: bool = False) -> Any:
     return plain(value.tolist(), is_strict=is_strict) if hasattr(value, "tolist") else str(value)
 
 
-def plain_json(value: Any) -> Any:
+def plain_json(value: object) -> object:
     """The value as strict JSON: as `plain`, and non-finite numbers as text."""
     held = plain(value, is_strict=True)
     return str(held) if isinstance(held, float) and not isfinite(held) else held

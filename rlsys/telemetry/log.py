@@ -121,7 +121,7 @@ def redact(text: str) -> str:
     return text
 
 
-def redact_tree(value: Any, name: str = "") -> Any:
+def redact_tree(value: object, name: str = "") -> Any:
     """A copy of a nested config with every string under a secret-looking name masked and every other one redacted."""
     if isinstance(value, Mapping):
         return {key: redact_tree(item, str(key)) for key, item in value.items()}

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
     from torch import Tensor
 
+StageListener = Callable[[str], AbstractContextManager[object]]
 _EXPLAINED_VARIANCE_EPS = 1e-5
 ALL_TOKEN_STAGES = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
 
@@ -69,7 +70,7 @@ def throughput_metrics(*, num_tokens: int, step_s: float, num_devices: int) -> d
     return total | {"perf/time_per_step": step_s, "perf/throughput": num_tokens / (step_s * max(num_devices, 1))}
 
 
-def reduce_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
+def reduce_metrics(metrics: Mapping[str, object]) -> dict[str, float]:
     """One number per name: lists become their mean, or their max or min if the name's last part has that word."""
     return {name: _reduce(name, value) for name, value in metrics.items()}
 
@@ -81,9 +82,7 @@ class StageTimer:
     entered twice add up; a stage that raises is timed too.
     """
 
-    def __init__(
-        self, *listeners: Callable[[str], AbstractContextManager[Any]], clock: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, *listeners: StageListener, clock: Callable[[], float] = time.perf_counter) -> None:
         self.seconds: dict[str, float] = {}
         self._listeners, self._clock = listeners, clock
 

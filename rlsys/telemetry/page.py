@@ -9,7 +9,6 @@ import json
 import re
 from functools import cache
 from importlib.resources import files
-from typing import Any
 
 from rlsys.telemetry.jsonl import plain_json
 
@@ -26,7 +25,7 @@ def page(name: str) -> str:
     return text.replace("SCRIPT_HASH", base64.b64encode(digest).decode(), 1)
 
 
-def ascii_json(data: Any) -> str:
+def ascii_json(data: object) -> str:
     """Strict JSON in ASCII that may stand inside a script element: nothing in it can end one."""
     text = json.dumps(plain_json(data), ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c")

@@ -92,10 +92,10 @@ class Progress:
         elif self._printed_step != self._step:
             self._print_plain()
 
-    def _ending_the_display(self, debug: Callable[..., Any]) -> Callable[..., Any]:
+    def _ending_the_display(self, debug: Callable[..., object]) -> Callable[..., Any]:
         """A debugger's entry that first ends the display, which would draw over its prompt."""
 
-        def enter(*args: Any, **kwargs: Any) -> Any:
+        def enter(*args: object, **kwargs: object) -> object:
             self._over.set()
             self._stop_live()
             return debug(*args, **kwargs)

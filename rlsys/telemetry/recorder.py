@@ -1,12 +1,11 @@
 """What a worker records about its own stages, to be collected by the controller: spans and memory."""
 
-from collections.abc import Callable, Generator, Iterable
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 from rlsys.telemetry.memory import GIB, MemoryLedger, MemoryRecord, snapshot
-from rlsys.telemetry.metrics import StageTimer
+from rlsys.telemetry.metrics import StageListener, StageTimer
 from rlsys.telemetry.trace import JOINED, Event, Tracer
 
 
@@ -24,7 +23,7 @@ class StageRecorder:
     The memory at its end becomes a curve on the timeline. `listeners` are called for each stage too, as in StageTimer.
     """
 
-    def __init__(self, worker: str, *listeners: Callable[[str], AbstractContextManager[Any]]) -> None:
+    def __init__(self, worker: str, *listeners: StageListener) -> None:
         self.tracer = Tracer(worker)
         self._ledger = MemoryLedger(worker)
         self.stage = StageTimer(self.tracer.span, self._memory_curve, self._ledger.stage, *listeners)

@@ -86,7 +86,7 @@ def _address(path: Path, folder: Path) -> str:
     return quote(str(path.relative_to(folder))) if path.is_relative_to(folder) else path.as_uri()
 
 
-def _records(folder: Path) -> list[dict[str, Any]]:
+def _records(folder: Path) -> list[dict[str, object]]:
     if (metrics := folder / "metrics.jsonl").exists():
         return list(read_jsonl(metrics))
     result = folder / "evaluation.json"

@@ -214,7 +214,7 @@ ADAPTERS: Mapping[str, Callable[[TrackedRun], Tracker]] = {
 assert set(ADAPTERS) == set(TRACKERS)
 
 
-def _numbers(data: Mapping[str, Any]) -> dict[str, float]:
+def _numbers(data: Mapping[str, object]) -> dict[str, float]:
     """The metrics that trackers can draw."""
     numbers = {k: float(v) for k, v in data.items() if isinstance(v, Real) and not isinstance(v, bool)}
     return {name: number for name, number in numbers.items() if not math.isnan(number)}
@@ -224,9 +224,9 @@ def _mlflow_name(name: str) -> str:
     return re.sub(r"[^\w\-. /]", "_", name.replace("@", "_at_"))
 
 
-def flat_settings(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat_settings(tree: Mapping[str, object], prefix: str = "") -> dict[str, Any]:
     """The values of a nested configuration by their keys with dots."""
-    flat: dict[str, Any] = {}
+    flat: dict[str, object] = {}
     for key, value in tree.items():
         flat |= flat_settings(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return flat

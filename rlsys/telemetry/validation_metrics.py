@@ -65,7 +65,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     return float(1.0 - np.prod(1.0 - k / np.arange(num_samples - num_correct + 1, num_samples + 1)))
 
 
-def _core_variable(data_sources: Sequence[str], infos: Mapping[str, Sequence[Any]], source: str) -> str:
+def _core_variable(data_sources: Sequence[str], infos: Mapping[str, Sequence[object]], source: str) -> str:
     graded = zip(data_sources, infos.get("acc", ()))
     return "acc" if any(at == source and isinstance(acc, Real | np.bool_) for at, acc in graded) else "reward"
 
@@ -99,7 +99,7 @@ def _prompt_metrics(values: Floats, *, seed: int) -> dict[str, float]:
     return metrics
 
 
-def _majority(values: Floats, preds: Sequence[Any], *, seed: int) -> dict[str, float]:
+def _majority(values: Floats, preds: Sequence[object], *, seed: int) -> dict[str, float]:
     """Value of the most frequent prediction of a draw; a tie goes to the prediction drawn first."""
     code_of: dict[str, int] = {}
     codes = np.array([code_of.setdefault(str(p), len(code_of)) for p in preds])

@@ -27,7 +27,7 @@ def fsync_dir(path: Path) -> None:
         os.close(handle)
 
 
-def write_checked_json(path: Path, record: Mapping[str, Any]) -> None:
+def write_checked_json(path: Path, record: Mapping[str, object]) -> None:
     """Write a JSON object, durably, with the checksum of all bytes that follow it as its first entry."""
     body = json.dumps(record, indent=1)[1:]
     write_whole(path, f'{{"checksum": "{_digest(body.encode())}",{body}'.encode(), durable=True)

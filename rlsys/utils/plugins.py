@@ -19,7 +19,7 @@ PACKAGE = "pkg://"
 NAMESAKES = ("trainer.py", "workers.py")
 
 
-def named_arguments(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def named_arguments(function: Callable[..., Any], given: Mapping[str, object]) -> dict[str, object]:
     """Those of the given arguments that a function or a class names, all of them where it takes **kwargs."""
     parameters = inspect.signature(function).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())

@@ -38,10 +38,10 @@ class WeightEndpoint:
     """One rank of a transfer by any executor; `engine` is the rank's engine."""
 
     engine: Any
-    _sides: Mapping[type, Callable[[Any, Any], Any]]
+    _sides: Mapping[type, Callable[[object, Any], object]]
     _side: Any = None
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: object) -> None:
         self.engine = engine
 
     def weight_layout(self) -> WeightLayout:
@@ -51,13 +51,13 @@ class WeightEndpoint:
         text = repr(replace(layout, rank=0, host="")).encode()
         return replace(layout, digest=blake2b(text, digest_size=16).hexdigest())
 
-    def open_weight_transfer(self, spec: Spec) -> Any:
+    def open_weight_transfer(self, spec: Spec) -> object:
         """Join a transfer, leaving an earlier one; returns what peers need to reach this rank."""
         self.close_weight_transfer()
         self._side = self._sides[type(spec)](spec, self.engine)
         return getattr(self._side, "address", None)
 
-    def weight_step(self, step: str, *args: Any) -> Any:
+    def weight_step(self, step: str, *args: object) -> object:
         """Run one of the executor's own steps, see STEPS."""
         if step not in STEPS:
             raise ValueError(f"'{step}' is not a step of a weight transfer; choose from {', '.join(STEPS)}")

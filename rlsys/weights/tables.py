@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, groupby, pairwise, product
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -79,7 +79,7 @@ def merged(mappings: Iterable[Mapping[str, ValueT]]) -> dict[str, ValueT]:
 def find_templates(layouts: Sequence[WeightLayout]) -> tuple[list[WeightLayout], Ints]:
     """One layout for each digest or set of shards, and the template of every layout (L,)."""
     keys = [layout.digest or (id(layout.shards), id(layout.dtypes)) for layout in layouts]
-    templates: dict[Any, WeightLayout] = {}
+    templates: dict[object, WeightLayout] = {}
     for key, layout in zip(keys, layouts, strict=True):
         templates.setdefault(key, layout)
     number_of = {key: number for number, key in enumerate(templates)}

@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
 
 from rlsys.config.checks.findings import wrong
 from rlsys.config.schema.base import Section
@@ -129,7 +128,7 @@ def _model(cfg: Section, key: str, model: ModelFolderConfig, longest: int, lengt
         yield wrong(cfg, f"{key}.path", why)
 
 
-def _wrong_facts(facts: Mapping[str, Any]) -> str:
+def _wrong_facts(facts: Mapping[str, object]) -> str:
     """What no model can have of sizes and end tokens; empty if nothing is wrong."""
     for name in (name for name in SIZES if name in facts):
         size = facts[name]
@@ -153,7 +152,7 @@ def _no_folder(name: str) -> str:
     return "folder not found; set one that is there, or a model of the hub as org/name or org/name@revision"
 
 
-def model_facts(folder: Path) -> dict[str, Any]:
+def model_facts(folder: Path) -> dict[str, object]:
     """The config.json of a model, also of one in a checkpoint or a run; empty if it cannot be read."""
     path = config_folder(folder) / "config.json"
     try:

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from difflib import get_close_matches
-from typing import Any
 
 from rlsys.config.checks.findings import Note, ignored, wrong
 from rlsys.config.introspect import absolute, leaves, rules, shown, value_at
@@ -21,7 +20,7 @@ def check_rules(cfg: Section) -> Iterator[str]:
                 yield wrong(cfg, key, f"{rule.why}; {fix}")
 
 
-def unknown_names(values: Mapping[str, Any], schema: type[Section]) -> list[str]:
+def unknown_names(values: Mapping[str, object], schema: type[Section]) -> list[str]:
     """Values, by key, that are not in the key's registry, unless a module named in external_lib may add them."""
     if any(value for key, value in values.items() if key.endswith("model.external_lib")):
         return []

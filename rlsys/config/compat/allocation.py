@@ -31,7 +31,7 @@ class Part:
     expert_tensor: int | None = None
 
 
-def allocation_settings(text: str, nnodes: int, node_size: int = 0) -> dict[str, Any]:
+def allocation_settings(text: str, nnodes: int, node_size: int = 0) -> dict[str, object]:
     """The keys that an allocation sets: training processes per node, rollout workers, engine and parallel sizes.
 
     With a `node_size`, in processes, training takes as many nodes as it needs, not `nnodes`. ConfigError names the
@@ -57,7 +57,7 @@ def allocation_settings(text: str, nnodes: int, node_size: int = 0) -> dict[str,
     return settings | _training_settings(trains)
 
 
-def supervised_settings(text: str, nnodes: int, node_size: int = 0) -> dict[str, Any]:
+def supervised_settings(text: str, nnodes: int, node_size: int = 0) -> dict[str, object]:
     """The keys that the allocation of a supervised job sets, e.g. fsdp:d8. ConfigError as in `allocation_settings`."""
     part = _part(text)
     if part.engine not in _TRAINING:
@@ -107,7 +107,7 @@ def _sizes(text: str, engine: str, sizes: str, letters: str) -> dict[str, int]:
     return {letter: int(size) for letter, size in pairs}
 
 
-def _training_settings(part: Part, section: str = _ACTOR) -> dict[str, Any]:
+def _training_settings(part: Part, section: str = _ACTOR) -> dict[str, object]:
     sizes = part.sizes
     if part.engine == "fsdp":
         if sizes.get("t", 1) > 1:

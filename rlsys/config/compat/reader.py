@@ -42,10 +42,10 @@ class ForeignKey:
 
     why: str
     refused: bool
-    unless: Sequence[Any] = ()
-    noted: Sequence[Any] = ()
+    unless: Sequence[object] = ()
+    noted: Sequence[object] = ()
 
-    def accepts(self, value: Any) -> bool:
+    def accepts(self, value: object) -> bool:
         return value is None or any(type(value) is type(known) and value == known for known in self.unless)
 
 
@@ -58,7 +58,7 @@ class CompatTable:
     splits: dict[str, str] = field(default_factory=dict)
     groups: dict[str, list[str]] = field(default_factory=dict)
     meanings: dict[str, str] = field(default_factory=dict)
-    expansions: dict[str, dict[str, dict[Any, Any]]] = field(default_factory=dict)
+    expansions: dict[str, dict[str, dict[Any, object]]] = field(default_factory=dict)
     foreign: dict[str, ForeignKey] = field(default_factory=dict)
 
     def canonical(self, path: str) -> str:
@@ -85,7 +85,7 @@ class CompatTable:
 
         return REFERENCE.sub(lambda match: "${" + key(self.canonical(match[1])) + "}", text)
 
-    def expand(self, path: str, value: Any) -> dict[str, Any]:
+    def expand(self, path: str, value: object) -> dict[str, object]:
         """The keys, with their values, that the expansion `path` sets; null sets those that have a meaning for it."""
         keys = self.expansions[path].items()
         return {key: _translated(value, values) for key, values in keys if value is not None or None in values}
@@ -131,7 +131,7 @@ def absolute_names(text: str, path: str) -> str:
     return re.sub(r"\$\{\.(?=\w)", "${" + path[: path.rfind(".") + 1], text)
 
 
-def _translated(value: Any, values: dict[Any, Any]) -> Any:
+def _translated(value: object, values: dict[object, object]) -> object:
     for known, meaning in values.items():
         if known == value and isinstance(known, bool) == isinstance(value, bool):
             return meaning

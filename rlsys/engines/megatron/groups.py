@@ -22,7 +22,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from rlsys.engines.mesh import EngineRanks, ensure_process_group, own_device
 from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
 
-_made: dict[tuple[Any, ParallelSizes], dict[str, Any]] = {}
+_made: dict[tuple[object, ParallelSizes], dict[str, object]] = {}
 _EMPTY = {name: value for name, value in vars(mpu).items() if name.startswith("_") and name.upper() == name}
 
 
@@ -85,7 +85,7 @@ def current(sizes: ParallelSizes) -> Iterator[None]:
         vars(mpu).update(before)
 
 
-def _globals() -> dict[str, Any]:
+def _globals() -> dict[str, object]:
     return {name: vars(mpu)[name] for name in _EMPTY}
 
 

@@ -74,7 +74,7 @@ def run(
         loss = on_hidden(pack, hidden)
         return None if non_loss_data else (loss, torch.zeros((), dtype=torch.int, device=hidden.device), None)
 
-    def forward(iterator: Iterator[Pack], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
+    def forward(iterator: Iterator[Pack], chunk: Any) -> tuple[Tensor, Callable[..., object]]:
         pack = next(iterator)
         with nullcontext() if replay is None else replay.forward(chunk, pack.index, pack.tokens):
             return chunk(**packed_arguments(pack.tokens, pack.tokens.token_ids.device)), partial(after, pack)

@@ -129,7 +129,7 @@ class SGLangBackend:
         body["sampling_params"] = {"max_new_tokens": 0, "temperature": 0.0}
         return Call("/generate", body | {"lora_path": adapter or None})
 
-    def read_scores(self, answer: Any) -> list[float]:
+    def read_scores(self, answer: object) -> list[float]:
         pairs = _section(answer, "meta_info").get("input_token_logprobs")
         if not isinstance(pairs, list) or not all(isinstance(pair, list) and pair for pair in pairs):
             raise BadResponseError("the answer lacks input_token_logprobs")
@@ -231,7 +231,7 @@ class VLLMBackend:
         body = {"prompt": list(token_ids), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
         return Call("/v1/completions", body | {"model": adapter or model or None})
 
-    def read_scores(self, answer: Any) -> list[float]:
+    def read_scores(self, answer: object) -> list[float]:
         choices = answer.get("choices") if isinstance(answer, dict) else None
         entries = choices[0].get("prompt_logprobs") if choices and isinstance(choices[0], dict) else None
         if not isinstance(entries, list) or not all(isinstance(entry, dict) and entry for entry in entries[1:]):
@@ -258,14 +258,14 @@ def device_of(about: Any) -> str:
     return device if isinstance(device, str) else ""
 
 
-def probed_mode(answer: Any) -> str:
+def probed_mode(answer: object) -> str:
     """What the answer to vLLM's probe says of the server's log-probabilities."""
     choices = answer.get("choices") if isinstance(answer, dict) else None
     values = choices[0]["logprobs"]["token_logprobs"] if choices else [None]
     return PROCESSED if values[0] is not None and values[0] > -1e-6 else RAW
 
 
-def _section(of: Any, key: str) -> Mapping[str, Any]:
+def _section(of: object, key: str) -> Mapping[str, Any]:
     section = of.get(key) if isinstance(of, dict) else None
     if not isinstance(section, dict):
         raise BadResponseError(f"the answer lacks '{key}'")
@@ -287,7 +287,7 @@ def _token_id(text: object) -> int:
     return int(digits)
 
 
-def _stamps(about: Mapping[str, Any], start: int, end: int) -> list[str]:
+def _stamps(about: Mapping[str, object], start: int, end: int) -> list[str]:
     """The server's names of the weights of tokens start to end: by spans where it gives them."""
     stamps = [str(about.get("weight_version", ""))] * (end - start)
     spans = about.get("weight_versions")

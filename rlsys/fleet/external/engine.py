@@ -94,7 +94,7 @@ class RemoteEngine(RolloutFleet):
         usage = {"prompt_tokens": len(response.input_tokens), "completion_tokens": len(response.output_tokens)}
         return LLMResponse(text, response.logprobs, response.stop_reason.value, usage)
 
-    def rollout_batch(self, data: Sequence[Mapping[str, Any]], workflow: Any) -> DataProto:
+    def rollout_batch(self, data: Sequence[Mapping[str, object]], workflow: object) -> DataProto:
         """Run the workflow on every row at once; the trajectories of those it did not reject, as one batch.
 
         To be called outside of an event loop; inside one, await `run_workflow(engine, data, workflow)`.
@@ -155,7 +155,7 @@ class RemoteEngine(RolloutFleet):
 
     # ---- life --------------------------------------------------------------------------------------------------
 
-    def health(self) -> dict[str, Any]:
+    def health(self) -> dict[str, object]:
         """What is known of the servers, without asking them."""
         servers = {server.url: server.about() for server in self.pool.servers}
         return {"version": self.version, "adapter": self.pool.adapter, "servers": servers}
@@ -179,7 +179,7 @@ class VLLMRemoteEngine(RemoteEngine):
     backend_cls = VLLMBackend
 
 
-async def run_workflow(engine: object, data: Sequence[Mapping[str, Any]], workflow: Any) -> DataProto:
+async def run_workflow(engine: object, data: Sequence[Mapping[str, object]], workflow: Any) -> DataProto:
     """Run AReaL's `arun_episode(engine, row)`, or a function like it, on every row at once.
 
     It gives tensors (n, T) or (n,) by name, or None to reject the row. Returns the trajectories of the other rows in
@@ -188,7 +188,7 @@ async def run_workflow(engine: object, data: Sequence[Mapping[str, Any]], workfl
     """
     run = workflow if callable(workflow) else workflow.arun_episode
 
-    async def episode(number: int, row: Mapping[str, Any]) -> Trajectory | None:
+    async def episode(number: int, row: Mapping[str, object]) -> Trajectory | None:
         try:
             return await run(engine, row)
         except Exception as error:

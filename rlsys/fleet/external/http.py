@@ -49,7 +49,7 @@ def open_session(token: str) -> aiohttp.ClientSession:
     )
 
 
-async def ask(session: aiohttp.ClientSession, url: str, call: Call, *, stage: str, deadline_s: float) -> Any:
+async def ask(session: aiohttp.ClientSession, url: str, call: Call, *, stage: str, deadline_s: float) -> object:
     """The JSON a call answers, None for an empty or non-JSON answer; ServerFault or RefusedError."""
     timeout = aiohttp.ClientTimeout(total=deadline_s)
     async with _answer(session, url, call, stage=stage, timeout=timeout) as response:
@@ -93,7 +93,7 @@ async def events(
     raise ServerFault(url, stage, "the stream ended in the middle of an answer", kind="unreachable")
 
 
-def _event(text: bytes, url: str, stage: str) -> dict[str, Any]:
+def _event(text: bytes, url: str, stage: str) -> dict[str, object]:
     try:
         event = json.loads(text)
     except ValueError as error:

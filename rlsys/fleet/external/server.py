@@ -6,7 +6,7 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Collection, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import aiohttp
 
@@ -49,7 +49,7 @@ class ServerReplica:
     ) -> list[ResponseDelta]:
         return self.pool.do(self._exchange(new, set(cancel), wait_s), deadline_s, self.url, "exchange")
 
-    def health(self, deadline_s: float) -> Mapping[str, Any]:
+    def health(self, deadline_s: float) -> Mapping[str, object]:
         self.pool.do(self.examine(), deadline_s, self.url, "health")
         return self.about()
 
@@ -57,7 +57,7 @@ class ServerReplica:
         """Wait until the server is back; it is restarted from outside."""
         self.pool.do(self._come_back(), deadline_s, self.url, "start")
 
-    def about(self) -> dict[str, Any]:
+    def about(self) -> dict[str, object]:
         """What is known of the server, without asking it."""
         names = ("is_admitted", "identity", "version", "logprobs", "cause")
         return {**{name: getattr(self, name) for name in names}, "running": len(self._streams)}
@@ -280,7 +280,7 @@ class ServerReplica:
                 return str(answer.get(key, "")) if isinstance(answer, dict) else ""
         return ""
 
-    async def _ask(self, call: Call, stage: str, deadline_s: float) -> Any:
+    async def _ask(self, call: Call, stage: str, deadline_s: float) -> object:
         try:
             return await ask(self.pool.session, self.url, call, stage=stage, deadline_s=deadline_s)
         except ServerFault as fault:

@@ -59,7 +59,7 @@ def add_adapters(chunks: Sequence[Any], factors: Mapping[str, Sequence[Factors]]
             chunk.embedding.register_forward_hook(_differentiable)
 
 
-def _differentiable(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+def _differentiable(module: nn.Module, args: object, output: Tensor) -> Tensor:
     """Recomputed layers give gradients only where their input asks for one, and the embedding is frozen."""
     return output.requires_grad_() if torch.is_grad_enabled() else output
 
@@ -118,7 +118,7 @@ class LayerAdapters(nn.Module):
         self._now = {attribute: self.merged(attribute, base[attribute]) for attribute in self._weights}
         places = {tensor.untyped_storage().data_ptr(): attribute for attribute, tensor in self._now.items()}
 
-        def pack(tensor: Tensor) -> Any:
+        def pack(tensor: Tensor) -> object:
             attribute = places.get(tensor.untyped_storage().data_ptr())
             if attribute is None:
                 return tensor
@@ -156,9 +156,9 @@ class _AdaptedLayer:
     """What a linear layer with adapters does otherwise: its weights are merged ones."""
 
     lora: LayerAdapters
-    _parameters: Mapping[str, Any]
+    _parameters: Mapping[str, object]
 
-    def forward(self, *args: Any, **options: Any) -> Any:
+    def forward(self, *args: Any, **options: object) -> object:
         with self.lora.in_use(self._parameters):
             return super().forward(*args, **options)  # type: ignore[misc]
 

@@ -69,7 +69,7 @@ class Family:
     expert: tuple[Rule, ...] = ()
     is_sparse: Callable[[HFConfig, int], bool] = lambda hf_config, layer: False
     needs: tuple[str, ...] = NEEDS
-    only: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: ONLY)
+    only: Mapping[str, tuple[object, ...]] = field(default_factory=lambda: ONLY)
     refuse: Callable[[HFConfig], str] = sliding
     mtp: tuple[Rule, ...] = ()
     mla: bool = False

@@ -35,7 +35,7 @@ def _on_cpu(code: CodeType) -> CodeType:
     return code.replace(co_consts=tuple(_constant(value) for value in code.co_consts))
 
 
-def _constant(value: Any) -> Any:
+def _constant(value: object) -> object:
     if isinstance(value, CodeType):
         return _on_cpu(value)
     if isinstance(value, tuple):
@@ -66,7 +66,7 @@ class _Stream:
 
     _only: "_Stream | None" = None
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> "_Stream":
+    def __new__(cls, *args: Any, **kwargs: object) -> "_Stream":
         if cls._only is None:
             cls._only = super().__new__(cls)
         return cls._only
@@ -74,10 +74,10 @@ class _Stream:
     def query(self) -> bool:
         return True
 
-    def record_event(self, *args: Any) -> "_Stream":
+    def record_event(self, *args: object) -> "_Stream":
         return self
 
-    def wait_stream(self, *args: Any) -> None: ...
+    def wait_stream(self, *args: object) -> None: ...
 
     wait_event = synchronize = record = wait = wait_stream
 
@@ -113,7 +113,7 @@ def _mend_megatron() -> None:
     moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = _splits  # type: ignore[assignment]
 
 
-def _splits(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+def _splits(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
     """Token counts as a list, which gloo's all-to-all wants; Megatron leaves tensors where they are not on CUDA."""
     return tensor.tolist() if as_numpy and torch.is_tensor(tensor) else tensor
 

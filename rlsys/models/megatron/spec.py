@@ -33,7 +33,7 @@ HAS_TRANSFORMER_ENGINE = not shim.ON_CPU and importlib.util.find_spec("transform
 class RMSNorm(nn.RMSNorm):
     """RMSNorm whose weight says that its gradient is a sum over sequence-parallel ranks."""
 
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **options: Any) -> None:
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **options: object) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[assignment]
 
@@ -46,14 +46,14 @@ class PackedAttention(nn.Module):
 
     def __init__(
         self,
-        config: Any,
+        config: object,
         layer_number: int,
-        attn_mask_type: Any,
+        attn_mask_type: object,
         attention_type: str,
         softmax_scale: float | None = None,
         *,
         pg_collection: Any,
-        **options: Any,
+        **options: object,
     ) -> None:
         super().__init__()
         self.config, self.scale, self.group = config, softmax_scale, pg_collection.cp
@@ -66,7 +66,7 @@ class PackedAttention(nn.Module):
         attention_mask: Tensor | None = None,
         *,
         packed_seq_params: Any,
-        **options: Any,
+        **options: object,
     ) -> Tensor:
         """query (T, N, D), key and value of as many or fewer heads -> (T, N * value size)."""
         lengths, size = packed_seq_params.cu_seqlens_q.diff().tolist(), self.group.size()
@@ -112,7 +112,7 @@ def block_spec(config: Any, *, vp_stage: int | None) -> Any:
     return spec
 
 
-def _replaced(config: Any) -> dict[Any, type[nn.Module]]:
+def _replaced(config: Any) -> dict[object, type[nn.Module]]:
     """Modules of Megatron's specification that ours stand in for.
 
     Of Transformer Engine's it is attention alone, where its own has no kernel to share sequences: in float32, and with
@@ -138,12 +138,12 @@ def mend_latent_attention(model: nn.Module) -> None:
             module.linear_kv_down_proj.register_forward_hook(_whole_latent)
 
 
-def _whole_latent(module: nn.Module, args: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+def _whole_latent(module: nn.Module, args: object, output: tuple[Tensor, object]) -> tuple[Tensor, object]:
     whole = gather_from_tensor_model_parallel_region(output[0])
     return scatter_to_sequence_parallel_region(whole), output[1]
 
 
-def _swap(spec: ModuleSpec, replaced: Mapping[Any, type[nn.Module]]) -> None:
+def _swap(spec: ModuleSpec, replaced: Mapping[object, type[nn.Module]]) -> None:
     """Put other modules into a specification, in place."""
     for name, part in vars(spec.submodules).items() if spec.submodules is not None else ():
         if isinstance(part, ModuleSpec):

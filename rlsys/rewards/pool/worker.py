@@ -99,7 +99,7 @@ def load_grader(grader: Grader) -> ComputeScore:
     return partial(grade, **kwargs)
 
 
-def _of_judge(grade: Any, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+def _of_judge(grade: Any, kwargs: Mapping[str, object]) -> Mapping[str, object]:
     """The arguments about a judge that a function takes; of its tokenizer, whose path came, the tokenizer itself."""
     if "reward_model_tokenizer" not in kwargs or not callable(grade):
         return kwargs
@@ -113,8 +113,8 @@ def _of_judge(grade: Any, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _one_row(
-    grade: ComputeScore, *, data_source: str, solution_str: str, ground_truth: Any, extra_info: Any, **kwargs: Any
-) -> Any:
+    grade: ComputeScore, *, data_source: str, solution_str: str, ground_truth: Any, extra_info: object, **kwargs: object
+) -> object:
     """Call a function written for verl's `batch` manager, which takes lists, for one row."""
     rows = {"data_sources": data_source, "solution_strs": solution_str, "ground_truths": ground_truth}
     return grade(**{key: [value] for key, value in rows.items()}, extra_infos=[extra_info], **kwargs)[0]
@@ -215,7 +215,7 @@ def _scored(value: Any) -> RewardResult:
     return RewardResult(score, extra, "ok", 0.0)
 
 
-def read_score(value: Any) -> tuple[float, dict[str, Any]]:
+def read_score(value: Any) -> tuple[float, dict[str, object]]:
     """Score and extra values of what a verl `compute_score` may return.
 
     A dict carries `score`, its other keys are extra; of a sequence the first counts; a plain number is also `acc`.

@@ -125,7 +125,7 @@ class HFRollout(BaseRolloutEngine):
     def _log_probs(
         self,
         temperature: float,
-        images: Sequence[tuple[Any, ...]],
+        images: Sequence[tuple[object, ...]],
         sequences: Sequence[Sequence[int]],
         lengths: Sequence[int],
     ) -> Iterator[tuple[int, list[float]]]:

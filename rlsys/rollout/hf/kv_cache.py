@@ -42,7 +42,7 @@ class ColumnLayer(CacheLayerMixin):
         """Zeros, because a masked column still enters the products: it must be finite."""
         return like.new_zeros(self.window.num_rows, like.shape[1], self.window.num_columns, like.shape[3])
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: object) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         (keys, values), window = self.buffers, self.window
@@ -121,7 +121,7 @@ def grouped_attention(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> tuple[Tensor, None]:
     """Scaled dot-product attention that never repeats keys and values for grouped queries.
 

@@ -21,7 +21,7 @@ class LeftPadded:
     images take fewer positions than tokens.
     """
 
-    def __init__(self, model: Any, prompts: Sequence[Sequence[int]], images: Sequence[tuple[Any, ...]]) -> None:
+    def __init__(self, model: Any, prompts: Sequence[Sequence[int]], images: Sequence[tuple[object, ...]]) -> None:
         lengths = list(map(len, prompts))
         self.lengths, width = torch.tensor(lengths), max(lengths)
         real = torch.arange(width) >= width - self.lengths[:, None]
@@ -48,7 +48,7 @@ class LeftPadded:
         return self._embedded.arguments((self.ids.shape[0], self.ids.shape[1]), slice(start, stop)) | given
 
 
-def next_logits(model: Any, keep: int, **given: Any) -> Tensor:
+def next_logits(model: Any, keep: int, **given: object) -> Tensor:
     """The logits of the last `keep` columns, all with 0; the images of a vision-language model are in `given`."""
     if not has_images(model.config):
         return model(**given, logits_to_keep=keep).logits

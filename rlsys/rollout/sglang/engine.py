@@ -170,9 +170,9 @@ class SGLangRollout(BaseRolloutEngine):
         """
         from sglang.srt.managers.io_struct import GenerateReqInput
 
-        params: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": max_tokens}
+        params: dict[str, object] = {"temperature": 0.0, "max_new_tokens": max_tokens}
         params |= {"stop_token_ids": list(spec.stop_ids)} if spec.stop_ids else {"ignore_eos": True}
-        more: dict[str, Any] = {"return_logprob": True, "logprob_start_len": score_from} if score_from >= 0 else {}
+        more: dict[str, object] = {"return_logprob": True, "logprob_start_len": score_from} if score_from >= 0 else {}
         if self.config.enable_rollout_routing_replay and score_from < 0:
             more["return_routed_experts"] = True
         if images:
@@ -265,7 +265,9 @@ class SGLangRollout(BaseRolloutEngine):
         self.remote.call("finish", deadline_s=CALL_WAIT_S)
         super().finish_update(version)
 
-    def _control(self, method: Callable[[Any], Coroutine[Any, Any, Any]], request: str, **fields: Any) -> None:
+    def _control(
+        self, method: Callable[[Any], Coroutine[object, object, object]], request: str, **fields: object
+    ) -> None:
         """Send a request of SGLang's own to its scheduler."""
         from sglang.srt.managers import io_struct
 

@@ -15,7 +15,7 @@ class GivenImages:
 
     prefer_tokenized_input = True
 
-    async def process_mm_data_async(self, image_data: Sequence[Any], **_: Any) -> Any:
+    async def process_mm_data_async(self, image_data: Sequence[object], **_: object) -> object:
         return image_data[0]
 
     def clear_preprocess_cache(self) -> None:
@@ -32,7 +32,7 @@ def take_given_images() -> None:
     tokenizer_manager.get_mm_processor = lambda *_, **__: GivenImages()
 
 
-def request_images(ids: Sequence[int], model: Any, images: Sequence[ImageInputs], *, salt: str) -> Any:
+def request_images(ids: Sequence[int], model: Any, images: Sequence[ImageInputs], *, salt: str) -> object:
     """The `image_data` of a request; what SGLang computed of an image serves requests of the same `salt` only.
 
     `model` is transformers' model, on any device, whose positions these are.

@@ -19,7 +19,7 @@ from rlsys.rollout.sglang.scheduler_hooks import SchedulerSettings, run_schedule
 from rlsys.utils.errors import ConfigError, DeadlineError, RolloutError, result_within
 
 STOP_WAIT_S = 20.0
-_stopped: list[Any] = []
+_stopped: list[object] = []
 """Stopped engines are kept: garbage-collecting their sockets would wait for processes that have exited."""
 
 
@@ -27,7 +27,7 @@ class EngineThread:
     """SGLang's Engine and the thread that owns it: its child processes live as long as this thread does."""
 
     def __init__(
-        self, arguments: Mapping[str, Any], settings: SchedulerSettings, *, socket: Path, deadline_s: float
+        self, arguments: Mapping[str, object], settings: SchedulerSettings, *, socket: Path, deadline_s: float
     ) -> None:
         self._failure: BaseException | None = None
         self._ready = threading.Event()
@@ -53,11 +53,11 @@ class EngineThread:
         infos = self.engine._scheduler_init_result.scheduler_infos
         return infos[0].get("max_total_num_tokens") if infos else None
 
-    def submit(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
+    def submit(self, work: Coroutine[Any, Any, object]) -> Future[Any]:
         """Run a coroutine on the engine's event loop."""
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
-    def wait(self, work: Coroutine[Any, Any, Any], stage: str, deadline_s: float) -> Any:
+    def wait(self, work: Coroutine[Any, Any, object], stage: str, deadline_s: float) -> Any:
         """The coroutine's result; DeadlineError after `deadline_s`."""
         return result_within(self.submit(work), deadline_s, who="SGLang", stage=stage, hint="it may hang in a step")
 
@@ -85,7 +85,7 @@ class EngineThread:
             task.cancel()
         self.loop.call_soon(self.loop.stop)
 
-    def _own(self, arguments: dict[str, Any], settings: SchedulerSettings) -> None:
+    def _own(self, arguments: dict[str, object], settings: SchedulerSettings) -> None:
         try:
             with _restored_process_state():
                 self.engine = _start(arguments, settings)
@@ -122,7 +122,7 @@ def _start(arguments: dict[str, Any], settings: SchedulerSettings) -> Any:
         run_scheduler_process_func = staticmethod(partial(run_scheduler, settings=settings))
 
         @classmethod
-        def _launch_detokenizer_subprocesses(cls, *args: Any, **kwargs: Any) -> tuple[list[Any], list[str]]:
+        def _launch_detokenizer_subprocesses(cls, *args: object, **kwargs: object) -> tuple[list[object], list[str]]:
             return [], []
 
     take_given_images()

@@ -77,7 +77,7 @@ def install(sampler_of: Callable[[Any], SchedulerSampler | None]) -> None:
 
     original = ModelRunner.sample
 
-    def sample(self: Any, logits_output: Any, forward_batch: Any) -> Any:
+    def sample(self: object, logits_output: Any, forward_batch: Any) -> object:
         sampler = sampler_of(self)
         if sampler is not None and forward_batch.rids:
             mode = forward_batch.forward_mode

@@ -120,7 +120,7 @@ class SchedulerEngine:
             torch.cuda.set_device(self.device)
 
 
-def run_scheduler(*args: Any, settings: SchedulerSettings, **kwargs: Any) -> None:
+def run_scheduler(*args: Any, settings: SchedulerSettings, **kwargs: object) -> None:
     """The entry point of a scheduler process; returns or exits when SGLang's does."""
     threading.Thread(target=_exit_with, args=(os.getppid(),), name="rlsys-parent", daemon=True).start()
     from sglang.srt.managers import scheduler as theirs
@@ -143,7 +143,7 @@ def _hook_scheduler(scheduler_cls: Any, engines: list[SchedulerEngine], settings
     """Start the RpcServer before the event loop; on an error exit without SGLang's signal to the worker."""
     begin, run = scheduler_cls.__init__, scheduler_cls.run_event_loop
 
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self: object, *args: object, **kwargs: object) -> None:
         _or_exit(lambda: begin(self, *args, **kwargs))
 
     def run_event_loop(self: Any) -> None:
@@ -154,8 +154,8 @@ def _hook_scheduler(scheduler_cls: Any, engines: list[SchedulerEngine], settings
 
         _or_exit(loop)
 
-    def counted(method: Callable[..., Any]) -> Callable[..., Any]:
-        def stop(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def counted(method: Callable[..., object]) -> Callable[..., object]:
+        def stop(self: object, *args: object, **kwargs: object) -> object:
             done = method(self, *args, **kwargs)
             if engines:
                 engines[0].num_stops += done is not False
@@ -183,7 +183,7 @@ def _scale_scores(engines: list[SchedulerEngine]) -> None:
 
     original = LogitsProcessor._get_logits
 
-    def _get_logits(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+    def _get_logits(self: Any, *args: object, **kwargs: object) -> Tensor:
         logits = original(self, *args, **kwargs)
         temperature = engines[0].temperature if engines else 1.0
         return logits if temperature == 1.0 else logits / temperature

@@ -20,7 +20,7 @@ SWITCH = "VLLM_BATCH_INVARIANT"
 OLDEST_GPU = (9, 0)
 
 
-def aligned_arguments(arguments: Mapping[str, Any], *, device: str) -> dict[str, Any]:
+def aligned_arguments(arguments: Mapping[str, Any], *, device: str) -> dict[str, object]:
     """The arguments to add to these; also sets vLLM's switch in this process. ConfigError if it has no such mode."""
     if not VLLM.installed_features().aligns:
         raise ConfigError(

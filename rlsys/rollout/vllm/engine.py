@@ -183,7 +183,7 @@ class VLLMRollout(BaseRolloutEngine):
         return score_sequences(batch, partial(self._prompt_logprobs, images_of(batch)))
 
     def _prompt_logprobs(
-        self, images: Sequence[tuple[Any, ...]], sequences: Sequence[Sequence[int]], lengths: Sequence[int]
+        self, images: Sequence[tuple[object, ...]], sequences: Sequence[Sequence[int]], lengths: Sequence[int]
     ) -> Iterator[tuple[int, list[float]]]:
         rows = {
             self._add(ids, SampleSpec(next(self._numbers), len(ids), UNUSED), images[row], prompt_logprobs=0): row
@@ -236,15 +236,15 @@ class VLLMRollout(BaseRolloutEngine):
     def _reload(self, tensors: Mapping[str, Tensor]) -> None:
         self._rpc("rlsys_reload", list(tensors.items()))
 
-    def _model(self) -> Any:
+    def _model(self) -> object:
         return self.engine.model_executor.driver_worker.worker.model_runner.get_model()
 
-    def _rpc(self, method: str, *args: Any) -> Any:
+    def _rpc(self, method: str, *args: object) -> Any:
         """The first worker's result of a method of `RolloutExtension`."""
         return self.engine.collective_rpc(method, args=args)[0]
 
 
-def _start(arguments: Mapping[str, Any], hf_config: Any, *, kv_cache_gib: int) -> Any:
+def _start(arguments: Mapping[str, Any], hf_config: object, *, kv_cache_gib: int) -> Any:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # version 2 has no input_batch and has other logits processors
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(kv_cache_gib))

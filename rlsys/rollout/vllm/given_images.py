@@ -22,13 +22,13 @@ class ProfiledImage:
 
     cache = None
 
-    def __init__(self, info: Any, dummy_inputs: Any, **_: Any) -> None:
+    def __init__(self, info: Any, dummy_inputs: object, **_: object) -> None:
         self.info, self.dummy_inputs = info, self
 
     def get_dummy_processor_inputs(self, **_: Any) -> None:
         """Nothing: `apply` makes them."""
 
-    def apply(self, *_: Any, **__: Any) -> dict[str, Any]:
+    def apply(self, *_: Any, **__: object) -> dict[str, object]:
         """A prompt that is one image of the largest size."""
         config = self.info.get_hf_config()
         image = ImageInputs(("",), (), one_image(config, self.info.side))
@@ -39,7 +39,7 @@ class ProfiledImage:
     get_dummy_mm_inputs = apply
 
 
-def take_given_images(config: Any, *, max_model_len: int) -> dict[str, Any]:
+def take_given_images(config: Any, *, max_model_len: int) -> dict[str, object]:
     """Have vLLM's next engine of this model take processed images; returns the arguments that it needs for it.
 
     Some versions would normalise pixels once more, in the model, where the model's folder has an image processor.
@@ -50,14 +50,14 @@ def take_given_images(config: Any, *, max_model_len: int) -> dict[str, Any]:
     from vllm.multimodal.processing import BaseProcessingInfo
 
     class Info(BaseProcessingInfo):
-        def __init__(self, ctx: Any) -> None:
+        def __init__(self, ctx: object) -> None:
             super().__init__(ctx)
             self.side = isqrt(min(LARGEST, max_model_len))
 
         def get_supported_mm_limits(self) -> Mapping[str, int | None]:
             return {"image": None}
 
-        def get_mm_max_tokens_per_item(self, *_: Any, **__: Any) -> Mapping[str, int]:
+        def get_mm_max_tokens_per_item(self, *_: object, **__: object) -> Mapping[str, int]:
             config = self.get_hf_config()
             return {"image": sum(num_features(config, one_image(config, self.side)))}
 
@@ -69,7 +69,7 @@ def take_given_images(config: Any, *, max_model_len: int) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if name in EngineArgs.__dataclass_fields__}
 
 
-def image_prompt(ids: Sequence[int], config: Any, images: Sequence[ImageInputs], *, salt: str) -> dict[str, Any]:
+def image_prompt(ids: Sequence[int], config: Any, images: Sequence[ImageInputs], *, salt: str) -> dict[str, object]:
     """The input of a prompt with images; what vLLM computed of an image serves prompts of the same `salt` only."""
     from transformers import BatchFeature
     from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange

@@ -19,7 +19,7 @@ from rlsys.rollout.vllm.packed_weights import pack_again
 
 TIMEOUT_S = 600.0
 Scope = MutableMapping[str, Any]
-ASGIApp = Callable[[Scope, Any, Any], Awaitable[None]]
+ASGIApp = Callable[[Scope, Any, object], Awaitable[None]]
 
 
 @dataclass

@@ -59,7 +59,7 @@ class RayBackend(Backend):
         self._pool: RayResourcePool | None = None
 
     @property
-    def workers(self) -> list[Any]:
+    def workers(self) -> list[object]:
         return list(self._actors)
 
     @property
@@ -93,7 +93,7 @@ class RayBackend(Backend):
             self.close()
             raise
 
-    def attach(self, handles: Sequence[Any], names: Sequence[str]) -> None:
+    def attach(self, handles: Sequence[object], names: Sequence[str]) -> None:
         """Speak to actors that run already."""
         self.world_size, self._actors, self.names = len(handles), list(handles), list(names)
         self._locate(range(self.world_size))
@@ -230,7 +230,7 @@ class RayBackend(Backend):
         if rank not in self._places:
             return ""
         info, node_id, _ = self._places[rank]
-        return str(on_node(node_id, question, info) or "")
+        return on_node(node_id, question, info) or ""
 
     def _end(self, ranks: Sequence[int]) -> None:
         """Kill actors and wait until their processes are gone."""
@@ -288,8 +288,8 @@ class RayHost(WorkerHost):
 def host_class(cls: type) -> Any:
     """An actor class named after the worker's, whose handles also have the worker's public methods."""
 
-    def forward(name: str) -> Callable[..., Any]:
-        def call(host: RayHost, *args: object, **kwargs: object) -> Any:
+    def forward(name: str) -> Callable[..., object]:
+        def call(host: RayHost, *args: object, **kwargs: object) -> object:
             return getattr(host.worker, name)(*args, **kwargs)
 
         return call

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 from uuid import uuid4
 
 import ray
@@ -30,6 +30,7 @@ from rlsys.single_controller.resource_pool import NodeCapacity
 from rlsys.single_controller.worker import environment
 from rlsys.utils.errors import ConfigError
 
+T = TypeVar("T")
 NAMESPACE = "rlsys"
 ANSWER_S = 15.0
 ASK = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1])"
@@ -217,7 +218,7 @@ def _loopback() -> Iterator[None]:
         ray_constants.ENABLE_RAY_CLUSTER = before
 
 
-def runtime_env(given: Mapping[str, Any]) -> dict[str, Any]:
+def runtime_env(given: Mapping[str, Any]) -> dict[str, object]:
     """Let workers import rlsys (and workers/, trainer/) from a checkout that is not installed."""
     env_vars = dict(given.get("env_vars") or {})
     installed = _SOURCE_ROOT in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
@@ -227,7 +228,7 @@ def runtime_env(given: Mapping[str, Any]) -> dict[str, Any]:
     return {**given, **({"env_vars": env_vars} if env_vars else {})}
 
 
-def import_options() -> dict[str, Any]:
+def import_options() -> dict[str, object]:
     """Options with which actors and tasks can import rlsys, where the job's own environment does not let them.
 
     That is so when Ray was initialised by other code; repeating what the job has would cost a process start.
@@ -248,7 +249,7 @@ def node_size(use_gpu: bool) -> int:
     return max(int(node.num_gpus if use_gpu else node.num_cpus) for node in cluster_nodes())
 
 
-def on_node(node_id: str, function: Callable[[ProcessInfo], Any], info: ProcessInfo, timeout_s: float = 10.0) -> Any:
+def on_node(node_id: str, function: Callable[[ProcessInfo], T], info: ProcessInfo, timeout_s: float = 10.0) -> T | None:
     """Run a function on a node: right here if it is this one, else as a small task; None if it does not answer."""
     if node_id == ray.get_runtime_context().get_node_id():
         return function(info)

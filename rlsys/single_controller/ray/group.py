@@ -16,11 +16,11 @@ from rlsys.single_controller.worker_group import ClassWithInitArgs, WorkerGroup
 class RayClassWithInitArgs(ClassWithInitArgs):
     """A worker class (plain or wrapped by ray.remote), its arguments, and further options for its actors."""
 
-    def __init__(self, cls: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, cls: Any, *args: object, **kwargs: object) -> None:
         if isinstance(cls, ray.actor.ActorClass):
             cls = getattr(cls, "__ray_metadata__").modified_class.__ray_actor_class__  # noqa: B009
         super().__init__(cls, *args, **kwargs)
-        self.options: dict[str, Any] = {}
+        self.options: dict[str, object] = {}
 
 
 class RayWorkerGroup(WorkerGroup):
@@ -34,7 +34,7 @@ class RayWorkerGroup(WorkerGroup):
         name_prefix: str | None = None,
         detached: bool = False,
         worker_names: Sequence[str] | None = None,
-        worker_handles: Sequence[Any] | None = None,
+        worker_handles: Sequence[object] | None = None,
         *,
         role: str | None = None,
         deadlines: Deadlines = DEFAULT_DEADLINE_S,
@@ -65,7 +65,7 @@ class RayWorkerGroup(WorkerGroup):
         cls,
         name_prefix: str | None = None,
         worker_names: Sequence[str] | None = None,
-        worker_handles: Sequence[Any] | None = None,
+        worker_handles: Sequence[object] | None = None,
         ray_cls_with_init: RayClassWithInitArgs | None = None,
         *,
         deadlines: Deadlines = DEFAULT_DEADLINE_S,

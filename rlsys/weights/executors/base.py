@@ -69,7 +69,7 @@ class Executor:
         raise WeightTransferError(f"this executor cannot restore rollout rank {rank}: push again")
 
     def open(
-        self, group: WeightGroup, specs: Sequence[Any], remaining_s: RemainingTime, *, first_rank: int = 0
+        self, group: WeightGroup, specs: Sequence[object], remaining_s: RemainingTime, *, first_rank: int = 0
     ) -> list[Any]:
         """Let ranks from `first_rank` on join, each with its spec; returns what their peers need to reach them."""
         futures = [
@@ -88,7 +88,7 @@ class Executor:
     def receive(self, version: int, remaining_s: RemainingTime, *args: Any) -> int:
         return sum(wait_all(self.destination.execute_all_async("receive_weights", version, *args), remaining_s))
 
-    def reopen(self, rank: int, version: int, spec: Any, remaining_s: RemainingTime) -> None:
+    def reopen(self, rank: int, version: int, spec: object, remaining_s: RemainingTime) -> None:
         """Let one rollout rank join again and receive a version that is still there."""
         self.open(self.destination, [spec], remaining_s, first_rank=rank)
         self.destination.execute_rank_async(rank, "receive_weights", version).get(remaining_s())

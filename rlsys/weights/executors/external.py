@@ -107,7 +107,7 @@ class Broadcaster:
         dtypes = tuple(str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values())
         return SentBucket(tuple(tensors), dtypes, shapes, num_bytes, causes)
 
-    def _try(self, url: str, act: Callable[[], Any]) -> Any:
+    def _try(self, url: str, act: Callable[[], object]) -> Any:
         """Act for a server that is still in its group; one that fails is lost."""
         if url in self.groups:
             try:

@@ -249,7 +249,7 @@ class NcclExecutor(Executor):
 
 def _wait_for_peers(futures: Sequence[RankFuture], remaining_s: RemainingTime) -> list[Any]:
     """The results of ranks that work together; of their errors the first that is not only about a lost peer."""
-    results, errors = list[Any](), list[Exception]()
+    results, errors = list[object](), list[Exception]()
     for future in futures:
         try:
             results.append(future.get(remaining_s()))
