@@ -23,6 +23,8 @@ Output = Literal[
 """Of each response token; `values` is the scalar head on the state before the token, `scores` on the token itself.
 `topk_log_probs` and `topk_ids` (B, R, K) are of the rows' `teacher_ids`, else of the `topk` most likely tokens;
 `routed_experts` (B, P + R, layers, experts of a token), int16, -1 at padding, of every token."""
+State = Mapping[str, Any]
+"""What a part of a run continues from: the JSON values that it wrote into a checkpoint."""
 Part = Literal["params", "grads", "optimizer"]
 
 
@@ -159,7 +161,7 @@ class ExperienceSource(Protocol):
     def save(self, folder: Path) -> dict[str, object]:
         """Keep what is not yet trained on in the folder of a checkpoint; returns the rest of the state."""
 
-    def load(self, state: Mapping[str, object], folder: Path) -> None:
+    def load(self, state: State, folder: Path) -> None:
         """Continue from what `save` returned and kept."""
 
     def close(self) -> None: ...

@@ -6,8 +6,13 @@ Token ids are Python ints in the vocabulary of the served model; log-probabiliti
 from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
+
+if TYPE_CHECKING:
+    import numpy as np
+    from transformers import PreTrainedTokenizerBase
+
 
 LOGITS_CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 28}
 """Logits that are computed at a time, by kind of device."""
@@ -65,7 +70,7 @@ class GenerationHyperparameters(SamplingParams):
         """A copy with other values."""
         return replace(self, **changes)
 
-    def new_with_stop_and_pad_token_ids(self, tokenizer: Any) -> "GenerationHyperparameters":
+    def new_with_stop_and_pad_token_ids(self, tokenizer: "PreTrainedTokenizerBase") -> "GenerationHyperparameters":
         """A copy that also stops at the tokenizer's end and padding tokens."""
         ids = {tokenizer.pad_token_id, tokenizer.eos_token_id, *self.stop_token_ids} - {None}
         return self.new(stop_token_ids=tuple(sorted(ids)))
@@ -84,8 +89,8 @@ class ModelRequest:
     rid: str = field(default_factory=lambda: uuid4().hex)
     session: str = ""
     images: tuple[Any, ...] = ()
-    tokenizer: InitVar[Any] = None
-    metadata: InitVar[Any] = None
+    tokenizer: InitVar[object] = None
+    metadata: InitVar[object] = None
 
     def __post_init__(self, tokenizer: object, metadata: object) -> None:
         object.__setattr__(self, "input_ids", tuple(self.input_ids))
@@ -107,7 +112,7 @@ class ModelResponse:
     sampled_logprobs: tuple[float, ...]
     output_versions: tuple[int, ...]
     stop_reason: Finish
-    routed_experts: Any = field(default=None, compare=False)
+    routed_experts: "np.ndarray | None" = field(default=None, compare=False)
     """An array (tokens of prompt and completion but the last, layers, experts of a token) where they are returned."""
 
     @property
@@ -154,7 +159,7 @@ class ResponseDelta:
     sampled_logprobs: tuple[float, ...] = ()
     versions: tuple[int, ...] = ()
     finish: Finish | None = None
-    routed_experts: object = field(default=None, compare=False)
+    routed_experts: "np.ndarray | None" = field(default=None, compare=False)
     error: str = ""
     refused: bool = False
 

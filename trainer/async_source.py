@@ -6,12 +6,13 @@ grades groups as they finish.
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+from rlsys.interfaces import State
 from rlsys.protocol import DataProto
 from rlsys.rollout.partial import PartialResponse
 from rlsys.types import ModelRequest, ModelResponse
@@ -20,13 +21,16 @@ from trainer.overlap import OverlapMeter
 from trainer.prompt_groups import PromptGroup, PromptGroups
 from trainer.source import Fleet
 
+AnswerFutures = dict[int, Future[Any]]
+"""By row of a group, but for answers that are complete: futures of responses, or of episodes."""
+
 
 class AsyncSource:
     """Keeps the fleet busy with as many prompts as `max_staleness` allows, and takes them in the order of the data."""
 
     def __init__(self, groups: PromptGroups, fleet: Fleet, *, deadline_s: float) -> None:
         self._groups, self._fleet, self._deadline_s = groups, fleet, deadline_s
-        self._running: dict[PromptGroup, dict[int, Future[Any]]] = {}  # by row, but for answers that are complete
+        self._running: dict[PromptGroup, AnswerFutures] = {}
         self._ended: SimpleQueue[PromptGroup | None] = SimpleQueue()
         self._change = threading.Condition()
         self._failure: BaseException | None = None
@@ -56,7 +60,7 @@ class AsyncSource:
     def settle(self) -> None:
         """Weights may change at any time: the fleet keeps what is in progress."""
 
-    def save(self, folder: Path) -> dict[str, Any]:
+    def save(self, folder: Path) -> dict[str, object]:
         """Keep finished groups and the tokens drawn so far beside a checkpoint."""
         drafts = {draft.request.rid: draft for draft in self._fleet.unfinished()}
         with self._change:
@@ -71,7 +75,7 @@ class AsyncSource:
                         group.answers[row] = draft
             return self._groups.save(folder)
 
-    def load(self, state: Mapping[str, Any], folder: Path) -> None:
+    def load(self, state: State, folder: Path) -> None:
         """Continue from a checkpoint; generation starts with the first push."""
         self._groups.load(state, folder)
 
@@ -98,7 +102,7 @@ class AsyncSource:
             for future in futures.values():
                 future.add_done_callback(lambda _, group=group: self._ended.put(group))
 
-    def _submitted(self, groups: Sequence[PromptGroup]) -> list[dict[int, Future[Any]]]:
+    def _submitted(self, groups: Sequence[PromptGroup]) -> list[AnswerFutures]:
         """Hand groups to the fleet: a future for each answer by its row, none for one that a checkpoint has."""
         missing = [answer for group in groups for answer in group.answers if answer.finish is None]
         futures = iter(self._fleet.submit(missing))
@@ -158,7 +162,7 @@ class AsyncSource:
         return f"the rollout fleet ({first}; step {self._groups.window.step} waits)"
 
 
-def _all_done(futures: Mapping[int, Future[Any]] | None) -> bool:
+def _all_done(futures: AnswerFutures | None) -> bool:
     return futures is not None and all(future.done() for future in futures.values())
 
 

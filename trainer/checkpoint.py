@@ -12,10 +12,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from rlsys.interfaces import State
 from rlsys.utils.atomic import commit_dir, fsync_file, read_checked_json, staging_dir, write_checked_json, write_whole
 from rlsys.utils.errors import CheckpointError, DeadlineError
 from rlsys.utils.run_folders import LATEST, latest_step, pointer_text
@@ -31,8 +31,8 @@ class TrainerState:
     """What the controller itself saves; everything else is in the roles' own folders."""
 
     global_step: int
-    kl_ctrl: Mapping[str, Any] = field(default_factory=dict)
-    source: Mapping[str, Any] = field(default_factory=dict)
+    kl_ctrl: State = field(default_factory=dict)
+    source: State = field(default_factory=dict)
 
 
 class CheckpointStore:

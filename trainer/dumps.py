@@ -56,7 +56,7 @@ def dump(
     def text_of(ids: tuple[int, ...], *, skip: bool) -> str:
         return str(tokenizer.decode(list(ids), skip_special_tokens=skip))
 
-    def of_tokens(key: str) -> _Lazy[list[Any]]:
+    def of_tokens(key: str) -> _Lazy[list[int]]:
         return _Lazy(size, lambda row: rows[key][row, : lengths[row]].tolist())
 
     def prompt(row: int) -> str:

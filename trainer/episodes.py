@@ -21,7 +21,7 @@ from rlsys.agent.presets import Workflow, load_workflow
 from rlsys.agent.programs import command_workflow, function_workflow
 from rlsys.agent.rounds import Rounds
 from rlsys.agent.runner import FAILED, EpisodeResult, EpisodeRunner, EpisodeStart, episode_metrics
-from rlsys.agent.session import Grade, Score, SessionSettings
+from rlsys.agent.session import Grade, Row, Score, SessionSettings
 from rlsys.agent.template import ChatTemplate
 from rlsys.agent.tool_config import read_entries, tools_of_yaml
 from rlsys.agent.tool_pool import ToolPool
@@ -30,18 +30,19 @@ from rlsys.config import EvalConfig, PPOConfig
 from rlsys.config.introspect import replaced
 from rlsys.config.pools import generates_ahead
 from rlsys.config.schema.agent import AgentConfig, MultiTurnConfig
-from rlsys.data.chat import with_parts
+from rlsys.data.chat import Message, with_parts
 from rlsys.data.dataset import PromptDataset
 from rlsys.data.stream import RowStream
 from rlsys.data.vision_processor import VisionProcessor
 from rlsys.fleet.fleet import RolloutFleet
+from rlsys.interfaces import State
 from rlsys.protocol import IMAGES, DataProto
 from rlsys.rewards.pool.pool import RewardItem, RewardPool
 from rlsys.rollout.batch import SEEDS, with_request_seeds
 from rlsys.telemetry.metrics import StageTimer
 from rlsys.types import GenerationHyperparameters, SamplingParams
 from rlsys.utils.errors import ConfigError, DataError, RolloutError, result_within
-from trainer.async_source import AsyncSource
+from trainer.async_source import AnswerFutures, AsyncSource
 from trainer.epochs import EpochSource
 from trainer.generation import GradedRollout, fleet_generate, meta_of_all_calls, training_sampling, validation_sampling
 from trainer.prompt_groups import PromptGroup, PromptGroups
@@ -171,17 +172,17 @@ class EpisodeSource(AsyncSource):
         self._episodes = OpenEpisodes(groups, rollout)
         super().__init__(groups, fleet, deadline_s=deadline_s)
 
-    def save(self, folder: Path) -> dict[str, Any]:
+    def save(self, folder: Path) -> dict[str, object]:
         """Keep finished groups and the logs of open episodes beside a checkpoint."""
         with self._change:
             self._episodes.save(folder)
             return self._groups.save(folder)
 
-    def load(self, state: Mapping[str, Any], folder: Path) -> None:
+    def load(self, state: State, folder: Path) -> None:
         super().load(state, folder)
         self._episodes.load(folder)
 
-    def _submitted(self, groups: Sequence[PromptGroup]) -> list[dict[int, Future[Any]]]:
+    def _submitted(self, groups: Sequence[PromptGroup]) -> list[AnswerFutures]:
         self._episodes.add(groups)
         return [dict(enumerate(futures)) for futures in self._episodes.submit(groups)]
 
@@ -205,12 +206,12 @@ class EpisodeEpochSource(EpochSource):
         self._episodes = OpenEpisodes(groups, rollout)
         self._futures: dict[PromptGroup, list[Future[EpisodeResult]]] = {}
 
-    def save(self, folder: Path) -> dict[str, Any]:
+    def save(self, folder: Path) -> dict[str, object]:
         self.settle()
         self._episodes.save(folder)
         return super().save(folder)
 
-    def load(self, state: Mapping[str, Any], folder: Path) -> None:
+    def load(self, state: State, folder: Path) -> None:
         super().load(state, folder)
         self._episodes.load(folder)
 
@@ -246,7 +247,7 @@ def episode_starts(rows: DataProto, saved: Mapping[str, Any], *, name: str) -> l
     return starts
 
 
-def prompt_of_row(row: Mapping[str, Any]) -> list[Mapping[str, object]]:
+def prompt_of_row(row: Row) -> list[Message]:
     """The messages of a row of a batch, in which the images stand at their `<image>`."""
     pictures = [image_part(png_url(data)) for images in row.get(IMAGES) or () for data in images.pictures]
     parts = iter(pictures)
@@ -403,7 +404,7 @@ def without_episodes(cfg: ConfigT, agents: LoadedAgents | None, *datasets: Promp
 
 
 def _grade(pool: RewardPool, reward_fn_key: str) -> Grade:
-    async def grade(row: Mapping[str, Any], answer: str, extra_info: Mapping[str, Any]) -> Score:
+    async def grade(row: Row, answer: str, extra_info: Mapping[str, object]) -> Score:
         truth = (row.get("reward_model") or {}).get("ground_truth")
         item = RewardItem(str(row[reward_fn_key]), answer, truth, {**(row.get("extra_info") or {}), **extra_info})
         (result,) = await asyncio.wrap_future(pool.submit([item]))

@@ -8,11 +8,12 @@ filter skipped prompts, is completed first. Requests go to the engines in fixed 
 no result depends on speed, on the number of replicas or on one that is lost.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+from rlsys.interfaces import State
 from rlsys.protocol import DataProto
 from rlsys.rollout.partial import PartialResponse
 from rlsys.types import Finish, ModelResponse
@@ -80,7 +81,7 @@ class EpochSource:
         self.settle()
         return self._groups.save(folder)
 
-    def load(self, state: Mapping[str, object], folder: Path) -> None:
+    def load(self, state: State, folder: Path) -> None:
         """Continue from a checkpoint."""
         self._groups.load(state, folder)
 

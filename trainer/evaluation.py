@@ -71,7 +71,7 @@ class Validation:
             yield collate_prompts(rows, prompt_length=length, pad_token_id=self.rollout.pad_token_id)
 
 
-def numeric_columns(batch: DataProto) -> dict[str, list[Any]]:
+def numeric_columns(batch: DataProto) -> dict[str, list[object]]:
     """What graders returned beside the score: columns of numbers, and `pred` for majority votes."""
     columns = {name: list(batch.non_tensor_batch[name]) for name in batch.meta_info.get("reward_extra_keys", ())}
     numbers = (int, float, np.bool_, np.number)

@@ -7,10 +7,10 @@ best score. Needs neither torch nor a model.
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import islice
-from typing import Any
 
+from rlsys.agent.session import Row
 from rlsys.data.bad_rows import parse_rows
 from rlsys.data.files import read_rows
 from rlsys.rewards.pool.pool import Grader, RewardItem, RewardPool, RewardResult
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if lost else 0
 
 
-def _item(row: Mapping[str, Any], answer_key: str) -> RewardItem:
+def _item(row: Row, answer_key: str) -> RewardItem:
     truths = (row.get("gts"), (row.get("reward_model") or {}).get("ground_truth"), row.get(answer_key))
     truth = next((truth for truth in truths if truth is not None), None)
     if truth is None:

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from rlsys.config.schema.trainer import TrainerConfig
+from rlsys.interfaces import State
 from rlsys.protocol import DataProto, WireError, object_array
 from rlsys.rollout.batch import SEEDS, from_responses, to_requests, with_request_seeds
 from rlsys.rollout.partial import PartialResponse
@@ -160,7 +160,7 @@ class PromptGroups:
         metrics = {name: values for name, values in self._metrics.items() if not is_time(name)}
         return {**prompts, "metrics": metrics, "window": self.window.state_dict()}
 
-    def load(self, state: Mapping[str, Any], folder: Path) -> None:
+    def load(self, state: State, folder: Path) -> None:
         """Take up what `save` wrote, or the state of a synchronous run; CheckpointError if they do not fit."""
         self._prompts.load_state_dict(state["prompts"])
         self._prompts_before = self._prompts.state_dict()

@@ -1,9 +1,8 @@
 """Prompts: from files to rows, and from rows to batches in an order that can be resumed at any batch."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from torch.utils.data import Sampler
 from transformers import PreTrainedTokenizerBase
@@ -18,6 +17,7 @@ from rlsys.data.rl_sampler import SamplerCursor
 from rlsys.data.rows import PromptRow, default_source
 from rlsys.data.stream import RowStream
 from rlsys.data.vision_processor import VisionProcessor
+from rlsys.interfaces import State
 from rlsys.protocol import DataProto
 from rlsys.utils.errors import DataError
 
@@ -41,7 +41,7 @@ class CollatedPrompts:
     def state_dict(self) -> dict[str, object]:
         return self.cursor.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         self.cursor.load_state_dict(state)
 
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -47,7 +46,7 @@ class Reporter:
     `ledger` has the memory of every stage so far; memory.txt shows it.
     """
 
-    def __init__(self, trainer: TrainingConfig, resolved: Mapping[str, Any], *, num_devices: int) -> None:
+    def __init__(self, trainer: TrainingConfig, resolved: Mapping[str, object], *, num_devices: int) -> None:
         self._cfg, self._resolved = trainer, resolved
         self.root = Path(trainer.default_local_dir)
         self._num_devices = num_devices
@@ -104,7 +103,7 @@ class Reporter:
         self._events += report.events
         self._memory += report.memory
 
-    def add_lists(self, metrics: Mapping[str, Any]) -> None:
+    def add_lists(self, metrics: Mapping[str, object]) -> None:
         """Add metrics collected from ranks: each list becomes one number."""
         self._metrics.update(reduce_metrics(metrics))
 

@@ -19,7 +19,7 @@ def reward_pool(reward: GradingConfig, *, num_workers: int | None = None, judge:
     num_workers = reward.num_workers if num_workers is None else num_workers
     share = max(1, fusion.max_concurrent // max(1, num_workers))
     sandbox = {"memory_limit_mb": fusion.memory_limit_mb, "sandbox_url": fusion.url, "max_concurrent": share}
-    kwargs: dict[str, Any] = {"sandbox": sandbox}
+    kwargs: dict[str, object] = {"sandbox": sandbox}
     if _has_reward_model(reward):
         kwargs["unknown_score"] = 0.0
     if custom.path is not None:

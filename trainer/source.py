@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
+from rlsys.interfaces import State
 from rlsys.protocol import DataProto
 from rlsys.rollout.partial import PartialResponse
 from rlsys.types import ModelRequest, ModelResponse
@@ -21,7 +22,7 @@ class Prompts(Protocol):
 
     def next(self) -> DataProto: ...
     def state_dict(self) -> dict[str, object]: ...
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def load_state_dict(self, state: State) -> None: ...
 
 
 class Fleet(Protocol):
@@ -97,7 +98,7 @@ class RolloutSource:
         """The state for a checkpoint; nothing has to be kept in its folder."""
         return {"prompts": self._prompts.state_dict(), "step": self._step}
 
-    def load(self, state: Mapping[str, Any], folder: Path) -> None:
+    def load(self, state: State, folder: Path) -> None:
         """Continue from a checkpoint of a synchronous run; CheckpointError for another one."""
         if "step" not in state:
             why = "set trainer.max_staleness as in the run that is resumed"

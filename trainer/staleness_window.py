@@ -9,8 +9,8 @@ one place up, which only makes them younger, and its place is filled by the next
 """
 
 from collections import Counter
-from collections.abc import Mapping
-from typing import Any
+
+from rlsys.interfaces import State
 
 
 class StalenessWindow:
@@ -127,7 +127,7 @@ class StalenessWindow:
             "trained_ahead": sorted(self._trained_ahead),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Continue from `state_dict`."""
         self.issued, self.trained, self.skipped = state["issued"], state["trained"], Counter(state["skipped"])
         self._order, self._finished = list(state["order"]), set(state["finished"])

@@ -1,7 +1,5 @@
 """The rollout workers: engines that complete prompts with the weights that were pushed last."""
 
-from typing import Any
-
 import torch
 
 from rlsys.config.schema.model import ModelFolderConfig
@@ -79,7 +77,7 @@ class RolloutWorker(Worker, WeightReceiver):
         self.engine.wake(tags)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def health(self) -> dict[str, Any]:
+    def health(self) -> dict[str, object]:
         return self.engine.health()
 
     def close(self) -> None:

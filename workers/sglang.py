@@ -87,5 +87,5 @@ class RemoteReceiver(WeightReceiver):
         self.engine.check_weights_awake()
         return self._call(method, *args)
 
-    def _call(self, method: str, *args: Any) -> object:
+    def _call(self, method: str, *args: object) -> object:
         return self.engine.remote.call(method, *args, deadline_s=WEIGHTS_WAIT_S)

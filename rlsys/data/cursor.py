@@ -4,13 +4,13 @@ Every epoch is a permutation of the rows that depends only on seed and epoch. As
 when it has no full batch left; the remaining rows are shuffled into the next one.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from rlsys.config.plan import check_enough_rows
+from rlsys.interfaces import State
 from rlsys.utils.errors import CheckpointError, ConfigError
 
 
@@ -75,7 +75,7 @@ class Cursor:
     def _rows(self) -> dict[str, Any]:
         return {"num_rows": self._num_rows, "shuffle": self._shuffle, "dataset": self._dataset}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Continue where a cursor over the same rows was. CheckpointError for another dataset, seed or order."""
         if state.keys() != self.state_dict().keys():
             raise CheckpointError(f"the checkpoint has no data position: it holds {', '.join(state)}")

@@ -1,6 +1,6 @@
 """Samplers of verl's interface: a user-defined class gives the order of the training rows."""
 
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterator, Sized
 from itertools import islice
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch.utils.data import Sampler
 
 from rlsys.config.schema.data import DataConfig
 from rlsys.data.cursor import BatchRows, Cursor
+from rlsys.interfaces import State
 from rlsys.protocol import DataProto
 from rlsys.utils.errors import ConfigError
 from rlsys.utils.plugins import load_from_file
@@ -66,7 +67,7 @@ class SamplerCursor(Cursor):
         own = self._sampler.state_dict() if hasattr(self._sampler, "state_dict") else None
         return {**super().state_dict(), "sampler": own}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Continue where a cursor over the same rows with such a sampler was."""
         super().load_state_dict(state)
         done, self._pass = self._position, None

@@ -1,6 +1,6 @@
 """Rows of datasets that are read during training: splits of the hub, files here or at addresses."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -11,6 +11,7 @@ from rlsys.data.cursor import BatchRows, permutation
 from rlsys.data.dataset import PromptDataset
 from rlsys.data.files import Row
 from rlsys.data.rows import PromptRow
+from rlsys.interfaces import State
 from rlsys.utils.errors import CheckpointError, DataError
 from rlsys.utils.hub import open_rows
 
@@ -46,7 +47,7 @@ class RowStream(PromptDataset):
     def __getitem__(self, index: int) -> Any:
         return self._picked[index] if index in self._picked else self._rows[index]
 
-    def _open(self, state: Mapping[str, Any] | None) -> None:
+    def _open(self, state: State | None) -> None:
         self._source = open_rows(self._names)
         if state is not None:
             self._source.load_state_dict(dict(state))
@@ -89,7 +90,7 @@ class RowStream(PromptDataset):
         given = {"seed": data.seed, "shuffle": data.shuffle, "shuffle_buffer_size": data.shuffle_buffer_size}
         return {**given, "train_files": self._names}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Continue where a stream of the same sources was. CheckpointError for others, or another order."""
         for name, value in self._order().items():
             if state.get(name) != value:

@@ -12,6 +12,7 @@ from rlsys.fleet.fleet import FleetDeadlines, RolloutFleet
 from rlsys.protocol import DataProto
 from rlsys.types import ModelRequest, ResponseDelta
 from rlsys.utils.errors import WeightTransferError
+from rlsys.weights.executors.base import RankFuture
 from rlsys.weights.sharding_manager import ShardingManager
 
 MAX_RESTARTS = 3
@@ -40,7 +41,7 @@ class GroupReplica:
         first, *_ = [result.get(max(0.01, end_s - time.monotonic())) for result in pending]
         return first
 
-    def health(self, deadline_s: float) -> Mapping[str, Any]:
+    def health(self, deadline_s: float) -> Mapping[str, object]:
         return self.group.execute_rank(self.rank, "health", deadline_s=deadline_s)
 
     def compute_log_prob(self, data: DataProto) -> DataProto:
@@ -62,10 +63,10 @@ class RanksOfGroup:
     def world_size(self) -> int:
         return len(self.ranks)
 
-    def execute_rank_async(self, rank: int, method: str, *args: Any) -> Any:
+    def execute_rank_async(self, rank: int, method: str, *args: object) -> RankFuture:
         return self.group.execute_rank_async(self.ranks[rank], method, *args)
 
-    def execute_all_async(self, method: str, *args: Any) -> list[Any]:
+    def execute_all_async(self, method: str, *args: object) -> list[RankFuture]:
         return [self.execute_rank_async(rank, method, *args) for rank in range(self.world_size)]
 
 
@@ -87,7 +88,7 @@ def group_fleet(
     size = rollout.tensor_model_parallel_size
     replicas = [GroupReplica(group, rank, size) for rank in range(0, group.world_size, size)]
 
-    def restore(replica: Any) -> None:
+    def restore(replica: GroupReplica) -> None:
         assert manager is not None
         ranks = getattr(manager.destination, "ranks", range(group.world_size))
         if replica.rank not in ranks:

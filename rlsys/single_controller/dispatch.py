@@ -38,7 +38,7 @@ class RankGroup(Protocol):
 DispatchFn = Callable[..., Any]
 CollectFn = Callable[["RankGroup", list[Any]], object]
 PartsFn = Callable[["RankGroup"], Sequence[int]]
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,10 @@ class Dispatch:
     DIRECT_ROLLOUT_METHOD: "ClassVar[Dispatch]"
 
 
+DispatchMode = Dispatch | Mapping[str, Callable[..., Any]]
+"""A name, or a dict of dispatch_fn and collect_fn."""
+
+
 class Execute(Enum):
     """Which ranks run a method."""
 
@@ -67,7 +71,7 @@ class Execute(Enum):
 class Registration(TypedDict):
     """What `register` says about a method; `dispatch_mode` is a name or a dict of dispatch_fn and collect_fn."""
 
-    dispatch_mode: Dispatch | Mapping[str, Callable[..., Any]]
+    dispatch_mode: DispatchMode
     execute_mode: Execute
     blocking: bool
 
@@ -91,7 +95,7 @@ class Mode:
 
 
 def register(
-    dispatch_mode: Dispatch | Mapping[str, Callable[..., Any]] | None = None,
+    dispatch_mode: DispatchMode | None = None,
     execute_mode: Execute = Execute.ALL,
     blocking: bool = True,
     materialize_futures: bool = True,
@@ -142,7 +146,7 @@ def update_dispatch_mode(dispatch_mode: Dispatch, dispatch_fn: DispatchFn, colle
     _MODES[dispatch_mode.name] = Mode(dispatch_fn, collect_fn)
 
 
-def mode_of(dispatch_mode: Dispatch | Mapping[str, Callable[..., Any]]) -> Mode:
+def mode_of(dispatch_mode: DispatchMode) -> Mode:
     """The functions behind a mode; ValueError for a name that is not registered in this process."""
     if isinstance(dispatch_mode, Mapping):
         return Mode(dispatch_mode["dispatch_fn"], dispatch_mode["collect_fn"], dispatch_mode.get("parts_fn"))
@@ -163,7 +167,7 @@ def split_call(mode: Mode, group: RankGroup, args: Sequence[object], kwargs: Map
     return split
 
 
-def make_nd_compute_dataproto_dispatch_fn(mesh_name: str, auto_padding: bool = False) -> dict[str, Callable[..., Any]]:
+def make_nd_compute_dataproto_dispatch_fn(mesh_name: str, auto_padding: bool = False) -> dict[str, DispatchFn]:
     """A mode for ranks on a device mesh: rows are split by data-parallel rank and copied to its other ranks.
 
     The workers are asked once for what they registered with `_register_dispatch_collect_info(mesh_name, ...)`. Results
@@ -249,7 +253,7 @@ def dispatch_dp_compute_data_proto(group: RankGroup, /, *args: object, **kwargs:
     return _dp_compute_proto(True, group, *args, **kwargs)
 
 
-def _proto_with_func(group: RankGroup, func: Callable[..., Any], /, *args: object, **kwargs: object) -> SplitArguments:
+def _proto_with_func(group: RankGroup, func: object, /, *args: object, **kwargs: object) -> SplitArguments:
     if not callable(func):
         raise ValueError(
             f"DP_COMPUTE_PROTO_WITH_FUNC needs a function as its first argument, got {type(func).__name__}"

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from random import SystemRandom
-from typing import Any, ParamSpec, Self, TypeVar
+from typing import ParamSpec, Self, TypeVar
 
 from rlsys.single_controller.dispatch import Dispatch, Execute, MeshRank, register
 from rlsys.utils.errors import ConfigError
@@ -22,7 +22,7 @@ class Worker:
     _environment: dict[str, str]
     _meshes: dict[str, MeshRank]
 
-    def __new__(cls, *args: Any, **kwargs: object) -> Self:
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
         worker = super().__new__(cls)
         worker._environment = {name: os.environ[name] for name in RANK_VARIABLES if name in os.environ}
         worker._meshes = {}

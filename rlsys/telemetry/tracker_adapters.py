@@ -24,7 +24,7 @@ class TrackedRun:
 
     project: str
     experiment: str
-    config: Mapping[str, Any]
+    config: Mapping[str, object]
     directory: Path
     resume_step: int | None
 
@@ -43,7 +43,7 @@ class TrackedRun:
 class Tracker(Protocol):
     """What `Tracking` needs of a tracker."""
 
-    def log(self, data: Mapping[str, Any], step: int) -> None: ...
+    def log(self, data: Mapping[str, object], step: int) -> None: ...
     def log_generations(self, rows: Sequence[Generation], step: int) -> None: ...
     def close(self) -> None: ...
 
@@ -75,7 +75,7 @@ class ConsoleTracker(Tracker):
         self._columns: list[str] = []
         self._rows = 0
 
-    def log(self, data: Mapping[str, Any], step: int) -> None:
+    def log(self, data: Mapping[str, object], step: int) -> None:
         numbers = _numbers(data)
         cells = {label: format(numbers[name], form) for label, name, form in self._HEADLINES if name in numbers}
         if "kl" not in self._columns and not numbers.get("actor/ppo_kl"):
@@ -106,7 +106,7 @@ class TensorboardTracker:
         self._writer = SummaryWriter(directory, purge_step=None if run.resume_step is None else run.resume_step + 1)
         self._writer.add_text("config", f"```\n{json.dumps(run.config, indent=2, default=str)}\n```", 0)
 
-    def log(self, data: Mapping[str, Any], step: int) -> None:
+    def log(self, data: Mapping[str, object], step: int) -> None:
         for name, value in _numbers(data).items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
@@ -135,7 +135,7 @@ class WandbTracker:
         )
         run.remember_id("wandb", self._run.id)
 
-    def log(self, data: Mapping[str, Any], step: int) -> None:
+    def log(self, data: Mapping[str, object], step: int) -> None:
         self._run.log(_numbers(data), step=step)
 
     def log_generations(self, rows: Sequence[Generation], step: int) -> None:
@@ -167,7 +167,7 @@ class MlflowTracker:
                 mlflow.log_params(dict(params[start : start + 100]))
         run.remember_id("mlflow", self._run.info.run_id)
 
-    def log(self, data: Mapping[str, Any], step: int) -> None:
+    def log(self, data: Mapping[str, object], step: int) -> None:
         self._mlflow.log_metrics({_mlflow_name(k): v for k, v in _numbers(data).items()}, step=step)
 
     def log_generations(self, rows: Sequence[Generation], step: int) -> None:
@@ -191,7 +191,7 @@ class TrackioTracker:
             resume="never" if run.resume_step is None else "allow",
         )
 
-    def log(self, data: Mapping[str, Any], step: int) -> None:
+    def log(self, data: Mapping[str, object], step: int) -> None:
         self._trackio.log(_numbers(data), step=step)
 
     def log_generations(self, rows: Sequence[Generation], step: int) -> None:

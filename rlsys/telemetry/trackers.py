@@ -6,7 +6,6 @@ The configuration has checked the names and that their libraries are installed (
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from rlsys.config.vocabulary import ALWAYS_WRITTEN
 from rlsys.telemetry.best_effort import BestEffort
@@ -42,7 +41,7 @@ class Tracking:
                     raise
                 raise ConfigError(f"trainer.logger={name!r} did not start: {type(error).__name__}: {error}") from error
 
-    def log(self, data: Mapping[str, Any], step: int) -> None:
+    def log(self, data: Mapping[str, object], step: int) -> None:
         """Record the metrics of a step; calling twice for a step gives two lines."""
         if self._metrics is None:
             raise ValueError("the trackers are closed")

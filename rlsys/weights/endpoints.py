@@ -94,6 +94,6 @@ class WeightReceiver(WeightEndpoint):
 
     _sides = RECEIVERS
 
-    def receive_weights(self, version: int, *args: Any) -> int:
+    def receive_weights(self, version: int, *args: object) -> int:
         """Write a version into the engine; `args` are what the executor passes on from the senders. Returns bytes."""
         return self._opened().receive(version, *args)

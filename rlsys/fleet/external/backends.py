@@ -64,7 +64,7 @@ class SGLangBackend:
 
     def generate(self, request: ModelRequest, *, model: str, adapter: str, send_seed: bool) -> Call:
         params = request.gconfig
-        sampling: dict[str, Any] = {
+        sampling: dict[str, object] = {
             "max_new_tokens": params.max_new_tokens,
             "min_new_tokens": params.min_new_tokens,
             "temperature": params.temperature,
@@ -76,7 +76,7 @@ class SGLangBackend:
         }
         if send_seed:
             sampling["sampling_seed"] = params.seed
-        body: dict[str, Any] = {"input_ids": list(request.input_ids), "sampling_params": sampling}
+        body: dict[str, object] = {"input_ids": list(request.input_ids), "sampling_params": sampling}
         body |= {"return_logprob": True, "stream": True}
         return Call("/generate", body | {"lora_path": adapter or None})
 
@@ -125,7 +125,7 @@ class SGLangBackend:
         return Call("/unload_lora_adapter", {"lora_name": name})
 
     def score(self, token_ids: Sequence[int], *, model: str, adapter: str) -> Call:
-        body: dict[str, Any] = {"input_ids": list(token_ids), "return_logprob": True, "logprob_start_len": 0}
+        body: dict[str, object] = {"input_ids": list(token_ids), "return_logprob": True, "logprob_start_len": 0}
         body["sampling_params"] = {"max_new_tokens": 0, "temperature": 0.0}
         return Call("/generate", body | {"lora_path": adapter or None})
 
@@ -159,7 +159,7 @@ class VLLMBackend:
 
     def generate(self, request: ModelRequest, *, model: str, adapter: str, send_seed: bool) -> Call:
         params = request.gconfig
-        body: dict[str, Any] = {
+        body: dict[str, object] = {
             "prompt": list(request.input_ids),
             "max_tokens": params.max_new_tokens,
             "min_tokens": params.min_new_tokens,
@@ -250,7 +250,7 @@ def adapter_of(meta: WeightUpdateMeta) -> str:
     return f"{name}-v{meta.version}" if name else ""
 
 
-def device_of(about: Any) -> str:
+def device_of(about: object) -> str:
     """The device that vLLM's answer about itself names; empty where it does not."""
     device = about
     for key in ("vllm_config", "device_config", "device"):

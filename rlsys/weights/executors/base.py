@@ -38,8 +38,8 @@ class WeightGroup(Protocol):
 
     @property
     def world_size(self) -> int: ...
-    def execute_all_async(self, method: str, *args: Any) -> Sequence[RankFuture]: ...
-    def execute_rank_async(self, rank: int, method: str, *args: Any) -> RankFuture: ...
+    def execute_all_async(self, method: str, *args: object) -> Sequence[RankFuture]: ...
+    def execute_rank_async(self, rank: int, method: str, *args: object) -> RankFuture: ...
 
 
 def wait_all(futures: Sequence[RankFuture], remaining_s: RemainingTime) -> list[Any]:
@@ -78,14 +78,14 @@ class Executor:
         ]
         return wait_all(futures, remaining_s)
 
-    def step(self, group: WeightGroup, remaining_s: RemainingTime, step: str, *args: Any) -> list[Any]:
+    def step(self, group: WeightGroup, remaining_s: RemainingTime, step: str, *args: object) -> list[Any]:
         """Run one of the executor's own steps on all ranks of a group."""
         return wait_all(group.execute_all_async("weight_step", step, *args), remaining_s)
 
     def send(self, version: int, remaining_s: RemainingTime) -> list[Any]:
         return wait_all(self.source.execute_all_async("send_weights", version), remaining_s)
 
-    def receive(self, version: int, remaining_s: RemainingTime, *args: Any) -> int:
+    def receive(self, version: int, remaining_s: RemainingTime, *args: object) -> int:
         return sum(wait_all(self.destination.execute_all_async("receive_weights", version, *args), remaining_s))
 
     def reopen(self, rank: int, version: int, spec: object, remaining_s: RemainingTime) -> None:
