@@ -115,7 +115,7 @@ def test_answers_survive_what_happens_to_their_engines(
             for replica in replicas:
                 replica.update(3)
         answers = fleet.submit(wanted())
-        assert wait_until(lambda: min((len(one.tokens) for one in fleet.unfinished()), default=0) > 20)
+        assert wait_until(lambda: min((len(one.tokens) for one in fleet.unfinished()), default=0) > 20, 60)
         deed(replicas, fleet)
         HURRIES.value = True
         made = [answer.result(scaled_s(60)) for answer in answers]

@@ -1,16 +1,21 @@
 """Reproducible asynchronous training over real engines: equal bits at any speed, and the version of every token."""
 
 import json
+import os
 import random
+import signal
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -197,6 +202,84 @@ def test_the_bits_depend_on_neither_speed_nor_replicas_nor_losses_nor_restarts(
     for name, weight in trainer.model.state_dict().items():
         assert torch.equal(weight, other.model.state_dict()[name]), name
     assert batches[-1].meta_info["source_metrics"]["rollout/groups_skipped_filtered"] > 0
+
+
+class MortalReplica(EngineReplica):
+    """A replica that reports its exchanges and the end of its updates before they are made."""
+
+    def __init__(self, name: str, on_event: Callable[[str], None]) -> None:
+        super().__init__(name, 0.0)
+        self.on_event, finish_update = on_event, self.engine.finish_update
+
+        def reported(version: int) -> None:
+            on_event(f"push to {name}")
+            finish_update(version)
+
+        self.engine.finish_update = reported  # type: ignore[method-assign]
+
+    def exchange(self, new: Sequence[ModelRequest], **options: Any) -> Sequence[ResponseDelta]:
+        self.on_event("exchange")
+        return super().exchange(new, **options)
+
+
+def run_until(folder: Path, killed_at: tuple[str, int], num_steps: int = 6) -> None:
+    """Continue the run of a folder from its last checkpoint until it ends or is killed at the n-th event of a name."""
+    counts = Counter[str]()
+
+    def on_event(name: str) -> None:
+        counts[name] += 1
+        if (name, counts[name]) == killed_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    replicas = [MortalReplica(name, on_event) for name in ("one", "other")]
+    trainer = Trainer(replicas)
+    window = StalenessWindow(groups_per_step=PER_STEP, max_staleness=3, lookahead=1)
+    limits = {"max_tokens": MAX_TOKENS, "num_answers": 2, "vocabulary": VOCABULARY}
+    groups = prompt_groups(window, **limits, group_filter=GroupFilter(varied, 0))
+    with fleet_over(replicas, chunk_rows=3) as fleet:
+        source = EpochSource(groups, fleet, deadline_s=scaled_s(30.0), max_response_tokens=MAX_TOKENS)
+        if (last := folder / "last").exists():
+            saved = folder / last.read_text()
+            trainer.version = int(saved.name)
+            trainer.model.load_state_dict(load_file(saved / "model.safetensors"))
+            source.load(json.loads((saved / "state.json").read_text()), saved)
+        trainer.push(fleet, source)
+        while trainer.version < num_steps:
+            batch = source.next()
+            on_event("batch")
+            trainer.train(batch)
+            trainer.push(fleet, source)
+            saved = folder / str(trainer.version)
+            saved.mkdir(exist_ok=True)
+            (saved / "batch").write_text(repr(bits_of([batch])))
+            save_file(trainer.model.state_dict(), saved / "model.safetensors")
+            (saved / "state.json").write_text(json.dumps(source.save(saved)))
+            on_event("save")
+            (folder / "next").write_text(saved.name)
+            (folder / "next").rename(last)
+            on_event("saved")
+
+
+def test_kill_9_at_twenty_points_changes_no_bit(tmp_path: Path) -> None:
+    """Processes that are killed in and between exchanges, between the pushes to two replicas and around saves."""
+    never, exit_codes = ("", 0), []
+    points = [
+        point
+        for n in (2, 6, 11, 17)
+        for point in (("exchange", n), ("batch", 1), ("push to other", 2), ("save", 1), ("saved", 1))
+    ]
+    runs = [("whole", never), *(("killed", point) for point in points), ("killed", never)]
+    for name, point in runs:
+        (tmp_path / name).mkdir(exist_ok=True)
+        process = get_context("fork").Process(target=run_until, args=(tmp_path / name, point))
+        process.start()
+        process.join(scaled_s(60))
+        exit_codes.append(process.exitcode)
+    assert exit_codes == [0, *[-signal.SIGKILL] * 20, 0]
+    for step in range(1, 7):
+        for file in ("batch", "model.safetensors"):
+            whole, killed = (tmp_path / name / str(step) / file for name in ("whole", "killed"))
+            assert killed.read_bytes() == whole.read_bytes(), (step, file)
 
 
 @pytest.mark.parametrize("max_staleness", [1, 3])
