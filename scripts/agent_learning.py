@@ -106,7 +106,7 @@ def run(options: argparse.Namespace, seed: int, k: int, num_steps: int, more: li
         calculator = [
             *("data.max_prompt_length=24", "data.max_response_length=72", f"{rollout}.n=4", "reward.num_workers=1"),
             *("algorithm.adv_estimator=grpo", f"{rollout}.workflow=ToolWorkflow", f"{rollout}.multi_turn.format=json"),
-            *(f"{rollout}.multi_turn.function_tool_path={start}/tools.py", f"{rollout}.agent.num_workers=1"),
+            *(f"{rollout}.multi_turn.function_tool_path={start}/tools.py", f"{rollout}.agent.num_workers=4"),
             *(f"{rollout}.multi_turn.max_assistant_turns=2", f"{rollout}.agent.max_concurrent=1024"),
             *("trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.save_freq=-1"),
         ]

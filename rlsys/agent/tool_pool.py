@@ -19,7 +19,7 @@ PROCESS = str(Path(__file__).with_name("tool_process.py"))
 
 
 class ToolPool:
-    """`num_workers` processes for functions, as many for objects (each hosts many), and one for async functions.
+    """`num_workers` processes for functions, as many for async functions and for objects, each of which hosts many.
 
     They start when they are first needed. A call takes at most `tool_timeout_s`; longer texts are cut.
     """
@@ -34,7 +34,7 @@ class ToolPool:
         """The pool's result of one call in the processes of a host: `functions`, `async` or one of the objects'."""
         if host not in self._pools:
             grader = Grader(PROCESS, "call_async" if host == "async" else "call", {"cut": self._cut})
-            workers = self._num_workers if host == "functions" else 1
+            workers = 1 if host.startswith("objects") else self._num_workers
             self._pools[host] = RewardPool(grader, num_workers=workers, timeout_s=self._timeout_s)
         return (await asyncio.wrap_future(self._pools[host].submit([item])))[0]
 

@@ -28,7 +28,7 @@ class AgentConfig(Section):
     """Keep the tokens of earlier turns as they were drawn, or as the chat template renders them (a new branch where it
     differs)."""
     num_workers: t.Count = 8
-    """Processes that run tools; as many again for environments and tools with state."""
+    """Processes that run tools; as many again for async functions, and for environments and tools with state."""
     max_concurrent: t.Count = 256
     """Largest number of episodes at once."""
     max_tokens_per_turn: t.Count | None = None
