@@ -9,7 +9,7 @@ from concurrent.futures import CancelledError, Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -55,12 +55,20 @@ AGENTS = {"single_turn_agent": "RLVRWorkflow", "tool_agent": "ToolWorkflow"}
 """verl's names of its agents -> ours."""
 ONE_DRAW = {"workflow": None, "agent.default_agent_loop": "single_turn_agent", "agent.agent_loop_config_path": None}
 """Settings of a rollout that answers each prompt by one draw."""
+BLOCKED = "an async workflow that blocks, e.g. by time.sleep, holds all of them up; else raise agent.episode_timeout_s"
 HINTS = {
     "context": "the prompts with their tools have more than data.max_prompt_length tokens",
     "length": "raise data.max_response_length, which counts all turns of an episode",
     "no_draw": "the workflow never drew an answer",
     "rejected": "the workflow returned None",
 }
+
+
+class AgentEntry(TypedDict):
+    """An entry of agent_loop_config_path, without the arguments of its workflow."""
+
+    name: str
+    _target_: str
 
 
 @dataclass(frozen=True)
@@ -104,7 +112,7 @@ class EpisodeRollout(GradedRollout):
 
     def _result(self, future: Future[EpisodeResult]) -> EpisodeResult:
         try:
-            return result_within(future, self.deadline_s, who="the episodes", stage="generate")
+            return result_within(future, self.deadline_s, who="the episodes", stage="generate", hint=BLOCKED)
         except CancelledError:
             return EpisodeResult((), 0.0, "over_sampled")
 
@@ -344,11 +352,12 @@ def load_agents(cfg: PPOConfig | EvalConfig, tokenizer: PreTrainedTokenizerBase 
     if (path := turns.interaction_config_path) is not None:
         by_name["tool_agent"] = load_workflow(InteractionWorkflow(path, key=f"{key}.interaction_config_path"))
     if agent.agent_loop_config_path is not None:
-        for entry in read_entries(
-            agent.agent_loop_config_path, key="actor_rollout_ref.rollout.agent.agent_loop_config_path"
-        ):
+        path = agent.agent_loop_config_path
+        for entry in read_entries(path, list[AgentEntry], key="actor_rollout_ref.rollout.agent.agent_loop_config_path"):
             kwargs = {key: value for key, value in entry.items() if key not in ("name", "_target_")}
             by_name[entry["name"]] = load_workflow(entry["_target_"], kwargs)
+    if [generation.workflow, agent.command, agent.path].count(None) < 2:
+        raise ConfigError("set one of actor_rollout_ref.rollout.workflow, agent.command and agent.path, not several")
     name = "tool_agent" if generation.multi_turn.enable else agent.default_agent_loop
     if generation.workflow is not None:
         sampling = training_sampling(cfg) if isinstance(cfg, PPOConfig) else validation_sampling(cfg)
@@ -369,6 +378,10 @@ def load_agents(cfg: PPOConfig | EvalConfig, tokenizer: PreTrainedTokenizerBase 
         tools += tools_of_yaml(turns.tool_config_path, key=f"{key}.tool_config_path")
     if turns.function_tool_path is not None:
         tools += tools_of_file(turns.function_tool_path, key=f"{key}.function_tool_path")
+    for one in (workflow, *by_name.values()):
+        names = Counter(tool.name for tool in (*tools, *one.tools))
+        if repeated := [name for name, count in names.items() if count > 1]:
+            raise ConfigError(f"tools: {', '.join(repeated)} is defined by more than one tool; rename one")
     uses_tools = tools or any(one.tools or one.environment for one in (workflow, *by_name.values()))
     kinds, kwargs = ("tool",) if uses_tools else (), cfg.data.apply_chat_template_kwargs
     if tokenizer is None:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from rlsys.agent.session import EpisodeEnd, Row, Score, Session
-from rlsys.agent.tool_config import read_entries
+from rlsys.agent.tool_config import ENTRIES, read_entries
 from rlsys.agent.tool_process import CREATE, RESPOND
 from rlsys.agent.tools import load_target
 from rlsys.rewards.pool.pool import RewardResult
@@ -45,7 +45,7 @@ class InteractionWorkflow:
 
     def __init__(self, path: str, *, key: str) -> None:
         self._classes: dict[str, tuple[str, dict[str, Any]]] = {}
-        for entry in read_entries(path, key=key).get("interaction") or ():
+        for entry in read_entries(path, ENTRIES, key=key).get("interaction", ()):
             target = str(entry.get("class_name", ""))
             load_target(target, key=key)
             short = target.rpartition(".")[2].removesuffix("Interaction").lower()

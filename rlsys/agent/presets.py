@@ -235,6 +235,9 @@ async def converse(session: Session) -> Answer | None:
     return answer
 
 
+PRESETS = ("RLVRWorkflow", "VisionRLVRWorkflow", "MultiTurnWorkflow", "ToolWorkflow", "MathRLVRWorkflow")
+
+
 def load_workflow(
     spec: str | object, kwargs: Mapping[str, object] | None = None, *, of_areal: Mapping[str, object] | None = None
 ) -> Workflow:
@@ -244,7 +247,9 @@ def load_workflow(
     """
     key = "actor_rollout_ref.rollout.workflow"
     if isinstance(spec, str):
-        spec = globals().get(spec) or load_target(spec, key=key)
+        if not {".", ":"} & {*spec} and spec not in PRESETS:
+            raise ConfigError(f"{key}={spec}: choose from {', '.join(PRESETS)}, or set module:name or file.py:name")
+        spec = globals()[spec] if spec in PRESETS else load_target(spec, key=key)
     if inspect.isclass(spec) and not hasattr(spec, "run") and not hasattr(spec, "arun_episode"):
         if not hasattr(spec, "reset"):
             raise ConfigError(f"{key}: {spec.__name__} has none of run, arun_episode and reset")
@@ -254,17 +259,25 @@ def load_workflow(
         given = {name: value for name, value in (of_areal or {}).items() if name in takes}
         try:
             spec = spec(**{**given, **(kwargs or {})})
-        except TypeError as error:
-            raise ConfigError(f"{key}: {error}; set actor_rollout_ref.rollout.agent.workflow_kwargs") from error
+        except Exception as error:
+            why = f"{spec.__name__} cannot be made: {type(error).__name__}: {error}"
+            raise ConfigError(f"{key}: {why}; see actor_rollout_ref.rollout.agent.workflow_kwargs") from error
     if getattr(type(spec), "arun_episode", None) not in (None, RLVRWorkflow.arun_episode):
         return Workflow(partial(run_areal_episode, spec, (of_areal or {}).get("gconfig")))
     if isinstance(spec, RLVRWorkflow) and (
         unused := {field.name for field in fields(RLVRWorkflow)} & (kwargs or {}).keys()
     ):
         raise ConfigError(f"{key}: {min(unused)} is for arun_episode; a job has settings for it")
+    if kwargs and inspect.isfunction(spec):
+        raise ConfigError(f"{key}: {spec.__name__} is no class, which agent.workflow_kwargs are for")
     call = spec.run if hasattr(spec, "run") else spec
+    wrong = ConfigError(f"{key}: {spec!r} must be an async function run(row, session)")
     if not inspect.iscoroutinefunction(call):
-        raise ConfigError(f"{key}: {spec!r} must be an async function run(row, session)")
+        raise wrong
+    try:
+        inspect.signature(call).bind(None, None)
+    except TypeError as error:
+        raise wrong from error
     is_one_draw = type(spec) is RLVRWorkflow
     return Workflow(call, getattr(spec, "tools", ()), close=getattr(spec, "close", None), is_one_draw=is_one_draw)
 

@@ -15,6 +15,7 @@ from rlsys.agent.presets import Workflow
 from rlsys.agent.session import Row, Score, Session
 from rlsys.agent.tools import load_target
 from rlsys.telemetry.jsonl import plain_json
+from rlsys.utils.errors import ConfigError
 from rlsys.utils.plugins import named_arguments
 
 TAIL_BYTES = 2000
@@ -73,7 +74,12 @@ def command_workflow(command: str) -> Workflow:
 
 def function_workflow(path: str) -> Workflow:
     """Calls a function, sync or async, with those of row, data, prompt, base_url and api_key that it names."""
-    function = load_target(path, key="actor_rollout_ref.rollout.agent.path")
+    key, names = "actor_rollout_ref.rollout.agent.path", ("row", "data", "prompt", "base_url", "api_key")
+    function = load_target(path, key=key)
+    try:
+        inspect.signature(function).bind(**named_arguments(function, dict.fromkeys(names)))
+    except TypeError as error:
+        raise ConfigError(f"{key}={path}: {error}; it is a function that may name {', '.join(names)}") from error
     threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="agent")
 
     async def call(row: Row, episode: OpenEpisode) -> float | None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections import Counter
@@ -9,15 +10,16 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, SupportsFloat
 
 from rlsys.agent.episode_log import EpisodeEnd, EpisodeLog
-from rlsys.agent.presets import Outcome, Workflow
+from rlsys.agent.presets import Workflow
 from rlsys.agent.rounds import Rounds
 from rlsys.agent.session import Row, Score, Session, SessionSettings
 from rlsys.agent.tool_pool import EpisodeTools, ToolPool
 from rlsys.agent.tools import Tool
 from rlsys.agent.trace import TraceRow
+from rlsys.rewards.pool.worker import describe
 from rlsys.types import SamplingParams
 from rlsys.utils.errors import ConfigError, DeadlineError, RolloutError, WeightTransferError
 
@@ -158,42 +160,51 @@ class EpisodeRunner:
         tools = session.tools = EpisodeTools(
             self.pool, offered, environment=workflow.environment, tools_kwargs=kwargs, log=start.log
         )
-        start_s = time.monotonic()
         try:
-            outcome, end, error = await self._outcome(workflow, row, session)
+            return await self._result(workflow, row, session)
         finally:
             with suppress(Exception):
                 await tools.close()
-        return _result(session, outcome, end, time.monotonic() - start_s, error)
 
-    async def _outcome(self, workflow: Workflow, row: Row, session: Session) -> tuple[Outcome, str, str]:
+    async def _result(self, workflow: Workflow, row: Mapping[str, Any], session: Session) -> EpisodeResult:
+        """Run the workflow and say how it ended."""
+        start_s, rows, score, error = time.monotonic(), list[TraceRow](), Score(0.0), ""
         try:
             async with asyncio.timeout(self.deadline_s):
                 outcome = await workflow.run(row, session)
+            rows, score = _scored(outcome, session)
+            end = "rejected" if outcome is None else session.end or ("stop" if rows else "no_draw")
+            session.log.differs |= session.log.has_unread
         except (RolloutError, WeightTransferError, DeadlineError, ConfigError):
             raise
         except TimeoutError:
-            return None, "deadline", f"no result within {self.deadline_s:g} s"
+            end, error = "deadline", f"no result within {self.deadline_s:g} s"
         except EpisodeEnd as ended:
-            return Score(0.0), ended.reason, ""
-        except Exception as error:
-            log.warning("episode %s failed: %s: %s", session.name, type(error).__name__, error)
-            return None, "error", f"{type(error).__name__}: {error}"
-        session.log.differs |= session.log.has_unread
-        return outcome, session.end or "stop" if outcome is not None else "rejected", ""
+            rows, end = session.trace.rows(), ended.reason
+        except Exception as failure:
+            end, error = "error", describe(failure)
+            log.warning("episode %s failed: %s", session.name, error)
+        seconds, extra = time.monotonic() - start_s, dict(score.extra)
+        if session.tool_reward:
+            extra["tool_reward"] = session.tool_reward
+        turns, counts, talk = session.trace.num_turns, session.counts, session.messages
+        return EpisodeResult(rows, score.reward, end, turns, counts, seconds, session.tool_s, extra, talk, error)
 
 
-def _result(session: Session, outcome: Outcome, end: str, seconds: float, error: str) -> EpisodeResult:
-    if isinstance(outcome, Sequence):
-        rows, score = outcome, Score(sum(sum(row.rewards) for row in outcome) / max(1, len(outcome)))
-    else:
-        score = outcome if isinstance(outcome, Score) else Score(float(outcome or 0.0))
-        rows = () if outcome is None else session.trace.rows(score.reward, score.turn_rewards)
+def _scored(outcome: object, session: Session) -> tuple[list[TraceRow], Score]:
+    """The training rows and the score of what a workflow returned. TypeError or ValueError if it is none of Outcome."""
+    if outcome is None:
+        return [], Score(0.0)
+    if isinstance(outcome, list) and all(isinstance(row, TraceRow) for row in outcome):
+        return outcome, Score(sum(sum(row.rewards) for row in outcome) / max(1, len(outcome)))
+    if not isinstance(outcome, Score | SupportsFloat):
+        raise TypeError(f"the workflow returned {outcome!r:.100}: return a number, a Score, or None to reject the row")
+    score = outcome if isinstance(outcome, Score) else Score(float(outcome))
+    rows = session.trace.rows(score.reward, score.turn_rewards)
     reward = score.reward if score.turn_rewards is None else sum(score.turn_rewards)
-    end = end if rows or end != "stop" else "no_draw"
-    extra = {**score.extra, **({"tool_reward": session.tool_reward} if session.tool_reward else {})}
-    num_turns, tool_s, talk = session.trace.num_turns, session.tool_s, session.messages
-    return EpisodeResult(rows, reward, end, num_turns, session.counts, seconds, tool_s, extra, talk, error)
+    if not math.isfinite(reward):
+        raise ValueError(f"the workflow returned the reward {reward}, which is not finite")
+    return rows, replace(score, reward=reward)
 
 
 def episode_metrics(results: Sequence[EpisodeResult]) -> dict[str, float]:

@@ -3,18 +3,28 @@
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from omegaconf import OmegaConf
 
 from rlsys.agent.mcp import tools_of_servers
 from rlsys.agent.tools import Tool, load_target
 from rlsys.utils.errors import ConfigError
 
+ENTRIES = dict[str, list[dict[str, object]]]
 
-def read_entries(path: str, *, key: str) -> Any:
-    """What is in the YAML file that the setting `key` names, with its references resolved; ConfigError without one."""
+
+def read_entries(path: str, form: object, *, key: str) -> Any:
+    """What is in the YAML file that the setting `key` names, with its references resolved; ConfigError if there is none
+    or it is not of the form, a type.
+    """
     if not Path(path).is_file():
         raise ConfigError(f"{key}={path}: local file not found")
-    return OmegaConf.to_container(OmegaConf.load(path), resolve=True) or {}
+    try:
+        entries = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+        msgspec.convert(entries, form)
+    except Exception as error:  # whatever YAML, its references and its form may raise
+        raise ConfigError(f"{key}={path}: {error}") from error
+    return entries
 
 
 def tools_of_yaml(path: str, *, key: str) -> list[Tool]:
@@ -23,7 +33,7 @@ def tools_of_yaml(path: str, *, key: str) -> list[Tool]:
     An entry with `mcp` stands for the tools that the servers of its `mcp_servers_config_path` offer.
     """
     tools = []
-    for number, entry in enumerate(read_entries(path, key=key).get("tools") or ()):
+    for number, entry in enumerate(read_entries(path, ENTRIES, key=key).get("tools", ())):
         if servers := entry.get("mcp"):
             selected = servers.get("tool_selected_list") or ()
             tools += tools_of_servers(servers["mcp_servers_config_path"], selected, key=key)

@@ -1,7 +1,6 @@
 """The tool processes of a job: calls with a deadline in processes that are killed and replaced when they hang."""
 
 import asyncio
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,7 +12,6 @@ from rlsys.agent.tool_process import CREATE, LOST
 from rlsys.agent.tools import Tool
 from rlsys.config.schema.agent import AgentConfig, MultiTurnConfig
 from rlsys.rewards.pool.pool import Grader, RewardItem, RewardPool, RewardResult, failed
-from rlsys.utils.errors import ConfigError
 
 PROCESS = str(Path(__file__).with_name("tool_process.py"))
 
@@ -113,9 +111,6 @@ class EpisodeTools:
         tools_kwargs: Mapping[str, Any] | None = None,
         log: EpisodeLog | None = None,
     ) -> None:
-        repeated = [name for name, count in Counter(tool.name for tool in tools).items() if count > 1]
-        if repeated:
-            raise ConfigError(f"tools: {', '.join(repeated)} is defined by more than one tool; rename one")
         self._pool, self._tools = pool, {tool.name: tool for tool in tools}
         self._kwargs, self._log = tools_kwargs or {}, log or EpisodeLog()
         self._objects: dict[str, ToolObject] = {}

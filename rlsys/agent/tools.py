@@ -89,7 +89,7 @@ def tools_of_file(path: str, *, key: str) -> list[Tool]:
     names = load_from_file(path, "__dict__", key=key)
     tools = [tool_of(value) for value in names.values() if hasattr(value, "function_tool")]
     if not tools:
-        raise ConfigError(f"{key}={path}: no function in it is marked with @function_tool")
+        raise ConfigError(f"{key}={path}: no function in it is marked with @function_tool()")
     return tools
 
 
@@ -118,14 +118,16 @@ def target_of(thing: Any) -> str:
 def load_target(target: str, *, key: str) -> Any:
     """What module:name or file.py:name (or module.name) stands for. ConfigError naming `key`."""
     module, _, name = target.rpartition(":") if ":" in target else target.rpartition(".")
+    if not module or name == "py":
+        raise ConfigError(f"{key}={target}: set module:name or file.py:name")
     if module.endswith(".py"):
         return load_from_file(module, name, key=key)
     try:
         value: Any = importlib.import_module(module)
         for part in name.split("."):
             value = getattr(value, part)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{key}={target} cannot be loaded: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{key}={target} cannot be loaded: {type(error).__name__}: {error}") from error
     return value
 
 

@@ -171,7 +171,7 @@ def configured_source(
     if custom.path is None or custom.name is None:
         streams = isinstance(config, TrainingRowsConfig) and config.streaming and any(map(is_rows_id, files))
         return first_rows(files, max_samples) if streams else files
-    cls = load_from_file(custom.path, custom.name, key="data.custom_cls")
+    cls = load_from_file(custom.path, custom.name, key="data.custom_cls.path")
     dataset = cls(data_files=files, tokenizer=tokenizer, config=config, processor=None, max_samples=max_samples)
     for method in ("__len__", "__getitem__"):
         if not hasattr(dataset, method):

@@ -82,7 +82,7 @@ def build_reward_manager(
             raise ConfigError(f"reward.reward_manager.name={chosen.name}: must be one of {known}")
         return _MANAGERS.call(chosen.name, arguments)
     assert module.path is not None, "checked with the configuration"
-    cls = load_from_file(module.path, module.name, key="reward.reward_manager.module")
+    cls = load_from_file(module.path, module.name, key="reward.reward_manager.module.path")
     results: list[RewardResult] = []
     kwargs = reward.reward_kwargs
     arguments |= {

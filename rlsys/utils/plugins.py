@@ -27,13 +27,13 @@ def named_arguments(function: Callable[..., Any], given: Mapping[str, object]) -
 
 
 def load_from_file(path: str, name: str, *, key: str) -> Any:
-    """The attribute `name` of the local Python file `path`; a ConfigError names the setting `key`.
+    """The attribute `name` of the local Python file `path`; a ConfigError names the setting `key` of the file.
 
     The file is imported once per process. An error raised by the file is the cause of the ConfigError.
     """
-    module = _module_of_file(path, f"{key}.path")
+    module = _module_of_file(path, key)
     if not hasattr(module, name):
-        raise ConfigError(f"{key}.name={name}: {path} does not define it")
+        raise ConfigError(f"{key}={path}, {name}: the file does not define it")
     return getattr(module, name)
 
 

@@ -12,7 +12,7 @@ import pytest
 from rlsys.agent.episode_log import read_episodes
 from rlsys.config import PPOConfig, load_config
 from rlsys.telemetry.jsonl import read_jsonl
-from rlsys.utils.errors import DataError
+from rlsys.utils.errors import ConfigError, DataError
 from tests.e2e.conftest import Toy
 from trainer import main_eval, main_ppo, replay
 from trainer.build import prepare
@@ -274,8 +274,16 @@ def test_rlvr_by_name_is_the_run_without_a_workflow(toy: Toy, agent: Path, tmp_p
         [rlvr, "data.streaming=true", "trainer.total_training_steps=1"],
     ):
         assert prepared(*argv).actor_rollout_ref.rollout.has_workflow, argv
+    with pytest.raises(ConfigError, match=r"set one of .*workflow, agent.command and agent.path"):
+        prepared(rlvr, f"{ROLLOUT}agent.command=cat")
+    agent.with_name("tools.py").write_text(AGENT.replace("def add", "def python"))
+    with pytest.raises(ConfigError, match="tools: python is defined by more than one tool"):
+        prepared(f"{ROLLOUT}workflow=MathRLVRWorkflow", f"{ROLLOUT}multi_turn.function_tool_path={tmp_path}/tools.py")
     with pytest.raises(DataError, match="row 1: agent_name=three: choose from single_turn_agent, tool_agent, one, two"):
         prepared(by_rows, rows("one", "three"))
+    loops.write_text("[{name: one}]")
+    with pytest.raises(ConfigError, match=r"agent_loop_config_path=.*missing required field `_target_`"):
+        prepared(by_rows)
 
 
 def rewards_of(out: Path) -> list[float]:

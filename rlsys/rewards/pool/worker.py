@@ -85,7 +85,7 @@ def load_grader(grader: Grader) -> ComputeScore:
 
         compute_score("text/number", "1.0", "1")  # imports what takes long, so that no item is charged for it
         return partial(compute_score, **kwargs)
-    grade = load_from_file(grader.path, name, key="custom_reward_function")
+    grade = load_from_file(grader.path, name, key="custom_reward_function.path")
     kwargs = _of_judge(grade, kwargs)
     if not callable(grade) or inspect.isclass(grade):
         raise TypeError(f"{name} is not a function")

@@ -223,6 +223,36 @@ async def talks_on(row, session):
         session.add("more")
 
 
+async def takes_no_session(row):
+    return 1.0
+
+
+class Refuses:
+    def __init__(self):
+        raise RuntimeError("no licence")
+
+    async def run(self, row, session):
+        return 1.0
+
+
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [
+        ("1.0", "TypeError: the workflow returned '1.0': return a number, a Score, or None"),
+        ([1.0], "TypeError: the workflow returned [1.0]: return a number"),
+        (float("nan"), "ValueError: the workflow returned the reward nan, which is not finite"),
+        (Score(0.0, [1.0, 2.0]), "ValueError: 2 rewards for 1 turns"),
+    ],
+)
+def test_a_workflow_that_returns_something_else_is_an_episode_that_failed(episode, value, error):
+    async def returns(row, session):
+        await session.draw(row["prompt"])
+        return value
+
+    result = episode(returns, lambda _: "x")
+    assert (result.end, len(result.rows), result.error[: len(error)]) == ("error", 0, error)
+
+
 async def rewards_turns(row, session):
     session.add(*row["prompt"])
     await session.draw()
@@ -308,6 +338,11 @@ def test_a_row_that_names_an_unknown_agent_is_a_config_error(episode):
         ("MultiTurnWorkflow", {"turns": 3}, "workflow_kwargs"),
         (dict, None, "none of run"),
         (lambda row, session: 1.0, None, "async function"),
+        (takes_no_session, None, r"async function run\(row, session\)"),
+        (talks_on, {"turns": 3}, "no class"),
+        ("RLVRWorkflo", None, "choose from RLVRWorkflow, "),
+        ("mine/agent.py", None, "set module:name or file.py:name"),
+        (Refuses, None, "Refuses cannot be made: RuntimeError: no licence"),
     ],
 )
 def test_a_workflow_that_cannot_run_is_a_config_error(spec, kwargs, message):

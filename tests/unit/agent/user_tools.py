@@ -8,8 +8,6 @@ from pathlib import Path
 from rlsys.agent.interactions import BaseInteraction
 from rlsys.agent.tools import BaseTool, function_tool
 
-CALLS: list[str] = []
-
 
 def add(a: int, b: int) -> int:
     """Add two numbers.
@@ -73,17 +71,19 @@ def noisy() -> bytes:
     return b"\xff\xfe ok"
 
 
-@function_tool(name="slow_echo")
-async def echo(text: str) -> tuple[str, float, dict]:
-    """Return the text when it was given a multiple of 20 times.
+@function_tool(name="all_meet")
+async def meet(file: str, count: int) -> tuple[str, float, dict]:
+    """Return once there are so many calls.
 
     Args:
-        text: What to return.
+        file: What counts them.
+        count: How many there must be.
     """
-    CALLS.append(text)
-    while len(CALLS) % 20:
+    with Path(file).open("a") as calls:
+        calls.write("x")
+    while Path(file).stat().st_size < count:
         await asyncio.sleep(0.01)
-    return text, 0.5, {"length": len(text)}
+    return "ab", 0.5, {"count": count}
 
 
 def untyped(x):

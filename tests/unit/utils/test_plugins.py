@@ -10,7 +10,7 @@ from rlsys.config.checks.files import model_facts
 from rlsys.utils import plugins
 from rlsys.utils.errors import ConfigError
 
-KEY = "reward.custom_reward_function"
+KEY = "reward.custom_reward_function.path"
 
 
 def test_an_import_that_hangs_is_ended_and_the_timer_of_others_is_kept(
@@ -20,7 +20,7 @@ def test_an_import_that_hangs_is_ended_and_the_timer_of_others_is_kept(
     path = tmp_path / "grade.py"
     path.write_text("import time\ntime.sleep(100)\ndef compute_score(): ...\n")
     handler, (timer_s, _) = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)
-    with pytest.raises(ConfigError, match=rf"{KEY}.path={path} cannot be loaded: .* did not end within 0.2 s"):
+    with pytest.raises(ConfigError, match=rf"{KEY}={path} cannot be loaded: .* did not end within 0.2 s"):
         plugins.load_from_file(str(path), "compute_score", key=KEY)
     assert signal.getsignal(signal.SIGALRM) == handler
     assert signal.getitimer(signal.ITIMER_REAL)[0] == pytest.approx(timer_s, abs=60)
