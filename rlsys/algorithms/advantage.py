@@ -30,28 +30,17 @@ from rlsys.algorithms.masked import masked_whiten
 from rlsys.algorithms.registry import Registry
 from rlsys.algorithms.scan import discounted_returns, pack, packed_columns, reverse_scan, unpack
 
+EPSILON = 1e-6
+"""Added to the deviation of a group."""
 AdvantagesAndReturns = tuple[Tensor, Tensor]
 Estimator = Callable[..., AdvantagesAndReturns]
 
 INPUTS = frozenset(
-    {
-        "token_level_rewards",
-        "response_mask",
-        "group_ids",
-        "values",
-        "reward_baselines",
-        "component_scores",
-        "component_weights",
-        "old_log_probs",
-        "sum_pi_squared",
-        "rollout_is_weights",
-        "gamma",
-        "lam",
-        "norm_adv_by_std_in_grpo",
-        "whiten",
-        "index",
-        "config",
-    }
+    (
+        *("token_level_rewards", "response_mask", "group_ids", "values", "reward_baselines", "component_scores"),
+        *("component_weights", "old_log_probs", "sum_pi_squared", "rollout_is_weights", "gamma", "lam"),
+        *("norm_adv_by_std_in_grpo", "whiten", "index", "config"),
+    )
 )
 
 _ESTIMATORS: Registry[Estimator] = Registry("advantage estimator", takes=INPUTS)
@@ -116,34 +105,24 @@ def _check_discount(discount: float) -> None:
 
 @register_adv_est("grpo", "grpo_vectorized")
 def grpo(
-    *,
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    group_ids: Tensor,
-    norm_adv_by_std_in_grpo: bool = True,
-    epsilon: float = 1e-6,
+    *, token_level_rewards: Tensor, response_mask: Tensor, group_ids: Tensor, norm_adv_by_std_in_grpo: bool = True
 ) -> AdvantagesAndReturns:
     """GRPO (arXiv:2402.03300): the outcome minus its group's mean, divided by the group's deviation.
 
     Without the division it is Dr. GRPO (arXiv:2503.20783). A group of one keeps its outcome.
     """
-    scores = _group_normalised(_outcome(token_level_rewards), group_ids, norm_adv_by_std_in_grpo, epsilon)
+    scores = _group_normalised(_outcome(token_level_rewards), group_ids, norm_adv_by_std_in_grpo)
     return _per_token(scores, response_mask, token_level_rewards)
 
 
-def _group_normalised(scores: Tensor, group_ids: Tensor, by_std: bool, epsilon: float) -> Tensor:
+def _group_normalised(scores: Tensor, group_ids: Tensor, by_std: bool) -> Tensor:
     centred = scores - group_mean(scores, group_ids)
-    return centred / (group_std(scores, group_ids) + epsilon) if by_std else centred
+    return centred / (group_std(scores, group_ids) + EPSILON) if by_std else centred
 
 
 @register_adv_est("grpo_passk")
 def grpo_passk(
-    *,
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    group_ids: Tensor,
-    norm_adv_by_std_in_grpo: bool = True,
-    epsilon: float = 1e-6,
+    *, token_level_rewards: Tensor, response_mask: Tensor, group_ids: Tensor, norm_adv_by_std_in_grpo: bool = True
 ) -> AdvantagesAndReturns:
     """Pass@k (arXiv:2503.19595): only the best response of a group counts, by its lead over the second.
 
@@ -152,7 +131,7 @@ def grpo_passk(
     scores = _outcome(token_level_rewards)
     lead = scores - second_largest(scores, group_ids)
     if norm_adv_by_std_in_grpo:
-        lead = lead / (group_std(scores, group_ids) + epsilon)
+        lead = lead / (group_std(scores, group_ids) + EPSILON)
     best = rank_in_group(scores, group_ids) == 0
     return _per_token(torch.where(best, lead, torch.zeros_like(lead)), response_mask, token_level_rewards)
 
@@ -226,14 +205,11 @@ def opo(*, token_level_rewards: Tensor, response_mask: Tensor, group_ids: Tensor
 
 
 @register_adv_est("gpg")
-def gpg(
-    *, token_level_rewards: Tensor, response_mask: Tensor, group_ids: Tensor, f_norm: float = 1.0
-) -> AdvantagesAndReturns:
-    """GPG (arXiv:2504.02546): minus the group's mean, times rows / rows with a non-zero outcome, over `f_norm`."""
+def gpg(*, token_level_rewards: Tensor, response_mask: Tensor, group_ids: Tensor) -> AdvantagesAndReturns:
+    """GPG (arXiv:2504.02546): minus the group's mean, times rows / rows with a non-zero outcome."""
     scores = _outcome(token_level_rewards)
     alpha = len(scores) / torch.count_nonzero(scores).clamp(min=1)
-    scaled = alpha * (scores - group_mean(scores, group_ids)) / f_norm
-    return _per_token(scaled, response_mask, token_level_rewards)
+    return _per_token(alpha * (scores - group_mean(scores, group_ids)), response_mask, token_level_rewards)
 
 
 @register_adv_est("gdpo")
@@ -246,7 +222,6 @@ def gdpo(
     component_weights: Tensor | None = None,
     norm_adv_by_std_in_grpo: bool = True,
     whiten: bool = True,
-    epsilon: float = 1e-6,
 ) -> AdvantagesAndReturns:
     """GDPO (arXiv:2601.05242): each reward component (B, K) normalised in its group, weighted, summed, whitened.
 
@@ -257,7 +232,7 @@ def gdpo(
         component_weights = torch.ones(components.shape[1], dtype=torch.float64, device=components.device)
     rows = torch.arange(components.shape[1], device=components.device) * num_groups(group_ids)
     ids = (group_ids.unsqueeze(1) + rows).flatten()
-    normalised = _group_normalised(components.flatten(), ids, norm_adv_by_std_in_grpo, epsilon).view_as(components)
+    normalised = _group_normalised(components.flatten(), ids, norm_adv_by_std_in_grpo).view_as(components)
     summed = (normalised @ component_weights.double()).unsqueeze(1).expand_as(response_mask)
     advantages = masked_whiten(summed, response_mask) if whiten else summed
     return _per_token(advantages, response_mask, token_level_rewards)

@@ -23,8 +23,8 @@ def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     return masked_sum(values, mask, dim) / count.clamp(min=1)
 
 
-def masked_whiten(values: Tensor, mask: Tensor, *, epsilon: float = 1e-8, dtype: torch.dtype | None = None) -> Tensor:
-    """`(values - mean) / sqrt(unbiased variance + epsilon)` over the mask, 0 outside; all 0 for a single element.
+def masked_whiten(values: Tensor, mask: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+    """`(values - mean) / sqrt(unbiased variance + 1e-8)` over the mask, 0 outside; all 0 for a single element.
 
     The statistics are in float64; the result is in `dtype`, by default that of the values.
     """
@@ -33,7 +33,7 @@ def masked_whiten(values: Tensor, mask: Tensor, *, epsilon: float = 1e-8, dtype:
     mean = torch.where(counted, values, 0.0).double().sum() / count.clamp(min=1)
     centred = torch.where(counted, values - mean, 0.0)
     variance = centred.square().sum() / (count - 1).clamp(min=1)
-    return (centred * torch.rsqrt(variance + epsilon)).to(dtype or values.dtype)
+    return (centred * torch.rsqrt(variance + 1e-8)).to(dtype or values.dtype)
 
 
 def at_last_token(scores: Tensor, mask: Tensor) -> Tensor:

@@ -60,7 +60,6 @@ def load_config(argv: Sequence[str] = (), schema: type[S] = PPOConfig) -> S:
 def load(arguments: Arguments, schema: type[S], *, chosen: Mapping[str, object] | None = None) -> Loaded[S]:
     """Like `load_config`, but also returns the notes and the headline; `chosen` are values of keys that are not set."""
     layers, typed = Layers(schema), Layers(schema)
-    problems = list(arguments.problems)
     typed.add_overrides(arguments.overrides)
     model = typed.given.get(model_key(schema))
     preset = default_preset(arguments, schema, has_model=model is not None and model.value is not None)
@@ -71,9 +70,13 @@ def load(arguments: Arguments, schema: type[S], *, chosen: Mapping[str, object] 
         is_auto = {key for key, one in layers.given.items() if one.value == "auto" and key.endswith(CHOSEN)}
         layers.given = {key: one for key, one in layers.given.items() if key not in is_auto}
     layers.given |= {key: Given(value, CHOICE, key) for key, value in (chosen or {}).items()}
-    values, more = _values(layers)
+    values = layers.resolve()
+    derived, conflicts = derived_settings(values, layers.given, layers.engines.values())
+    if derived:
+        layers.adapt(derived)
+        values = layers.resolve()
     config, wrong = _validated(values, layers, schema)
-    problems += more + wrong
+    problems = [*arguments.problems, *layers.problems, *conflicts, *wrong]
     names = unknown_names(values, schema)
     if config is None or problems:
         raise ConfigError(_listed([*problems, *names]))
@@ -84,16 +87,6 @@ def load(arguments: Arguments, schema: type[S], *, chosen: Mapping[str, object] 
     notes = [*layers.notes(), *notes, *unused_settings(config, typed.given)]
     settings = {key: given.value for key, given in layers.given.items() if not given.origin.startswith(DERIVED)}
     return Loaded(config, settings, _headline(preset, arguments), tuple(notes))
-
-
-def _values(layers: Layers) -> tuple[dict[str, object], list[str]]:
-    """The values of all keys, with derived counts, and the problems so far."""
-    values = layers.resolve()
-    settings, problems = derived_settings(values, layers.given, layers.engines.values())
-    if settings:
-        layers.adapt(settings)
-        values = layers.resolve()
-    return values, layers.problems + problems
 
 
 def _validated(values: dict[str, object], layers: Layers, schema: type[S]) -> tuple[S | None, list[str]]:

@@ -8,7 +8,7 @@ others are extensions (`Tag`). Tensors and number arrays are buffers beside the 
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import IntEnum, StrEnum
 from typing import Annotated, Any, TypeVar
@@ -336,10 +336,16 @@ def _read_scalar(dtype: str, data: bytes) -> np.generic:
 def _read_objects(shape: tuple[int, ...], items: list[Any]) -> np.ndarray:
     if math.prod(shape) != len(items):
         raise WireError(f"an object array of shape {shape} came with {len(items)} entries")
+    return object_array(items).reshape(shape)
+
+
+def object_array(values: Iterable[object]) -> np.ndarray:
+    """One entry per value whatever the values are: lists of equal length stay lists, shape (len(values),)."""
+    items = list(values)
     column = np.empty(len(items), dtype=object)
     for row, item in enumerate(items):
         column[row] = item
-    return column.reshape(shape)
+    return column
 
 
 def _read_record(name: str, values: dict[str, Any]) -> Any:

@@ -1,7 +1,7 @@
 """DataProto, the rows that travel between the controller and its workers, with verl's names and semantics."""
 
+from rlsys.ipc.codec import object_array as object_array
 from rlsys.ipc.framing import WireError as WireError
-from rlsys.protocol.columns import object_array as object_array
 from rlsys.protocol.columns import union_numpy_dict as union_numpy_dict
 from rlsys.protocol.columns import union_tensor_dict as union_tensor_dict
 from rlsys.protocol.data import DataProto as DataProto

@@ -2,13 +2,14 @@
 
 import math
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
 import torch
 from tensordict import TensorDict
 
+from rlsys.ipc.codec import object_array
 from rlsys.protocol.memory import join_rows
 
 
@@ -24,15 +25,6 @@ def described(
     lines += [(f"meta_info[{name!r}]", short.repr(value)[:80]) for name, value in meta_info.items()]
     width = max((len(name) for name, _ in lines), default=0)
     return "\n".join([f"DataProto of {num_rows} rows", *(f"  {name:{width}}  {text}" for name, text in lines)])
-
-
-def object_array(values: Iterable[object]) -> np.ndarray:
-    """One entry per value whatever the values are: lists of equal length stay lists, shape (len(values),)."""
-    items = list(values)
-    column = np.empty(len(items), dtype=object)
-    for row, item in enumerate(items):
-        column[row] = item
-    return column
 
 
 def object_rows(rows: Sequence[Any]) -> np.ndarray:
@@ -87,11 +79,6 @@ def tensors_of(batch: TensorDict | None) -> dict[str, torch.Tensor]:
     return {} if batch is None else {str(key): cast(torch.Tensor, value) for key, value in batch.items()}
 
 
-def named_entries(batch: TensorDict) -> dict[str, object]:
-    """Everything in a TensorDict by name, non-tensor entries in their containers."""
-    return {str(key): batch.get(key) for key in batch.keys()}  # noqa: SIM118
-
-
 def concat_tensors(batches: Sequence[TensorDict | None], cuts: Sequence[slice]) -> TensorDict | None:
     """Join the rows `cuts` of each batch; all batches must have the same keys, or all be None."""
     if batches[0] is None:
@@ -102,13 +89,6 @@ def concat_tensors(batches: Sequence[TensorDict | None], cuts: Sequence[slice]) 
     joined = {key: join_rows([part[key][cut] for part, cut in zip(parts, cuts, strict=True)]) for key in parts[0]}
     num_rows = sum(len(range(len(batch))[cut]) for batch, cut in zip(batches, cuts, strict=True))  # pyrefly: ignore
     return TensorDict(joined, batch_size=(num_rows,), device=batches[0].device)
-
-
-def stack_tensors(items: Sequence[TensorDict | None]) -> TensorDict | None:
-    """Make rows out of single items with the same keys."""
-    if items[0] is None:
-        return None
-    return cast(TensorDict, torch.stack(cast(list[torch.Tensor], items)).contiguous())
 
 
 def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> TensorDict:

@@ -24,7 +24,6 @@ from rlsys.protocol.columns import (
     concat_meta,
     concat_tensors,
     described,
-    named_entries,
     object_rows,
     tensors_of,
     type_info,
@@ -157,7 +156,8 @@ class DataProto:
         batch: dict[str, Tensor] = {}
         non_tensors: dict[str, np.ndarray] = {}
         meta_info = {} if meta_info is None else meta_info
-        for key, value in named_entries(tensor_dict).items():
+        for key in map(str, tensor_dict.keys()):
+            value = tensor_dict.get(key)
             if isinstance(value, Tensor):
                 batch[key] = value
             elif isinstance(value, NonTensorStack):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlsys.protocol.columns import dict_of_lists, object_rows, stack_tensors, tensors_of
+from rlsys.protocol.columns import dict_of_lists, object_rows, tensors_of
 from rlsys.protocol.data import DataProto, DataProtoItem
 
 
@@ -57,7 +57,7 @@ def response_lengths(data: DataProto) -> Tensor:
 
 def collate_fn(x: Sequence[DataProtoItem]) -> DataProto:
     """Rows out of single items, their objects in object arrays."""
-    batch = None if x[0].batch is None else stack_tensors([item.batch for item in x])
+    batch: Any = None if x[0].batch is None else torch.stack([item.batch for item in x]).contiguous()  # pyrefly: ignore
     columns = dict_of_lists([item.non_tensor_batch for item in x])
     held = {key: object_rows(values) for key, values in columns.items()}
     return DataProto(batch=batch, non_tensor_batch=held)

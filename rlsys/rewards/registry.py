@@ -11,31 +11,23 @@ from rlsys.utils.errors import ConfigError
 
 log = get_logger(__name__)
 
-ROUTES: dict[str, str] = {
-    "openai/gsm8k": "gsm8k:compute_score",
-    "lighteval/MATH": "math:compute_score",
-    "DigitalLearningGmbH/MATH-lighteval": "math:compute_score",
-    "HuggingFaceH4/MATH-500": "math:compute_score",
-    "math_dapo": "math:compute_score_dapo",
-    "math": "math:compute_score_dapo",
-    "math_dapo_reasoning": "math:compute_score_dapo",
-    "aime*": "math:compute_score_dapo",
-    "numina_*": "math:compute_score_anywhere",
-    "hiyouga/geometry3k": "math:compute_score_geometry",
-    "codecontests": "code:compute_score",
-    "apps": "code:compute_score",
-    "codeforces": "code:compute_score",
-    "taco": "code:compute_score",
-    "searchR1_*": "text:exact_match",
-    "rlsys/arithmetic*": "text:numeric",
-    "reasoning_gym/products": "text:numeric",
-    "reasoning_gym/gcd": "text:numeric",
-    "reasoning_gym/chain_sum": "text:numeric",
-    "rlsys/shapes*": "text:exact",
-    "text/exact": "text:exact",
-    "text/regex": "text:regex",
-    "text/number": "text:numeric",
+_SOURCES = {
+    "gsm8k:compute_score": ["openai/gsm8k"],
+    "math:compute_score": ["lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"],
+    "math:compute_score_dapo": ["math_dapo", "math", "math_dapo_reasoning", "aime*"],
+    "math:compute_score_anywhere": ["numina_*"],
+    "math:compute_score_geometry": ["hiyouga/geometry3k"],
+    "code:compute_score": ["codecontests", "apps", "codeforces", "taco"],
+    "text:exact_match": ["searchR1_*"],
+    "text:numeric": [
+        "rlsys/arithmetic*",
+        "text/number",
+        *(f"reasoning_gym/{t}" for t in ("products", "gcd", "chain_sum")),
+    ],
+    "text:exact": ["rlsys/shapes*", "text/exact"],
+    "text:regex": ["text/regex"],
 }
+ROUTES: dict[str, str] = {source: target for target, sources in _SOURCES.items() for source in sources}
 """Data source -> module:function; a trailing * stands for any ending."""
 
 

@@ -184,7 +184,8 @@ class Future:
         collect: Callable[[Sequence[Pending]], object],
         peers: Sequence[Pending] = (),
     ) -> None:
-        self.pending, self._collect, self._peers = list(pending), collect, _without(list(peers), pending)
+        self.pending, self._collect = list(pending), collect
+        self._peers = [one for one in peers if one not in self.pending]
 
     def done(self) -> bool:
         """Whether every rank has answered or failed."""
@@ -229,7 +230,7 @@ def finish(
             break
         done = backend.wait_done([*missing, *others, *probes], min(POLL_S, end_s - now_s, give_up_s - now_s))
         failed += _failures(done)
-        missing, others, probes = (_without(left, done) for left in (missing, others, probes))
+        missing, others, probes = ([one for one in left if one not in done] for left in (missing, others, probes))
         if failed and give_up_s == float("inf"):
             give_up_s = time.monotonic() + SECONDARY_GRACE_S
         if any(not failure.is_secondary for _, failure in failed):
@@ -254,11 +255,6 @@ def _failures(done: Sequence[Pending]) -> list[tuple[Pending, Failure]]:
         if header.failure is not None:
             failed.append((one, header.failure))
     return failed
-
-
-def _without(pending: list[Pending], done: Sequence[Pending]) -> list[Pending]:
-    gone = {id(one) for one in done}
-    return [one for one in pending if id(one) not in gone]
 
 
 def _first_cause(failed: Sequence[tuple[Pending, Failure]]) -> BaseException:

@@ -153,13 +153,8 @@ class RefConfig(LogProbConfig):
         RoleShardConfig,
         follows=f"{_ACTOR}.fsdp_config",
         only=(
-            "fsdp_size",
-            "reshard_after_forward",
-            "forward_prefetch",
-            "use_torch_compile",
-            "model_dtype",
-            "dtype",
-            "full_determinism",
+            *("fsdp_size", "reshard_after_forward", "forward_prefetch", "use_torch_compile"),
+            *("model_dtype", "dtype", "full_determinism"),
         ),
     )
     megatron: Annotated[MegatronRoleConfig, IF_ACTOR_MEGATRON] = section(

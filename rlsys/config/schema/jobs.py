@@ -20,7 +20,6 @@ from rlsys.config.schema.base import (
     Registered,
     Requires,
     Section,
-    linked,
     resolve_links_from,
     section,
 )
@@ -34,7 +33,6 @@ from rlsys.config.schema.data import (
 )
 from rlsys.config.schema.megatron import MegatronTrainConfig
 from rlsys.config.schema.model import (
-    AnyDType,
     CheckpointConfig,
     OptimConfig,
     PolicyModelConfig,
@@ -101,28 +99,19 @@ class PPOConfig(Section):
         return self.use_reference or self.distillation.enabled
 
 
-class SupervisedMegatronConfig(MegatronTrainConfig):
-    """Megatron-Core for SFT, reward models and DPO."""
-
-    dtype: AnyDType = linked("engine.dtype")
-    """dtype of weights and computation; auto is bfloat16 (with float32 master weights) on CUDA, float32 on CPU."""
-    full_determinism: t.Flag = linked("engine.full_determinism")
-    """Use bitwise reproducible CUDA kernels; this applies to the whole process."""
-    seed: t.Seed = linked("engine.seed")
-    """Seed of newly initialized weights (value heads, LoRA)."""
-
-
 class SupervisedEngineConfig(ShardConfig):
     """The training engine of SFT, reward models and DPO."""
 
     strategy: t.Strategy = "fsdp2"
     """Training engine: fsdp and fsdp2 are both FSDP2, megatron is Megatron-Core."""
-    megatron: Annotated[SupervisedMegatronConfig, IF_MEGATRON] = section(SupervisedMegatronConfig)
+    megatron: Annotated[MegatronTrainConfig, IF_MEGATRON] = section(
+        MegatronTrainConfig, follows="engine", only=("dtype", "full_determinism", "seed")
+    )
     ulysses_sequence_parallel_size: t.Count = 1
     """Ranks that one sequence is split over."""
 
     @property
-    def shard(self) -> "SupervisedEngineConfig | SupervisedMegatronConfig":
+    def shard(self) -> "SupervisedEngineConfig | MegatronTrainConfig":
         """The section of the training engine."""
         return self.megatron if self.strategy == "megatron" else self
 
