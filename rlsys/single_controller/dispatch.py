@@ -41,11 +41,17 @@ PartsFn = Callable[["RankGroup"], Sequence[int]]
 F = TypeVar("F", bound=Callable[..., object])
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)
 class Dispatch:
-    """The name of a dispatch mode; `register_dispatch_mode` adds others as further attributes."""
+    """How to spread a call and gather its results; `parts_fn` names the ranks whose rows, in order, are the result.
+
+    Modes are attributes, to which `register_dispatch_mode` adds; they are equal by their names.
+    """
 
     name: str
+    dispatch_fn: DispatchFn = field(compare=False)
+    collect_fn: CollectFn = field(compare=False)
+    parts_fn: PartsFn | None = field(default=None, compare=False)
 
     RANK_ZERO: "ClassVar[Dispatch]"
     ONE_TO_ALL: "ClassVar[Dispatch]"
@@ -69,9 +75,9 @@ class Execute(Enum):
 
 
 class Registration(TypedDict):
-    """What `register` says about a method; `dispatch_mode` is a name or a dict of dispatch_fn and collect_fn."""
+    """What `register` says about a method."""
 
-    dispatch_mode: DispatchMode
+    dispatch_mode: Dispatch
     execute_mode: Execute
     blocking: bool
 
@@ -83,15 +89,6 @@ class SplitArguments:
     args: tuple[list[object], ...] = ()
     kwargs: dict[str, list[object]] = field(default_factory=dict)
     num_padding: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Mode:
-    """How to spread a call and gather its results; `parts_fn` names the ranks whose rows, in order, are the result."""
-
-    dispatch_fn: DispatchFn
-    collect_fn: CollectFn
-    parts_fn: PartsFn | None = None
 
 
 def register(
@@ -108,9 +105,11 @@ def register(
     if not materialize_futures:
         raise ValueError("materialize_futures=False: futures among the arguments are always resolved; leave it True")
     mode = Dispatch.ALL_TO_ALL if dispatch_mode is None else dispatch_mode
-    if isinstance(mode, Mapping) and (missing := {"dispatch_fn", "collect_fn"} - set(mode)):
-        raise ValueError(f"a dispatch mode given as a dict needs dispatch_fn and collect_fn; missing {sorted(missing)}")
-    if not isinstance(mode, (Dispatch, Mapping)):
+    if isinstance(mode, Mapping):
+        if missing := {"dispatch_fn", "collect_fn"} - set(mode):
+            raise ValueError(f"a dispatch mode given as a dict needs {' and '.join(sorted(missing))}")
+        mode = Dispatch("of its own", mode["dispatch_fn"], mode["collect_fn"], mode.get("parts_fn"))
+    if not isinstance(mode, Dispatch):
         raise ValueError(f"dispatch_mode is {mode!r}; it must be a member of Dispatch or a dict of two functions")
     if not isinstance(execute_mode, Execute):
         raise ValueError(f"execute_mode is {execute_mode!r}; it must be Execute.ALL or Execute.RANK_ZERO")
@@ -131,33 +130,21 @@ def registered_methods(cls: type) -> dict[str, Registration]:
 
 def register_dispatch_mode(dispatch_mode_name: str, dispatch_fn: DispatchFn, collect_fn: CollectFn) -> Dispatch:
     """Add a custom mode, afterwards available as `Dispatch.<NAME>`; ValueError if the name is taken."""
-    if dispatch_mode_name in _MODES:
+    if hasattr(Dispatch, dispatch_mode_name):
         raise ValueError(f"dispatch mode {dispatch_mode_name} already exists; use update_dispatch_mode to change it")
-    _MODES[dispatch_mode_name] = Mode(dispatch_fn, collect_fn)
-    mode = Dispatch(dispatch_mode_name)
+    mode = Dispatch(dispatch_mode_name, dispatch_fn, collect_fn)
     setattr(Dispatch, dispatch_mode_name, mode)
     return mode
 
 
 def update_dispatch_mode(dispatch_mode: Dispatch, dispatch_fn: DispatchFn, collect_fn: CollectFn) -> None:
-    """Give an existing mode other functions; KeyError if there is no such mode."""
-    if dispatch_mode.name not in _MODES:
-        raise KeyError(dispatch_mode.name)
-    _MODES[dispatch_mode.name] = Mode(dispatch_fn, collect_fn)
+    """Give an existing mode other functions."""
+    dispatch_mode.dispatch_fn, dispatch_mode.collect_fn, dispatch_mode.parts_fn = dispatch_fn, collect_fn, None
 
 
-def mode_of(dispatch_mode: DispatchMode) -> Mode:
-    """The functions behind a mode; ValueError for a name that is not registered in this process."""
-    if isinstance(dispatch_mode, Mapping):
-        return Mode(dispatch_mode["dispatch_fn"], dispatch_mode["collect_fn"], dispatch_mode.get("parts_fn"))
-    if dispatch_mode.name not in _MODES:
-        raise ValueError(
-            f"dispatch mode {dispatch_mode.name} is not registered; call register_dispatch_mode on the driver"
-        )
-    return _MODES[dispatch_mode.name]
-
-
-def split_call(mode: Mode, group: RankGroup, args: Sequence[object], kwargs: Mapping[str, object]) -> SplitArguments:
+def split_call(
+    mode: Dispatch, group: RankGroup, args: Sequence[object], kwargs: Mapping[str, object]
+) -> SplitArguments:
     """Run a mode's dispatch function and check that it gave one value per rank."""
     answer = mode.dispatch_fn(group, *args, **kwargs)
     split = answer if isinstance(answer, SplitArguments) else SplitArguments(tuple(answer[0]), dict(answer[1]))
@@ -316,15 +303,14 @@ def _all_ranks(group: RankGroup) -> Sequence[int]:
     return range(group.world_size)
 
 
-_MODES: dict[str, Mode] = {
-    "RANK_ZERO": Mode(dispatch_one_to_all, _first),
-    "ONE_TO_ALL": Mode(dispatch_one_to_all, collect_all_to_all),
-    "ALL_TO_ALL": Mode(dispatch_all_to_all, collect_all_to_all),
-    "DP_COMPUTE": Mode(dispatch_dp_compute, collect_all_to_all),
-    "DP_COMPUTE_PROTO": Mode(dispatch_dp_compute_data_proto, collect_dp_compute_data_proto, _all_ranks),
-    "DP_COMPUTE_PROTO_WITH_FUNC": Mode(_proto_with_func, collect_dp_compute_data_proto, _all_ranks),
-    "DP_COMPUTE_METRIC": Mode(partial(_dp_compute_proto, False), collect_all_to_all),
-    "DIRECT_ROLLOUT_METHOD": Mode(_forbidden, _forbidden),
-}
-for _name in _MODES:
-    setattr(Dispatch, _name, Dispatch(_name))
+for _mode in (
+    Dispatch("RANK_ZERO", dispatch_one_to_all, _first),
+    Dispatch("ONE_TO_ALL", dispatch_one_to_all, collect_all_to_all),
+    Dispatch("ALL_TO_ALL", dispatch_all_to_all, collect_all_to_all),
+    Dispatch("DP_COMPUTE", dispatch_dp_compute, collect_all_to_all),
+    Dispatch("DP_COMPUTE_PROTO", dispatch_dp_compute_data_proto, collect_dp_compute_data_proto, _all_ranks),
+    Dispatch("DP_COMPUTE_PROTO_WITH_FUNC", _proto_with_func, collect_dp_compute_data_proto, _all_ranks),
+    Dispatch("DP_COMPUTE_METRIC", partial(_dp_compute_proto, False), collect_all_to_all),
+    Dispatch("DIRECT_ROLLOUT_METHOD", _forbidden, _forbidden),
+):
+    setattr(Dispatch, _mode.name, _mode)

@@ -9,12 +9,10 @@ from rlsys.single_controller.dispatch import (
     Dispatch,
     Execute,
     MeshRank,
-    Mode,
     Registration,
     SplitArguments,
     dispatch_all_to_all,
     join,
-    mode_of,
     registered_methods,
     split_call,
 )
@@ -161,8 +159,8 @@ class WorkerGroup:
         return view
 
     def _call(self, name: str, registration: Registration, /, *args: object, **kwargs: Any) -> object:
-        mode = mode_of(registration["dispatch_mode"])
-        if registration["execute_mode"] is Execute.RANK_ZERO or registration["dispatch_mode"] == Dispatch.RANK_ZERO:
+        mode = registration["dispatch_mode"]
+        if registration["execute_mode"] is Execute.RANK_ZERO or mode == Dispatch.RANK_ZERO:
             future = self.execute_rank_async(0, name, *args, **kwargs)
             return self._results(future.pending)[0] if registration["blocking"] else future
         pending = self._start(name, split_call(mode, self, args, kwargs))
@@ -170,7 +168,7 @@ class WorkerGroup:
             return self._future(mode, pending)
         return self._results(pending, partial(self._collected, mode))
 
-    def _future(self, mode: Mode, pending: Sequence[Pending]) -> object:
+    def _future(self, mode: Dispatch, pending: Sequence[Pending]) -> object:
         """A `DataProtoFuture` over the ranks that hold the rows, or a plain future for other results."""
         if mode.parts_fn is None:
             return Future(pending, partial(self._collected, mode))
@@ -178,7 +176,7 @@ class WorkerGroup:
 
         return DataProtoFuture(DataProto.concat, [of_rank(pending[rank], pending) for rank in mode.parts_fn(self)])
 
-    def _collected(self, mode: Mode, pending: Sequence[Pending]) -> object:
+    def _collected(self, mode: Dispatch, pending: Sequence[Pending]) -> object:
         """The call's result; of ranks that only repeat another's rows, nothing is fetched."""
         if mode.parts_fn is None:
             return mode.collect_fn(self, [one.value() for one in pending])
