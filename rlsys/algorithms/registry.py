@@ -49,7 +49,7 @@ class Registry(Generic[F]):
         """Decorator; ValueError if a name is taken or the function requires an argument that is not supplied."""
 
         def add(function: F) -> F:
-            adapted = self._adapt(function) if self._adapt else function
+            adapted = self._adapt(function)
             self._check_signature(names[0], adapted)
             for name in names:
                 if self._functions.setdefault(name, adapted) is not adapted:

@@ -43,6 +43,11 @@ def column(batch: DataProto, name: str) -> Tensor:
     return tensors[name]
 
 
+def columns(batch: DataProto, names: Sequence[str]) -> dict[str, Tensor]:
+    """Tensors of the batch by name; ValueError as `column`."""
+    return {name: column(batch, name) for name in names}
+
+
 def group_ids(batch: DataProto, *, num_repeat: int = 1) -> Tensor:
     """Group index of each row (B,): by the column `uid`, else `num_repeat` consecutive rows each."""
     uids = batch.non_tensor_batch.get("uid")
@@ -110,12 +115,8 @@ def apply_rollout_correction(batch: DataProto, config: RolloutCorrectionConfig) 
         return with_columns(batch, old_log_probs=column(batch, "rollout_log_probs")), {}
     if not config.corrects:
         return batch, {}
-    corrected = rollout_correction(
-        old_log_probs=column(batch, "old_log_probs"),
-        rollout_log_probs=column(batch, "rollout_log_probs"),
-        response_mask=column(batch, "response_mask"),
-        config=config,
-    )
+    names = ("old_log_probs", "rollout_log_probs", "response_mask")
+    corrected = rollout_correction(**columns(batch, names), config=config)
     added = {} if corrected.weights is None else {"rollout_is_weights": corrected.weights}
     return with_columns(batch, response_mask=corrected.response_mask, **added), corrected.metrics
 
@@ -174,13 +175,7 @@ def add_selected_tokens(batch: DataProto, config: ActorConfig, *, seed: int) -> 
 
     Chosen here, the choice does not depend on micro-batches or ranks. Other losses leave the batch as it is.
     """
-    selected = select_tokens(
-        config,
-        old_log_probs=column(batch, "old_log_probs"),
-        advantages=column(batch, "advantages"),
-        response_mask=column(batch, "response_mask"),
-        seed=seed,
-    )
+    selected = select_tokens(config, **columns(batch, ("old_log_probs", "advantages", "response_mask")), seed=seed)
     return batch if selected is None else with_columns(batch, selected_tokens=selected)
 
 

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from rlsys.algorithms.aggregate import agg_loss
 from rlsys.algorithms.masked import masked_sum, to_loss_sum
+from rlsys.config.schema.actor import CriticConfig
 from rlsys.interfaces import LossSum
 
 
@@ -14,9 +15,7 @@ def compute_value_loss(
     returns: Tensor,
     values: Tensor,
     response_mask: Tensor,
-    cliprange_value: float,
-    loss_agg_mode: str = "token-mean",
-    loss_scale_factor: float | None = None,
+    config: CriticConfig,
     batch_rows: int | None = None,
 ) -> LossSum:
     """Half the larger of the squared errors of the value and of the value clipped to near the old one (B, R).
@@ -24,13 +23,13 @@ def compute_value_loss(
     `max((v - R)^2, (clip(v, v_old - eps, v_old + eps) - R)^2) / 2`, the clipped value loss of PPO's reference code
     (studied in arXiv:2005.12729). Metrics: critic/vf_loss, critic/vf_clipfrac, critic/vpred_mean.
     """
-    clipped_vpreds = torch.clamp(vpreds, min=values - cliprange_value, max=values + cliprange_value)
+    clipped_vpreds = vpreds.clamp(min=values - config.cliprange_value, max=values + config.cliprange_value)
     unclipped, clipped = (vpreds - returns).square(), (clipped_vpreds - returns).square()
     total, count = agg_loss(
         0.5 * torch.maximum(unclipped, clipped),
         response_mask,
-        loss_agg_mode,
-        loss_scale_factor=loss_scale_factor,
+        config.loss_agg_mode,
+        loss_scale_factor=config.loss_scale_factor,
         batch_rows=batch_rows,
     )
     tokens = response_mask.bool().sum()

@@ -101,6 +101,7 @@ def build_reward_manager(
 
 
 @register("naive", "dapo")
+@dataclass(kw_only=True)
 class PoolRewardManager:
     """Grades every row in the pool; with an overlong buffer (dapo) long responses lose some of their reward.
 
@@ -108,38 +109,30 @@ class PoolRewardManager:
     falls linearly from 0 to `-penalty_factor`. Its `log` adds `overlong_reward` and `overlong` to the extra values.
     """
 
-    def __init__(
-        self,
-        *,
-        tokenizer: Detokenizer,
-        pool: RewardPool,
-        reward: GradingConfig,
-        reward_fn_key: str = "data_source",
-        max_response_length: int,
-        deadline_s: float | None = None,
-    ) -> None:
-        self._tokenizer, self._pool, self._reward_fn_key = tokenizer, pool, reward_fn_key
-        self._max_failed, self._deadline_s = reward.max_failed, deadline_s
-        self._overlong = reward.reward_kwargs.overlong_buffer_cfg
-        self._longest = reward.reward_kwargs.max_resp_len or max_response_length
+    tokenizer: Detokenizer
+    pool: RewardPool
+    reward: GradingConfig
+    reward_fn_key: str = "data_source"
+    max_response_length: int
+    deadline_s: float | None = None
 
     def grade(self, data: DataProto) -> Graded:
         """Rewards of all rows; RewardError where more than `reward.max_failed` of them could not be graded."""
-        items = reward_items(data, self._tokenizer, self._reward_fn_key)
-        results = self._pool.score(items, deadline_s=self._deadline_s)
-        check_failures(results, self._max_failed)
-        lengths = response_lengths(data)
+        items = reward_items(data, self.tokenizer, self.reward_fn_key)
+        results = self.pool.score(items, deadline_s=self.deadline_s)
+        check_failures(results, self.reward.max_failed)
+        overlong, longest = self.reward.reward_kwargs.overlong_buffer_cfg, self.reward.reward_kwargs.max_resp_len
         rewards = torch.tensor([r.score for r in results], dtype=torch.float32)
         extra = extra_columns(results)
-        if self._overlong.enable:
+        if overlong.enable:
             penalty = overlong_penalty(
-                lengths,
-                max_length=self._longest,
-                buffer_length=self._overlong.len,
-                penalty_factor=self._overlong.penalty_factor,
+                response_lengths(data),
+                max_length=longest or self.max_response_length,
+                buffer_length=overlong.len,
+                penalty_factor=overlong.penalty_factor,
             ).float()
             rewards = rewards + penalty
-            if self._overlong.log:
+            if overlong.log:
                 extra |= {"overlong_reward": penalty.numpy(), "overlong": (penalty < 0).numpy()}
         return Graded(_placed(rewards, data), extra, reward_metrics(results))
 

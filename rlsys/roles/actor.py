@@ -1,6 +1,7 @@
 """The actor: log-probabilities of responses, and policy updates by any registered loss."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
 from tensordict import TensorDict
@@ -13,10 +14,11 @@ from rlsys.config.schema.actor import ActorConfig
 from rlsys.config.schema.algorithm import DistillationLossConfig, RolloutCorrectionConfig
 from rlsys.interfaces import LossFn, LossSum, Output, TrainEngine
 from rlsys.protocol import DataProto
-from rlsys.roles.update import MiniBatch, global_step, mini_batches, ppo_mini_batches, run_updates
+from rlsys.roles.update import global_step, mini_batches, run_updates, with_scale
 from rlsys.types import WeightUpdateMeta
 
 
+@dataclass(eq=False)
 class PPOActor:
     """A policy on an engine. Every method is collective over the engine's ranks and takes this rank's rows.
 
@@ -25,24 +27,16 @@ class PPOActor:
     meta_info["temperature"] of a batch divides the logits; 1 where it is missing.
     """
 
+    engine: TrainEngine
+    config: ActorConfig
+    _: KW_ONLY
+    rollout_n: int = 1
+    rollout_correction: RolloutCorrectionConfig | None = None
+    distillation: DistillationLossConfig | None = None
+    version: int = field(default=0, init=False)
+
     compute_advantages = staticmethod(compute_advantage)
     """AReaL's name of `rlsys.algorithms.compute_advantage`; pure."""
-
-    def __init__(
-        self,
-        engine: TrainEngine,
-        config: ActorConfig,
-        *,
-        rollout_n: int = 1,
-        rollout_correction: RolloutCorrectionConfig | None = None,
-        distillation: DistillationLossConfig | None = None,
-    ) -> None:
-        self.engine = engine
-        self.config = config
-        self.rollout_n = rollout_n
-        self.rollout_correction = rollout_correction
-        self.distillation = distillation
-        self.version = 0
 
     def compute_logp(
         self, batch: DataProto, *, name: str = "old_log_probs", entropy: bool = False, sum_pi_squared: bool = False
@@ -65,7 +59,7 @@ class PPOActor:
         Needs old_log_probs, advantages, response_mask; ref_log_prob with use_kl_loss; teacher_log_probs with
         `distillation`, and teacher_ids for forward_kl_topk. Uses rollout_is_weights and selected_tokens if there.
         """
-        parts = ppo_mini_batches(batch, self.config, rollout_n=self.rollout_n, dp_size=self.engine.dp_size)
+        parts = mini_batches(batch, self.config, rollout_n=self.rollout_n, dp_size=self.engine.dp_size)
         return self._update(batch, parts)
 
     grpo_update = ppo_update
@@ -81,19 +75,18 @@ class PPOActor:
 
     def train_batch(self, batch: DataProto) -> dict[str, float]:
         """One optimizer step on all rows."""
-        return self._update(batch, mini_batches(batch))
+        return self._update(batch, [batch])
 
-    def _update(self, batch: DataProto, parts: Iterator[MiniBatch]) -> dict[str, float]:
-        config, distillation = self._config_for(batch), self.distillation
+    def _update(self, batch: DataProto, parts: Iterable[DataProto]) -> dict[str, float]:
+        config, distillation = with_scale(self.config, batch), self.distillation
         taught: Output = "topk_log_probs" if distillation is not None and distillation.is_topk else "log_probs"
         wanted: dict[Output, bool] = {"log_probs": True, taught: True}
         wanted["entropy"] = config.calculate_entropy or config.entropy_coeff != 0
         first_seed = config.data_loader_seed * 1_000_003 + global_step(batch) * 1009
 
-        def make_loss(part: MiniBatch) -> tuple[DataProto, LossFn]:
-            rows = part.rows
-            if "selected_tokens" not in rows.tensors.keys():  # noqa: SIM118
-                rows = add_selected_tokens(rows, config, seed=first_seed + part.index)
+        def make_loss(part: DataProto, index: int) -> tuple[DataProto, LossFn]:
+            if "selected_tokens" not in part.tensors.keys():  # noqa: SIM118
+                part = add_selected_tokens(part, config, seed=first_seed + index)
 
             def loss(outputs: Mapping[str, Tensor], rows: TensorDict) -> LossSum:
                 teacher = None
@@ -110,11 +103,11 @@ class PPOActor:
                     selected=rows.get("selected_tokens", None),
                     ref_log_prob=rows.get("ref_log_prob", None),
                     entropy=outputs.get("entropy"),
-                    batch_rows=len(part.rows) * self.engine.dp_size,
+                    batch_rows=len(part) * self.engine.dp_size,
                     teacher=teacher,
                 )
 
-            return rows, loss
+            return part, loss
 
         metrics = run_updates(
             self.engine,
@@ -127,11 +120,6 @@ class PPOActor:
         if config.use_kl_loss:
             metrics["actor/kl_coef"] = config.kl_loss_coef
         return metrics
-
-    def _config_for(self, batch: DataProto) -> ActorConfig:
-        """The constant of seq-mean-token-sum-norm is the width of the whole batch, not of a trimmed micro-batch."""
-        width = float(batch.tensors["response_mask"].shape[1])
-        return self.config.model_copy(update={"loss_scale_factor": self.config.loss_scale_factor or width})
 
 
 def _temperature(batch: DataProto) -> float:

@@ -9,7 +9,7 @@ from torch import Tensor
 from rlsys.algorithms.masked import masked_sum, to_loss_sum
 from rlsys.interfaces import LossSum, TrainEngine
 from rlsys.protocol import DataProto
-from rlsys.roles.update import mini_batches, run_updates
+from rlsys.roles.update import run_updates
 
 RankSums = dict[str, tuple[float, float]]
 """Metrics of one rank as (sum, count), see `mean_over_ranks`."""
@@ -39,8 +39,8 @@ class LMEngine:
         """One optimizer step on all rows: train/loss, train/ppl, train/grad_norm, train/lr, train/skipped_steps."""
         metrics = run_updates(
             self.engine,
-            mini_batches(batch),
-            lambda part: (part.rows, lm_loss),
+            [batch],
+            lambda rows, _: (rows, lm_loss),
             outputs=("log_probs",),
             prefix="train",
         )

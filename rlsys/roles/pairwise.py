@@ -16,7 +16,7 @@ from rlsys.algorithms.stages import with_columns
 from rlsys.interfaces import LossSum, Output, TrainEngine
 from rlsys.protocol import DataProto
 from rlsys.roles.lm import RankSums
-from rlsys.roles.update import mini_batches, run_updates
+from rlsys.roles.update import run_updates
 
 
 @dataclass(frozen=True)
@@ -57,5 +57,5 @@ def train_pairwise(
         sums = {f"train/{name}": (rows[f"sum of {name}"].sum(), rows[f"count of {name}"].sum()) for name in metrics}
         return to_loss_sum((outputs[output] * rows["slope"]).sum(), rows["counted"].sum(), sums)
 
-    parts = mini_batches(with_columns(batch, **columns))
-    return run_updates(engine, parts, lambda part: (part.rows, linear), outputs=(output,), prefix="train")
+    parts = [with_columns(batch, **columns)]
+    return run_updates(engine, parts, lambda rows, _: (rows, linear), outputs=(output,), prefix="train")

@@ -92,15 +92,8 @@ def rank_environment(
     *, rank: int, world_size: int, local_rank: int, local_world_size: int, master: tuple[str, int] | None
 ) -> dict[str, str]:
     """The variables torch.distributed starts from."""
-    values: dict[str, object] = {
-        "RANK": rank,
-        "WORLD_SIZE": world_size,
-        "LOCAL_RANK": local_rank,
-        "LOCAL_WORLD_SIZE": local_world_size,
-    }
-    if master is not None:
-        values |= {"MASTER_ADDR": master[0], "MASTER_PORT": master[1]}
-    return {name: str(value) for name, value in values.items()}
+    values = (rank, world_size, local_rank, local_world_size, *(master or ()))
+    return dict(zip(RANK_VARIABLES, map(str, values)))
 
 
 @contextmanager

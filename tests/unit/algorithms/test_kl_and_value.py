@@ -7,6 +7,7 @@ import torch
 
 from rlsys.algorithms.kl import KLController, get_kl_controller, kl_in_reward, kl_penalty
 from rlsys.algorithms.value_loss import compute_value_loss
+from rlsys.config.schema.actor import CriticConfig
 from rlsys.config.schema.algorithm import KLControlConfig
 
 
@@ -110,7 +111,7 @@ def test_value_loss_by_hand() -> None:
         returns=torch.tensor([[1.6, 3.0, 0.0]]),
         values=torch.tensor([[1.0, 1.0, 0.0]]),
         response_mask=torch.tensor([[1, 1, 0]]),
-        cliprange_value=0.5,
+        config=CriticConfig(cliprange_value=0.5),
     )
     assert (result.total / result.count).item() == pytest.approx((0.08 + 1.125) / 2)
     assert result.metrics["critic/vf_clipfrac"] == (1, 2)
@@ -124,7 +125,7 @@ def test_value_gradient_is_that_of_finite_differences() -> None:
 
     def loss(v: torch.Tensor) -> torch.Tensor:
         return compute_value_loss(
-            vpreds=v, returns=returns, values=values, response_mask=mask, cliprange_value=0.4
+            vpreds=v, returns=returns, values=values, response_mask=mask, config=CriticConfig(cliprange_value=0.4)
         ).total
 
     assert torch.autograd.gradcheck(loss, vpreds.requires_grad_())

@@ -13,7 +13,7 @@ from rlsys.algorithms.correction import rollout_correction
 from rlsys.algorithms.kl import kl_penalty
 from rlsys.algorithms.objective import actor_loss
 from rlsys.algorithms.value_loss import compute_value_loss
-from rlsys.config.schema.actor import ActorConfig, PolicyLossConfig
+from rlsys.config.schema.actor import ActorConfig, CriticConfig, PolicyLossConfig
 from rlsys.config.schema.algorithm import RolloutCorrectionConfig
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "verl_0_9_1.json").read_text())
@@ -141,7 +141,7 @@ def test_value_loss_and_its_gradient_agree_with_verl(case: dict[str, Any]) -> No
         returns=inputs["advantages"],
         values=inputs["values"],
         response_mask=inputs["response_mask"],
-        cliprange_value=0.3,
+        config=CriticConfig(cliprange_value=0.3),
     )
     loss = result.total / result.count
     (gradient,) = torch.autograd.grad(loss, vpreds)

@@ -17,7 +17,7 @@ from rlsys.roles.actor import PPOActor
 from rlsys.roles.critic import PPOCritic
 from rlsys.roles.lm import LMEngine, mean_over_ranks
 from rlsys.roles.reward_model import RWEngine
-from rlsys.roles.update import mini_batches, ppo_mini_batches
+from rlsys.roles.update import mini_batches
 from tests import tiny_engine as tiny
 
 
@@ -114,21 +114,23 @@ def test_micro_batches_do_not_change_what_is_learned(name: str, mode: str) -> No
 
 def test_mini_batches_are_contiguous_or_a_permutation_by_seed_step_and_epoch() -> None:
     batch = tiny.make_batch(10)
+    batch.meta_info["global_steps"] = 3
 
     def order(**settings: Any) -> list[list[int]]:
-        parts = mini_batches(batch, num_rows=4, step=3, **settings)
-        return [tensors(part.rows)["index"].tolist() for part in parts]
+        config = ActorConfig(ppo_mini_batch_size=4, **settings)
+        parts = mini_batches(batch, config, rollout_n=1, dp_size=1)
+        return [tensors(part)["index"].tolist() for part in parts]
 
     assert order() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-    shuffled = order(shuffle=True, epochs=2)
+    shuffled = order(shuffle=True, ppo_epochs=2)
     assert sorted(chain.from_iterable(shuffled[:3])) == list(range(10))
     assert shuffled[:3] != shuffled[3:]
-    assert shuffled == order(shuffle=True, epochs=2)
-    assert shuffled != order(shuffle=True, epochs=2, seed=1)
+    assert shuffled == order(shuffle=True, ppo_epochs=2)
+    assert shuffled != order(shuffle=True, ppo_epochs=2, data_loader_seed=1)
     with pytest.raises(ValueError, match="ppo_mini_batch_size=2 gives 4 ranks no row"):
-        ppo_mini_batches(batch, ActorConfig(ppo_mini_batch_size=2), rollout_n=1, dp_size=4)
-    parts = ppo_mini_batches(batch, ActorConfig(ppo_mini_batch_size=2), rollout_n=4, dp_size=2)
-    assert [len(part.rows) for part in parts] == [4, 4, 2]
+        next(mini_batches(batch, ActorConfig(ppo_mini_batch_size=2), rollout_n=1, dp_size=4))
+    parts = mini_batches(batch, ActorConfig(ppo_mini_batch_size=2), rollout_n=4, dp_size=2)
+    assert [len(part) for part in parts] == [4, 4, 2]
 
 
 def test_a_refused_step_is_counted_and_leaves_the_others_alone() -> None:
