@@ -2,9 +2,10 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 
 from rlsys.protocol.columns import dict_of_lists, object_rows, tensors_of
@@ -57,7 +58,8 @@ def response_lengths(data: DataProto) -> Tensor:
 
 def collate_fn(x: Sequence[DataProtoItem]) -> DataProto:
     """Rows out of single items, their objects in object arrays."""
-    batch: Any = None if x[0].batch is None else torch.stack([item.batch for item in x]).contiguous()  # pyrefly: ignore
+    items = cast(list[Tensor], [item.batch for item in x])
+    batch = None if x[0].batch is None else cast(TensorDict, torch.stack(items).contiguous())
     columns = dict_of_lists([item.non_tensor_batch for item in x])
     held = {key: object_rows(values) for key, values in columns.items()}
     return DataProto(batch=batch, non_tensor_batch=held)

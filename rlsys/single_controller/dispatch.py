@@ -63,10 +63,6 @@ class Dispatch:
     DIRECT_ROLLOUT_METHOD: "ClassVar[Dispatch]"
 
 
-DispatchMode = Dispatch | Mapping[str, Callable[..., Any]]
-"""A name, or a dict of dispatch_fn and collect_fn."""
-
-
 class Execute(Enum):
     """Which ranks run a method."""
 
@@ -92,7 +88,7 @@ class SplitArguments:
 
 
 def register(
-    dispatch_mode: DispatchMode | None = None,
+    dispatch_mode: Dispatch | Mapping[str, Callable[..., Any]] | None = None,
     execute_mode: Execute = Execute.ALL,
     blocking: bool = True,
     materialize_futures: bool = True,
