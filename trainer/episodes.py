@@ -39,6 +39,7 @@ from rlsys.interfaces import State
 from rlsys.protocol import IMAGES, DataProto
 from rlsys.rewards.pool.pool import RewardItem, RewardPool
 from rlsys.rollout.batch import SEEDS, with_request_seeds
+from rlsys.telemetry.jsonl import JsonObject
 from rlsys.telemetry.metrics import StageTimer
 from rlsys.types import GenerationHyperparameters, SamplingParams
 from rlsys.utils.errors import ConfigError, DataError, RolloutError, result_within
@@ -139,7 +140,7 @@ class OpenEpisodes:
     def __init__(self, groups: PromptGroups, rollout: EpisodeRollout) -> None:
         self._groups, self.rollout = groups, rollout
         self.starts: dict[PromptGroup, list[EpisodeStart]] = {}
-        self._saved: dict[str, dict[str, Any]] = {}
+        self._saved: dict[str, JsonObject] = {}
 
     def save(self, folder: Path) -> None:
         write_episodes(folder / EPISODES, [start.to_dict() for starts in self.starts.values() for start in starts])
@@ -240,7 +241,7 @@ class EpisodeEpochSource(EpochSource):
         self._groups.add(self._meter.new_counts())
 
 
-def episode_starts(rows: DataProto, saved: Mapping[str, Any], *, name: str) -> list[EpisodeStart]:
+def episode_starts(rows: DataProto, saved: Mapping[str, JsonObject], *, name: str) -> list[EpisodeStart]:
     """An episode for each row, by its `request_seeds`; those that are `saved` continue from their logs.
 
     A workflow gets the columns of its row, and `prompt` as messages with its images.
@@ -257,7 +258,7 @@ def episode_starts(rows: DataProto, saved: Mapping[str, Any], *, name: str) -> l
 
 def prompt_of_row(row: Row) -> list[Message]:
     """The messages of a row of a batch, in which the images stand at their `<image>`."""
-    pictures = [image_part(png_url(data)) for images in row.get(IMAGES) or () for data in images.pictures]
+    pictures = [image_part(png_url(data.tobytes())) for images in row.get(IMAGES) or () for data in images.pictures]
     parts = iter(pictures)
     return [with_parts(message, parts) for message in row["raw_prompt"]] if pictures else list(row["raw_prompt"])
 

@@ -16,6 +16,7 @@ from typing import Any
 from rlsys.agent.episode_log import EpisodeLog, read_episodes
 from rlsys.agent.runner import EpisodeStart
 from rlsys.config import PPOConfig, load_config
+from rlsys.telemetry.jsonl import JsonObject
 from rlsys.telemetry.metrics import StageTimer
 from rlsys.utils.errors import ConfigError
 from trainer.backend import load_tokenizer
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _replay(episode: dict[str, Any], folder: Path) -> int:
+def _replay(episode: JsonObject, folder: Path) -> int:
     cfg = with_local_files(load_config([f"--config-path={folder}", f"--config-name={Path(CONFIG).stem}"], PPOConfig))
     tokenizer = load_tokenizer(cfg.actor_rollout_ref.model, cfg.actor_rollout_ref.rollout.padding)
     start = EpisodeStart(episode["row"], episode["seed"], episode["name"], EpisodeLog(episode["log"], is_closed=True))

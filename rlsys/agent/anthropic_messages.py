@@ -1,17 +1,18 @@
 """Anthropic's Messages API in terms of chat completions: requests become chat messages, completions become messages."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from rlsys.agent.template import tool_call
+from rlsys.telemetry.jsonl import JsonObject
 
 STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
 
 
-def chat_request(body: Mapping[str, Any]) -> dict[str, object]:
+def chat_request(body: JsonObject) -> JsonObject:
     """The chat completion that a message asks for. ValueError for content other than text, images and tools."""
-    messages = [{"role": "system", "content": body["system"]}] if body.get("system") else []
+    messages: list[JsonObject] = [{"role": "system", "content": body["system"]}] if body.get("system") else []
     for message in body["messages"]:
         messages += _chat_messages(message)
     tools = [
@@ -27,7 +28,7 @@ def chat_request(body: Mapping[str, Any]) -> dict[str, object]:
     }
 
 
-def response(completion: Mapping[str, Any], body: Mapping[str, object]) -> dict[str, Any]:
+def response(completion: JsonObject, body: JsonObject) -> JsonObject:
     """A chat completion as the message that answers `body`."""
     (choice,) = completion["choices"]
     message, usage = choice["message"], completion["usage"]
@@ -48,7 +49,7 @@ def response(completion: Mapping[str, Any], body: Mapping[str, object]) -> dict[
     }
 
 
-def events(whole: Mapping[str, Any]) -> Iterator[dict[str, object]]:
+def events(whole: JsonObject) -> Iterator[JsonObject]:
     """The events of a streamed message: its blocks, each as one piece."""
     yield {"type": "message_start", "message": {**whole, "content": [], "stop_reason": None}}
     for index, block in enumerate(whole["content"]):
@@ -65,7 +66,7 @@ def events(whole: Mapping[str, Any]) -> Iterator[dict[str, object]]:
     yield {"type": "message_stop"}
 
 
-def _chat_messages(message: Mapping[str, Any]) -> Iterator[dict[str, object]]:
+def _chat_messages(message: JsonObject) -> Iterator[JsonObject]:
     """The chat messages of one message: each tool result is one of its own, before the text beside it."""
     content = message["content"]
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content

@@ -9,18 +9,19 @@ import hmac
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
 from types import ModuleType
-from typing import Any
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from rlsys.agent import anthropic_messages, responses_api
 from rlsys.agent.session import Answer, EpisodeEnd, Session
 from rlsys.agent.template import with_arguments
+from rlsys.telemetry.jsonl import JsonObject
 
 MAX_BODY_BYTES = 64 << 20
 MAX_CHOICES = 16
@@ -93,7 +94,7 @@ class Endpoint:
         self._port = self._runner.addresses[0][1]
 
     @web.middleware
-    async def _checked(self, request: web.Request, handler: Any) -> web.StreamResponse:
+    async def _checked(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """The answer of a handler to a program that may ask; errors in OpenAI's form."""
         if (name := request.match_info.get("episode", "")) or self._make_session is None:
             episode = self._episodes.get(name)
@@ -139,7 +140,7 @@ class Endpoint:
             return await _stream(request, api.events(response))
         return web.json_response(response)
 
-    async def _completion(self, request: web.Request, body: Mapping[str, object]) -> dict[str, object]:
+    async def _completion(self, request: web.Request, body: JsonObject) -> JsonObject:
         episode = request["episode"]
         answers = await self._drawn(episode, body, is_retry=request.headers.get("x-stainless-retry-count", "0") != "0")
         episode.last = answers[0]
@@ -158,7 +159,7 @@ class Endpoint:
             },
         }
 
-    async def _drawn(self, episode: OpenEpisode, body: Mapping[str, object], *, is_retry: bool) -> list[Answer]:
+    async def _drawn(self, episode: OpenEpisode, body: JsonObject, *, is_retry: bool) -> list[Answer]:
         """The answers to a request; a client's repetition of one gets the same answers."""
         key = blake2b(json.dumps(body, sort_keys=True).encode(), digest_size=16).hexdigest()
         if not (is_retry and key in episode.answers):
@@ -168,7 +169,7 @@ class Endpoint:
         return await asyncio.shield(episode.answers[key])
 
 
-async def _draw(session: Session, body: Mapping[str, Any], sampled: Sequence[str]) -> list[Answer]:
+async def _draw(session: Session, body: JsonObject, sampled: Sequence[str]) -> list[Answer]:
     """Draw the answers that a request asks for. Of `sampled` it has its own, the rest of the sampling is the job's."""
     messages, num_choices = body["messages"], int(body.get("n") or 1)
     if not isinstance(messages, list) or not messages or not 1 <= num_choices <= MAX_CHOICES:
@@ -188,7 +189,7 @@ def _choice(number: int, answer: Answer) -> dict[str, object]:
     return {"index": number, "message": message, "finish_reason": reason, "logprobs": None}
 
 
-def _chunks(completion: Mapping[str, Any]) -> Iterator[dict[str, object]]:
+def _chunks(completion: JsonObject) -> Iterator[JsonObject]:
     """The events of a streamed completion: each choice as one chunk and its end, then the usage."""
     head = {**completion, "object": "chat.completion.chunk"}
     usage = head.pop("usage")
@@ -201,9 +202,7 @@ def _chunks(completion: Mapping[str, Any]) -> Iterator[dict[str, object]]:
     yield {**head, "choices": [], "usage": usage}
 
 
-async def _stream(
-    request: web.Request, events: Iterable[Mapping[str, object]], last: bytes = b""
-) -> web.StreamResponse:
+async def _stream(request: web.Request, events: Iterable[JsonObject], last: bytes = b"") -> web.StreamResponse:
     """Server-sent events, with the type of those that have one as their name."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)

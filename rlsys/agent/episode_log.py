@@ -5,9 +5,9 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from os import SEEK_END
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from rlsys.telemetry.jsonl import encode_line, plain_json, read_jsonl
+from rlsys.telemetry.jsonl import JsonObject, encode_line, plain_json, read_jsonl
 
 R = TypeVar("R")
 
@@ -30,11 +30,11 @@ class EpisodeLog:
     the log starts with were read, else it `differs`: EpisodeEnd. With `is_closed` no request is made: it `has_ended`.
     """
 
-    def __init__(self, rows: Sequence[Mapping[str, object]] = (), *, is_closed: bool = False) -> None:
+    def __init__(self, rows: Sequence[JsonObject] = (), *, is_closed: bool = False) -> None:
         self._is_closed = is_closed
         self.restart(rows)
 
-    def restart(self, rows: Sequence[Mapping[str, Any]] = ()) -> None:
+    def restart(self, rows: Sequence[JsonObject] = ()) -> None:
         """Begin again, with other rows."""
         self.differs = self.has_ended = self._is_live = False
         self._rows = [dict(row) for row in rows]
@@ -52,7 +52,7 @@ class EpisodeLog:
         """The tokens of all draws."""
         return sum(len((row["result"] or {}).get("output_tokens", ())) for row in tuple(self._rows))
 
-    async def result(self, request: Mapping[str, Any], make: Callable[[], Awaitable[R]], read: Callable[..., R]) -> R:
+    async def result(self, request: JsonObject, make: Callable[[], Awaitable[R]], read: Callable[..., R]) -> R:
         """The recorded result of a request, from its fields by `read`, or the one that is made now."""
         recorded = self._unread.get(_key(request))
         row = recorded.popleft() if recorded else None
@@ -70,7 +70,7 @@ class EpisodeLog:
         row["result"] = {name: value for name, value in vars(result).items() if name != "input_tokens"}
         return result
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[JsonObject]:
         """Requests and results as plain data; may be called from any thread."""
         return [dict(row) for row in tuple(self._rows)]
 
@@ -84,10 +84,10 @@ def write_episodes(path: Path, episodes: Iterable[Mapping[str, object]], *, max_
                 out.write(encode_line(episode))
 
 
-def read_episodes(path: Path) -> dict[str, dict[str, Any]]:
+def read_episodes(path: Path) -> dict[str, JsonObject]:
     """The episodes of a file by name, the last of equal names; none if there is no file."""
     return {episode["name"]: episode for episode in read_jsonl(path)} if path.exists() else {}
 
 
-def _key(request: Mapping[str, object]) -> str:
+def _key(request: JsonObject) -> str:
     return json.dumps(plain_json(request), sort_keys=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.agent.tools import BaseTool, Tool
+from rlsys.telemetry.jsonl import JsonObject
 from rlsys.utils.errors import ConfigError
 
 TARGET = f"{__name__}:MCPTool"
@@ -18,7 +19,7 @@ START_S = 60.0
 class MCPTool(BaseTool):
     """A tool of a server; config: `server`, an entry of the file's `mcpServers`, and `tool`, its name there."""
 
-    async def execute(self, instance_id: str, parameters: Mapping[str, Any], **kwargs: Any) -> str:
+    async def execute(self, instance_id: str, parameters: Mapping[str, object], **kwargs: object) -> str:
         async with _client(self.config["server"]) as client:
             result = await client.call_tool(self.config["tool"], dict(parameters))
         text = "\n".join(part.text if part.type == "text" else f"({part.type})" for part in result.content)
@@ -62,7 +63,7 @@ def _offered(server: str) -> list[Any]:
         return thread.submit(asyncio.run, ask()).result()
 
 
-def _client(server: Mapping[str, Any]) -> Any:
+def _client(server: JsonObject) -> Any:
     """A client of a server that `command` starts, or that listens at `url`."""
     from mcp import Client, StdioServerParameters
 

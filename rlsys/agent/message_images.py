@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlsys.data.images import IMAGE_PARTS, ImageError, load_image
+from rlsys.telemetry.jsonl import JsonObject
 
 Messages = Sequence[Mapping[str, object]]
 TEXTS = ("text", "input_text", "output_text")
 
 
-def image_part(value: object) -> dict[str, Any]:
+def image_part(value: object) -> JsonObject:
     """An image as a content part: a data URL as it is, pixels and the bytes of a file as PNG. ValueError for others."""
     url = value.get("url") if isinstance(value, Mapping) else value
     if url is None:
@@ -26,12 +27,12 @@ def image_part(value: object) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-def png_url(data: Any) -> str:
+def png_url(data: bytes) -> str:
     """The data URL of a PNG file."""
     return f"data:image/png;base64,{base64.b64encode(data).decode()}"
 
 
-def plain_content(content: Sequence[Mapping[str, Any]]) -> str | list[dict[str, object]]:
+def plain_content(content: Sequence[Mapping[str, Any]]) -> str | list[JsonObject]:
     """The content parts of a message: as one text, or as text and image_url parts. ValueError for others."""
     if other := {part.get("type") for part in content} - {*TEXTS, *IMAGE_PARTS}:
         raise ValueError(f"content of type {', '.join(map(str, other))} is not supported, only text and images")

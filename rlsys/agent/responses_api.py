@@ -1,12 +1,13 @@
 """OpenAI's Responses API in terms of chat completions: requests become chat messages, completions become responses."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from rlsys.agent.template import tool_call
+from rlsys.telemetry.jsonl import JsonObject
 
 
-def chat_request(body: Mapping[str, Any]) -> dict[str, object]:
+def chat_request(body: JsonObject) -> JsonObject:
     """The chat completion that a response asks for. ValueError for what needs state or tools of OpenAI's servers."""
     if body.get("previous_response_id") or body.get("conversation"):
         raise ValueError("responses are not stored; send the whole conversation as input")
@@ -24,7 +25,7 @@ def chat_request(body: Mapping[str, Any]) -> dict[str, object]:
     return {**asked, "messages": messages, "tools": tools}
 
 
-def response(completion: Mapping[str, Any], body: Mapping[str, object]) -> dict[str, Any]:
+def response(completion: JsonObject, body: JsonObject) -> JsonObject:
     """A chat completion as a response to `body`."""
     (choice,), name = completion["choices"], completion["id"].removeprefix("chatcmpl-")
     message, usage = choice["message"], completion["usage"]
@@ -59,7 +60,7 @@ def response(completion: Mapping[str, Any], body: Mapping[str, object]) -> dict[
     }
 
 
-def events(whole: Mapping[str, Any]) -> Iterator[dict[str, object]]:
+def events(whole: JsonObject) -> Iterator[JsonObject]:
     """The events of a streamed response: its items, each as one piece."""
     started = {**whole, "status": "in_progress", "output": [], "usage": None}
     yield {"type": "response.created", "response": started}
@@ -81,7 +82,7 @@ def events(whole: Mapping[str, Any]) -> Iterator[dict[str, object]]:
     yield {"type": f"response.{whole['status']}", "response": whole}
 
 
-def _append(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
+def _append(messages: list[dict[str, Any]], item: JsonObject) -> None:
     """Append an item of the input; calls that follow an answer, or each other, belong to one assistant message."""
     kind = item.get("type", "message")
     if kind == "message":
@@ -97,7 +98,7 @@ def _append(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
         raise ValueError(f"input of type {kind} is not supported")
 
 
-def _tool(tool: Mapping[str, object]) -> dict[str, object]:
+def _tool(tool: JsonObject) -> JsonObject:
     if tool["type"] != "function":
         raise ValueError(f"tools of type {tool['type']} run on OpenAI's servers; only functions are supported")
     return {"type": "function", "function": {key: tool.get(key) for key in ("name", "description", "parameters")}}

@@ -8,8 +8,8 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
 
+from rlsys.protocol import ImageInputs
 from rlsys.types import ModelRequest, ModelResponse, SamplingParams
 
 Generate = Callable[[Sequence[ModelRequest]], Sequence[ModelResponse]]
@@ -47,7 +47,7 @@ class Rounds:
         await self._epoch
 
     async def sample(
-        self, ids: Sequence[int], params: SamplingParams, session: str = "", images: Sequence[Any] = ()
+        self, ids: Sequence[int], params: SamplingParams, session: str = "", images: Sequence[ImageInputs] = ()
     ) -> ModelResponse:
         """Complete a prompt with the next round; the order of sessions is that of the batch."""
         response: asyncio.Future[ModelResponse] = asyncio.get_running_loop().create_future()

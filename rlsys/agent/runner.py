@@ -16,10 +16,12 @@ from rlsys.agent.episode_log import EpisodeEnd, EpisodeLog
 from rlsys.agent.presets import Workflow
 from rlsys.agent.rounds import Rounds
 from rlsys.agent.session import Row, Score, Session, SessionSettings
+from rlsys.agent.template import Messages
 from rlsys.agent.tool_pool import EpisodeTools, ToolPool
 from rlsys.agent.tools import Tool
 from rlsys.agent.trace import TraceRow
 from rlsys.rewards.pool.worker import describe
+from rlsys.telemetry.jsonl import JsonObject
 from rlsys.types import SamplingParams
 from rlsys.utils.errors import ConfigError, DeadlineError, RolloutError, WeightTransferError
 
@@ -58,8 +60,8 @@ class EpisodeResult:
     counts: Mapping[str, int] = field(default_factory=dict)
     seconds: float = 0.0
     tool_s: float = 0.0
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    messages: Sequence[Mapping[str, Any]] = ()
+    extra: JsonObject = field(default_factory=dict)
+    messages: Messages = ()
     error: str = ""
 
 

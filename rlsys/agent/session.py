@@ -13,11 +13,12 @@ from typing import Any
 
 from rlsys.agent.episode_log import EpisodeEnd, EpisodeLog
 from rlsys.agent.message_images import image_part, plain_content
-from rlsys.agent.template import ChatTemplate, call_id, tool_call, with_arguments
+from rlsys.agent.template import ChatTemplate, Messages, Tools, call_id, tool_call, with_arguments
 from rlsys.agent.tool_calls import ToolCall, parse_tool_calls
 from rlsys.agent.tool_pool import EpisodeTools, result_text
 from rlsys.agent.trace import Span, Trace
 from rlsys.config.schema.agent import AgentConfig, MultiTurnConfig
+from rlsys.data.chat import Message
 from rlsys.rewards.pool.pool import RewardResult, failed
 from rlsys.types import Finish, ModelResponse, SamplingParams
 
@@ -60,7 +61,7 @@ class Answer:
     """What the model drew: `text` as it wrote it, without its end token, and `message` with the tool calls read."""
 
     text: str
-    message: Mapping[str, Any]
+    message: Message
     tool_calls: Sequence[ToolCall]
     span: Span
 
@@ -76,7 +77,7 @@ class Session:
         self.settings, self.seed, self.row, self.name = settings, seed, row or {}, name
         self.log = EpisodeLog()
         self.trace = Trace()
-        self.messages: list[Mapping[str, Any]] = []
+        self.messages: list[Message] = []
         self.tools: EpisodeTools | None = None
         self.counts: Counter[str] = Counter()
         self.tool_s = self.tool_reward = 0.0
@@ -85,17 +86,11 @@ class Session:
         self._given: dict[tuple[int, str], Span] = {}
         self._num_draws: Counter[int] = Counter()
 
-    def add(self, *messages: str | Mapping[str, Any]) -> None:
+    def add(self, *messages: str | Message) -> None:
         """Append messages to the conversation; a text is a user message. ValueError for parts but texts and images."""
         self.messages += [{"role": "user", "content": m} if isinstance(m, str) else plain_message(m) for m in messages]
 
-    async def draw(
-        self,
-        messages: Sequence[Mapping[str, object]] | None = None,
-        *,
-        tools: Sequence[Mapping[str, object]] | None = None,
-        **sampling: object,
-    ) -> Answer:
+    async def draw(self, messages: Messages | None = None, *, tools: Tools | None = None, **sampling: object) -> Answer:
         """The model's next turn, appended to `messages`; a conversation given here takes their place.
 
         The longest part of the conversation that was drawn before keeps its tokens, whatever its template would write;
@@ -114,7 +109,7 @@ class Session:
             self.messages.append(answer.message)
         return answer
 
-    async def call(self, tool: str | ToolCall, **arguments: Any) -> str:
+    async def call(self, tool: str | ToolCall, **arguments: object) -> str:
         """What a tool returns, as text for the model; errors and timeouts are texts too, and are counted."""
         return result_text(await self._call(ToolCall(tool, arguments) if isinstance(tool, str) else tool))
 
@@ -134,10 +129,10 @@ class Session:
         """Run an answer's tool calls, at most `max_parallel_calls` together, and add their results in order."""
         limit = asyncio.Semaphore(self.settings.turns.max_parallel_calls)
 
-        async def result(number: int, call: ToolCall) -> Mapping[str, Any]:
+        async def result(number: int, call: ToolCall) -> Message:
             async with limit:
                 result = await self._call(call)
-            content: Any = result_text(result)
+            content: object = result_text(result)
             if images := result.extra.get("images"):
                 content = [*map(image_part, images), {"type": "text", "text": content}]
             sent = answer.message["tool_calls"][number]
@@ -145,7 +140,7 @@ class Session:
 
         self.add(*await asyncio.gather(*(result(n, call) for n, call in enumerate(answer.tool_calls))))
 
-    async def grade(self, answer: str | Answer, **extra_info: Any) -> Score:
+    async def grade(self, answer: str | Answer, **extra_info: object) -> Score:
         """The score of an answer by the job's reward function and the row's ground truth."""
         assert self.settings.grade is not None, "the job has no reward function"
         text = answer.text if isinstance(answer, Answer) else answer
@@ -168,9 +163,7 @@ class Session:
 
     # ---- tokens ------------------------------------------------------------------------------------------------
 
-    def _context(
-        self, conversation: Sequence[Mapping[str, object]], tools: Sequence[Mapping[str, object]] | None
-    ) -> tuple[Span, str]:
+    def _context(self, conversation: Messages, tools: Tools | None) -> tuple[Span, str]:
         """The span behind which the answer to a conversation is drawn, and the conversation's key."""
         key = json.dumps(tools, sort_keys=True) if tools else ""
         last, rest = None, conversation
@@ -235,7 +228,7 @@ class Session:
         return Answer(text, message, calls, span)
 
 
-def plain_message(message: Mapping[str, object]) -> dict[str, object]:
+def plain_message(message: Message) -> dict[str, object]:
     """A message with arguments of calls as objects, and as content text or, with images, text and image_url parts.
 
     ValueError for other parts.
@@ -249,7 +242,7 @@ def plain_message(message: Mapping[str, object]) -> dict[str, object]:
     return with_arguments(plain, lambda given: json.loads(given or "{}") if isinstance(given, str) else given)
 
 
-def message_key(message: Mapping[str, Any], before: str) -> str:
+def message_key(message: Message, before: str) -> str:
     """Identifies a conversation up to this message, by role, text and tool calls; `before` is that of those before."""
     calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls") or ()]
     content = message["content"].strip() if isinstance(message["content"], str) else message["content"]

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from rlsys.agent.message_images import image_urls, with_placeholders
 from rlsys.agent.trace import Span
-from rlsys.data.chat import encode_text, render
+from rlsys.data.chat import Message, encode_text, render
+from rlsys.telemetry.jsonl import JsonObject
 from rlsys.utils.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,9 +23,9 @@ if TYPE_CHECKING:
     from rlsys.protocol import ImageInputs
 
 Kind = Literal["user", "tool"]
-Messages = Sequence[Mapping[str, Any]]
-Tools = Sequence[Mapping[str, Any]]
-Form = Callable[[Messages], list[Mapping[str, Any]]]
+Messages = Sequence[Message]
+Tools = Sequence[JsonObject]
+Form = Callable[[Messages], list[Message]]
 T = TypeVar("T")
 
 SENTINEL = "\u2603SENTINEL\u2603"
@@ -44,12 +45,12 @@ def call_id(number: int) -> str:
     return f"call{number % 100_000:05d}"
 
 
-def tool_call(id: str, name: str, arguments: Any) -> dict[str, object]:
+def tool_call(id: str, name: str, arguments: object) -> JsonObject:
     """A tool call in a message of the assistant; `arguments` are an object or its JSON text."""
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def _in_parts(messages: Messages) -> list[Mapping[str, Any]]:
+def _in_parts(messages: Messages) -> list[Message]:
     return [
         {**message, "content": [{"type": "text", "text": message["content"]}]}
         if isinstance(message["content"], str)
@@ -58,14 +59,14 @@ def _in_parts(messages: Messages) -> list[Mapping[str, Any]]:
     ]
 
 
-def with_arguments(message: Mapping[str, Any], write: Callable[[object], object]) -> dict[str, object]:
+def with_arguments(message: Message, write: Callable[[object], object]) -> dict[str, object]:
     """The message with the arguments of its tool calls written in another way."""
     functions = [(call, call["function"]) for call in message.get("tool_calls") or ()]
     written = [{**call, "function": {**f, "arguments": write(f["arguments"])}} for call, f in functions]
     return {**message, "tool_calls": written} if written else dict(message)
 
 
-def _arguments_as_text(messages: Messages) -> list[Mapping[str, Any]]:
+def _arguments_as_text(messages: Messages) -> list[Message]:
     return [with_arguments(message, json.dumps) for message in messages]
 
 
@@ -131,9 +132,11 @@ class ChatTemplate:
         """Whether there are more placeholders up to a span than its images have; later images would be put there."""
         from rlsys.models.vision import num_features
 
-        config = self.processor.config if self.processor else None
+        if self.processor is None:
+            return False
+        config = self.processor.config
         num_wanted = sum(sum(num_features(config, one.tensors)) for one in span.all_images)
-        return config is not None and span.context.count(config.image_token_id) != num_wanted
+        return span.context.count(config.image_token_id) != num_wanted
 
     def _appended_text(self, messages: Messages, tools: Tools | None) -> str:
         kind: Kind = "tool" if any(m["role"] in ("tool", "ipython") for m in messages) else "user"
@@ -254,11 +257,11 @@ def _word(random: Random) -> str:
     return "".join(random.choices("abcdefghijklmnopqrstuvwxyz", k=6))
 
 
-def _tool_message(number: int, content: str) -> dict[str, Any]:
+def _tool_message(number: int, content: str) -> Message:
     return {"role": "tool", "name": "lookup", "tool_call_id": call_id(number), "content": content}
 
 
-def _random_history(random: Random) -> list[dict[str, Any]]:
+def _random_history(random: Random) -> Messages:
     """A conversation of 0 to 2 answered turns that ends with a question, sometimes with thinking."""
     messages = [{"role": "system", "content": _word(random)}] if random.random() < 0.3 else []
     messages.append({"role": "user", "content": _word(random)})

@@ -68,7 +68,7 @@ class ToolObject:
     _calls: list[tuple[str, Mapping[str, object]]] = field(default_factory=list)
     _is_made: bool = False
 
-    async def call(self, method: str, arguments: Mapping[str, Any] | None = None) -> RewardResult:
+    async def call(self, method: str, arguments: Mapping[str, object] | None = None) -> RewardResult:
         """The pool's result of a call of `create` or a method."""
         arguments = arguments or {}
         request = {"tool": self.name, "method": method, "arguments": arguments}
@@ -77,7 +77,7 @@ class ToolObject:
             self._calls.append((method, arguments))
         return result
 
-    async def _call(self, method: str, arguments: Mapping[str, Any]) -> RewardResult:
+    async def _call(self, method: str, arguments: Mapping[str, object]) -> RewardResult:
         self._is_made = True
         result = await self._send(method, arguments)
         if result.extra.get("status") == LOST:
@@ -126,7 +126,7 @@ class EpisodeTools:
         made = self._objects[target] = self._pool.new_object(target, config, log=self._log)
         return made
 
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> RewardResult:
+    async def call(self, name: str, arguments: Mapping[str, object]) -> RewardResult:
         """The result of one call, which `result_text` reads; its score is the reward that verl's tools return."""
         tool = self._tools.get(name)
         if tool is None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from rlsys.agent.message_images import image_part
 from rlsys.agent.tools import as_text, load_target
+from rlsys.telemetry.jsonl import JsonObject
 from rlsys.utils.plugins import named_arguments
 
 CREATE, LOST, RESPOND = "create", "lost", "generate_response"
@@ -20,9 +21,9 @@ _OBJECTS: dict[str, Any] = {}
 def call(
     data_source: str,
     solution_str: str,
-    ground_truth: Mapping[str, Any],
-    extra_info: Mapping[str, Any],
-    cut: Mapping[str, object],
+    ground_truth: JsonObject,
+    extra_info: JsonObject,
+    cut: JsonObject,
 ) -> dict[str, object]:
     """Call a function, or a method of an object; {"status": "lost"} where this process does not have the object."""
     key = extra_info.get("object", "")
@@ -55,9 +56,9 @@ def call(
 async def call_async(
     data_source: str,
     solution_str: str,
-    ground_truth: Mapping[str, Any],
-    extra_info: Mapping[str, object],
-    cut: Mapping[str, object],
+    ground_truth: JsonObject,
+    extra_info: JsonObject,
+    cut: JsonObject,
 ) -> dict[str, object]:
     """Call an async function; many of them run at once in one process."""
     return _answer(await load_target(data_source, key="tools")(**ground_truth), cut)
@@ -75,7 +76,7 @@ def _wait(result: Any) -> Any:
     return asyncio.run(result) if inspect.iscoroutine(result) else result
 
 
-def _answer(result: Any, cut: Mapping[str, Any]) -> dict[str, object]:
+def _answer(result: Any, cut: JsonObject) -> dict[str, object]:
     """The result as text; of verl's (text, reward, metrics) the reward too, and a number also as `value`."""
     result, reward, *_ = (*result, None, None) if isinstance(result, tuple) else (result, None)
     shown, images = _without_images(result)

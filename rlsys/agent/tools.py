@@ -10,11 +10,13 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from rlsys.telemetry.jsonl import JsonObject
 from rlsys.utils.errors import ConfigError
 from rlsys.utils.plugins import load_from_file
 
+F = TypeVar("F", bound=Callable[..., object])
 RESERVED = ("reset", "get_reward", "close")
 
 
@@ -27,23 +29,23 @@ class Tool:
     """
 
     name: str
-    schema: Mapping[str, Any]
+    schema: JsonObject
     target: str
     method: str = ""
     is_async: bool = False
-    config: Mapping[str, Any] | None = None
+    config: JsonObject | None = None
 
 
 class BaseTool:
     """verl's interface of tools with state: one `create` for an episode, `execute` for each call, then `release`."""
 
-    def __init__(self, config: Mapping[str, Any], tool_schema: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: JsonObject, tool_schema: JsonObject | None = None) -> None:
         self.config, self.tool_schema = config, tool_schema
 
     async def create(self, instance_id: str | None = None, **kwargs: object) -> Any:
         return instance_id
 
-    async def execute(self, instance_id: str, parameters: Mapping[str, Any], **kwargs: Any) -> object:
+    async def execute(self, instance_id: str, parameters: Mapping[str, Any], **kwargs: object) -> object:
         """(text, reward, metrics) of one call."""
         raise NotImplementedError
 
@@ -54,17 +56,17 @@ class BaseTool:
         return None
 
 
-def function_tool(name: str | None = None, schema: Mapping[str, Any] | None = None) -> Callable[..., Any]:
+def function_tool(name: str | None = None, schema: JsonObject | None = None) -> Callable[[F], F]:
     """Mark a function as a tool; name and OpenAI schema are those of its docstring unless they are given."""
 
-    def mark(function: Callable[..., object]) -> Callable[..., object]:
+    def mark(function: F) -> F:
         function.__dict__["function_tool"] = (name, schema)
         return function
 
     return mark
 
 
-def tool_of(function: Callable[..., Any] | str) -> Tool:
+def tool_of(function: Callable[..., object] | str) -> Tool:
     """A function, or module:name of one, as a tool. ConfigError if hints or docstring give no schema."""
     function = load_target(function, key="tools") if isinstance(function, str) else function
     name, schema = getattr(function, "function_tool", (None, None))
@@ -93,7 +95,7 @@ def tools_of_file(path: str, *, key: str) -> list[Tool]:
     return tools
 
 
-def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
+def schema_of(function: Callable[..., object]) -> dict[str, Any]:
     """The OpenAI schema of a function by its type hints and Google docstring."""
     from transformers.utils import get_json_schema
     from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
@@ -105,7 +107,7 @@ def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
         raise ConfigError(f"tool {function.__qualname__}: {error}; {hint}") from error
 
 
-def target_of(thing: Any) -> str:
+def target_of(thing: Callable[..., object]) -> str:
     """Where a process finds a function or class: file.py:name for one of a file or script, else module:name."""
     if "<" in thing.__qualname__:
         raise ConfigError(f"tool {thing.__qualname__}: define it at the top level of a module, where processes find it")

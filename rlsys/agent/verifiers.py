@@ -7,11 +7,11 @@ A row's `extra_info` has `env_id`, if needed `env_args`, and of the environment'
 import asyncio
 import json
 import os
-from collections.abc import Mapping
-from typing import Any
+
+from rlsys.agent.session import Row
 
 
-async def run_episode(row: Mapping[str, Any]) -> None:
+async def run_episode(row: Row) -> None:
     """One rollout of a row's environment, whose reward is posted."""
     import verifiers
     from openai import AsyncOpenAI

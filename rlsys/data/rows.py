@@ -41,7 +41,7 @@ class PromptRow:
     fields: Mapping[str, Any] = field(default_factory=dict)
     index: int = -1
     token_ids: Sequence[int] = ()
-    images: Sequence[Any] = ()
+    images: Sequence[object] = ()
     image_shas: Sequence[str] = ()
     load_images: "Callable[[], tuple[ImageInputs, ...]] | None" = None
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from hashlib import blake2b, file_digest
 from pathlib import Path
 from threading import Event, Thread, get_native_id
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch.distributed as dist
 from torch import Tensor
@@ -24,6 +24,7 @@ from rlsys.engines import rng
 from rlsys.engines.mesh import gather_json, together
 from rlsys.engines.tensor_files import METADATA, Entries, StoredBoxes, read_tensor_index, write_files, write_index
 from rlsys.models.hf import differing_tensors
+from rlsys.telemetry.jsonl import JsonObject
 from rlsys.utils.atomic import commit_dir, read_checked_json, staging_dir, write_checked_json, write_whole
 from rlsys.utils.errors import CheckpointError
 from rlsys.utils.run_folders import HUGGINGFACE
@@ -38,7 +39,7 @@ class Contents(Protocol):
     @property
     def extra(self) -> bool: ...
     @property
-    def layout(self) -> tuple[str, Mapping[str, Any]]:
+    def layout(self) -> tuple[str, JsonObject]:
         """Name and contents of the file that says from which layout the checkpoint was written."""
         ...
 
@@ -65,7 +66,7 @@ class Saving:
         self,
         path: Path,
         state: Contents,
-        header: Mapping[str, Any],
+        header: JsonObject,
         *,
         settings: Callable[[Path], None],
         copies: bool = False,
@@ -75,7 +76,7 @@ class Saving:
         self._staging = path.with_name(path.name + ".tmp")
         self._name_end = f"world_size_{dist.get_world_size()}_rank_{dist.get_rank()}"
         self._extra = json.dumps(rng.capture()) if state.extra else None
-        self._files: Future[tuple[Entries, dict[str, Any]]] = Future()
+        self._files: Future[tuple[Entries, JsonObject]] = Future()
         with self._failing():
             together(lambda: staging_dir(path), only_first=True)
         boxes = list(state.boxes())
@@ -93,7 +94,7 @@ class Saving:
         finally:
             self.copied.set()
 
-    def _write(self, boxes: Sequence[tuple[str, Sequence[int], Tensor]]) -> tuple[Entries, dict[str, Any]]:
+    def _write(self, boxes: Sequence[tuple[str, Sequence[int], Tensor]]) -> tuple[Entries, JsonObject]:
         """This rank's entries of the index, and size and checksum of its files by name."""
         names, entries = write_files(self._staging, self._name_end, boxes)
         if self._extra is not None:
@@ -127,9 +128,7 @@ class Saving:
             raise CheckpointError(f"cannot save {self._path}: {error}") from error
 
 
-def _commit(
-    staging: Path, path: Path, files: Mapping[str, Any], layout: tuple[str, Any], header: Mapping[str, object]
-) -> None:
+def _commit(staging: Path, path: Path, files: JsonObject, layout: tuple[str, JsonObject], header: JsonObject) -> None:
     unseen = [name for name in files if not (staging / name).exists()]
     if unseen:
         raise OSError(f"{unseen[0]} of another rank is not visible here: all ranks need one shared directory")
@@ -141,13 +140,13 @@ def _commit(
     commit_dir(staging, path)
 
 
-def _fingerprint(path: Path) -> dict[str, Any]:
+def _fingerprint(path: Path) -> JsonObject:
     with path.open("rb") as file:
         digest = file_digest(file, lambda: blake2b(digest_size=16)).hexdigest()
     return {"bytes": path.stat().st_size, "blake2b": digest}
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
+def read_manifest(path: Path) -> JsonObject:
     """The manifest of a checkpoint directory; CheckpointError if there is no whole checkpoint."""
     try:
         manifest = read_checked_json(path / MANIFEST)
@@ -158,7 +157,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def verify(path: Path, *, part: int = 0, parts: int = 1) -> dict[str, Any]:
+def verify(path: Path, *, part: int = 0, parts: int = 1) -> JsonObject:
     """Check every `parts`-th file against the manifest, which is returned; CheckpointError names the first bad file."""
     manifest = read_manifest(path)
     for name in list(manifest["files"])[part::parts]:
@@ -173,7 +172,7 @@ def verify(path: Path, *, part: int = 0, parts: int = 1) -> dict[str, Any]:
     return manifest
 
 
-def load(path: Path, state: Contents, *, optimizer: str | None = None) -> dict[str, Any]:
+def load(path: Path, state: Contents, *, optimizer: str | None = None) -> JsonObject:
     """Restore `state` in place; returns the header that was saved. CheckpointError, before anything is changed, if a
     file is damaged or the checkpoint is of another model or another kind of `optimizer`."""
     manifest = together(lambda: verify(path, part=dist.get_rank(), parts=dist.get_world_size()))

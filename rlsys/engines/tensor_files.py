@@ -21,6 +21,7 @@ from torch import Tensor
 
 from rlsys.engines.mesh import gather_json, together
 from rlsys.models.hf import open_safetensors
+from rlsys.telemetry.jsonl import JsonObject
 from rlsys.utils.atomic import fsync_file, write_whole
 from rlsys.utils.boxes import overlap, relative, slices
 from rlsys.utils.errors import CheckpointError
@@ -30,7 +31,7 @@ StoredBoxes = Iterable[tuple[str, Sequence[int], Tensor]]
 """(key, offset in the whole tensor, values)."""
 
 
-Entries = Sequence[tuple[str, str, Mapping[str, Any]]]
+Entries = Sequence[tuple[str, str, JsonObject]]
 """(key, dtype, chunk) of the boxes that a rank has written."""
 
 
@@ -63,7 +64,7 @@ def write_files(directory: Path, name_end: str, boxes: StoredBoxes) -> tuple[lis
     return sorted(files), entries
 
 
-def read_tensor_index(directory: Path) -> dict[str, Any]:
+def read_tensor_index(directory: Path) -> JsonObject:
     """Shape, dtype and chunks of every stored tensor by key; CheckpointError if it cannot be read."""
     try:
         return json.loads((directory / METADATA).read_text())
@@ -72,7 +73,7 @@ def read_tensor_index(directory: Path) -> dict[str, Any]:
 
 
 def saved_tensors(
-    directory: Path, index: Mapping[str, Any], prefix: str = "", *, rename: Callable[[str], str] = str
+    directory: Path, index: JsonObject, prefix: str = "", *, rename: Callable[[str], str] = str
 ) -> "dict[str, PiecedTensor]":
     """The tensors of a checkpoint whose keys begin with `prefix`, by what `rename` makes of the rest of their keys."""
     entries = {rename(key.removeprefix(prefix)): entry for key, entry in index.items() if key.startswith(prefix)}

@@ -31,6 +31,7 @@ from rlsys.models.hf import (
     saved_names,
     saved_tensors_of,
 )
+from rlsys.models.megatron.blocks import HFConfig
 from rlsys.models.megatron.convert import fill
 from rlsys.models.megatron.family import Head, family_of, find_family, tied
 from rlsys.models.megatron.rules import by_local
@@ -166,14 +167,12 @@ def most_common(specs: Mapping[str, TensorSpec]) -> str:
     return str(DTYPES[name]).removeprefix("torch.")
 
 
-def _carried(hf_config: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
+def _carried(hf_config: HFConfig) -> dict[str, tuple[int, ...]]:
     family = find_family(hf_config)
     return family.carried(hf_config) if family else {}
 
 
-def _expected(
-    config_dir: Path, hf_config: Mapping[str, object], weights: TensorSource
-) -> Mapping[str, tuple[int, ...]]:
+def _expected(config_dir: Path, hf_config: HFConfig, weights: TensorSource) -> Mapping[str, tuple[int, ...]]:
     """The shapes of the model's tensors by its table, or by transformers' own model for families without one."""
     scalar = "score.weight" in weights
     head: Head = ("value" if "score.bias" in weights else "score") if scalar else "lm"

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -20,6 +19,7 @@ from rlsys.engines.tensor_files import (
 )
 from rlsys.models.hf import differing_tensors, open_safetensors
 from rlsys.models.lora import is_adapter
+from rlsys.models.megatron.blocks import HFConfig
 from rlsys.models.megatron.family import Family, Head, family_of
 from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
 from rlsys.types import Shard
@@ -49,7 +49,7 @@ class SplitLayout(ParallelSizes):
                 yield f"experts_ep_{ep:03d}_etp_{etp:03d}_pp_{pp:03d}.safetensors", place
 
     def content(
-        self, family: Family, hf_config: Mapping[str, Any], file: str, place: RankPlace
+        self, family: Family, hf_config: HFConfig, file: str, place: RankPlace
     ) -> tuple[dict[str, tuple[int, ...]], list[Shard]]:
         """The local tensors of a file with their shapes, and the shards in them."""
         experts = file.startswith("experts")
@@ -79,9 +79,7 @@ def is_split(checkpoint: Path) -> bool:
     return (checkpoint / SPLIT).is_file()
 
 
-def open_checkpoint(
-    directory: Path, hf_config: Mapping[str, Any], backend: str | None = None
-) -> dict[str, PiecedTensor]:
+def open_checkpoint(directory: Path, hf_config: HFConfig, backend: str | None = None) -> dict[str, PiecedTensor]:
     """The weights of a checkpoint of either backend; CheckpointError if it is not whole or not of this model.
 
     Every file of a training checkpoint is checked against its manifest first.
@@ -104,7 +102,7 @@ def read_split(directory: Path) -> SplitLayout:
         raise CheckpointError(f"{directory / SPLIT} cannot be read: {error}") from error
 
 
-def _split_weights(directory: Path, hf_config: Mapping[str, Any]) -> dict[str, PiecedTensor]:
+def _split_weights(directory: Path, hf_config: HFConfig) -> dict[str, PiecedTensor]:
     family, split = family_of(hf_config), read_split(directory)
     pieces: dict[str, list[StoredBox]] = defaultdict(list)
     for file, place in split.files(family):
@@ -136,7 +134,7 @@ def _stored_shapes(file: Path) -> dict[str, tuple[int, ...]]:
     return {key: tuple(stored.get_slice(key).get_shape()) for key in stored.keys()}  # noqa: SIM118
 
 
-def _training_weights(directory: Path, hf_config: Mapping[str, Any]) -> dict[str, PiecedTensor]:
+def _training_weights(directory: Path, hf_config: HFConfig) -> dict[str, PiecedTensor]:
     checkpoint.verify(directory)
     weights = saved_tensors(directory, read_tensor_index(directory), "model.")
     if not weights:

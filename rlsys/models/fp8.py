@@ -6,12 +6,12 @@ They are read as bfloat16, box by box. Arithmetic: an element times the scale of
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlsys.interfaces import StoredTensor
+from rlsys.models.megatron.blocks import HFConfig
 from rlsys.utils.errors import CheckpointError
 
 SCALE = "_scale_inv"
@@ -40,7 +40,7 @@ class BlockScaledTensor:
         return (self.elements.read(start, shape).float() * scales).to(torch.bfloat16)
 
 
-def unscaled(tensors: Mapping[str, StoredTensor], hf_config: Mapping[str, Any]) -> dict[str, StoredTensor]:
+def unscaled(tensors: Mapping[str, StoredTensor], hf_config: HFConfig) -> dict[str, StoredTensor]:
     """The tensors of a checkpoint with its config.json, FP8 weights with their scales as bfloat16 tensors.
 
     CheckpointError for scales without a weight, or not of its blocks.
@@ -67,7 +67,7 @@ def check_blocks(quantised: Mapping[str, object], path: str | Path) -> None:
         raise CheckpointError(f"{path} is quantised ({method}): {why}")
 
 
-def without_fp8(hf_config: Mapping[str, Any], path: str | Path) -> dict[str, object]:
+def without_fp8(hf_config: HFConfig, path: str | Path) -> dict[str, object]:
     """The config.json of the bfloat16 model that an FP8 checkpoint is read as; CheckpointError as of `check_blocks`."""
     if quantised := hf_config.get("quantization_config"):
         check_blocks(quantised, path)

@@ -6,20 +6,25 @@ were drawn by the model, which has nothing to show for them. N tokens, F feature
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from rlsys.config.vocabulary import GRIDS, TILES
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
-def has_images(config: Any) -> bool:
+    from rlsys.protocol import ImageInputs
+
+
+def has_images(config: "PretrainedConfig") -> bool:
     """Whether this is the configuration of a vision-language model whose images are taken."""
     return config.model_type in (*GRIDS, *TILES)
 
 
-def num_features(config: Any, tensors: Mapping[str, Tensor]) -> list[int]:
+def num_features(config: "PretrainedConfig", tensors: Mapping[str, Tensor]) -> list[int]:
     """How many features the model makes of each grid, or of each tile."""
     if config.model_type in GRIDS:
         return (tensors["image_grid_thw"].prod(-1) // config.vision_config.spatial_merge_size**2).tolist()
@@ -57,9 +62,9 @@ class Embedded:
     places: Tensor
     deep: Sequence[Tensor] = ()
 
-    def arguments(self, shape: tuple[int, int], columns: slice = slice(None)) -> dict[str, Any]:
+    def arguments(self, shape: tuple[int, int], columns: slice = slice(None)) -> dict[str, object]:
         """Those of the language model for some columns of tokens in rows of this shape."""
-        given: dict[str, Any] = {"inputs_embeds": self.tokens.view(*shape, -1)[:, columns]}
+        given: dict[str, object] = {"inputs_embeds": self.tokens.view(*shape, -1)[:, columns]}
         if self.deep:
             number = torch.full((shape[0] * shape[1],), -1, device=self.places.device)
             number[self.places] = torch.arange(len(self.places), device=self.places.device)
@@ -70,7 +75,7 @@ class Embedded:
 
 
 def pack_images(
-    model: Any, token_ids: Tensor, lengths: Sequence[int], images: Sequence[Sequence[object]]
+    model: Any, token_ids: Tensor, lengths: Sequence[int], images: "Sequence[Sequence[ImageInputs]]"
 ) -> tuple[PackedImages, Tensor]:
     """The images of the sequences of a pack, and the positions of its tokens: (N,), or (3, N) for grids.
 
@@ -86,7 +91,7 @@ def pack_images(
     return PackedImages(torch.cat(places), tensors), torch.cat(positions, -1)
 
 
-def image_places(config: Any, ids: Tensor, images: Sequence[Any]) -> Tensor:
+def image_places(config: "PretrainedConfig", ids: Tensor, images: "Sequence[ImageInputs]") -> Tensor:
     """Where the features of a row's ImageInputs stand among its ids (N,); ValueError for fewer placeholders."""
     if images and not has_images(config):
         raise ValueError(f"a model of type {config.model_type} takes no images")
@@ -106,7 +111,7 @@ def _positions(model: Any, ids: Tensor, places: Tensor, tensors: Mapping[str, Te
     return model.model.get_rope_index(ids[None], mm_token_type_ids=kinds[None], image_grid_thw=grid)[0][:, 0]
 
 
-def one_image(config: Any, side: int = 1) -> dict[str, Tensor]:
+def one_image(config: "PretrainedConfig", side: int = 1) -> dict[str, Tensor]:
     """An image with nothing on it: a square of `side` x `side` features, or a tile."""
     vision = config.vision_config
     if config.model_type in TILES:
@@ -137,6 +142,6 @@ def _flat(features: Any) -> Tensor:
     return features.flatten(0, -2) if isinstance(features, Tensor) else torch.cat(features)
 
 
-def joined_images(images: Sequence[Any]) -> dict[str, Tensor]:
+def joined_images(images: "Sequence[ImageInputs]") -> dict[str, Tensor]:
     """The tensors of several ImageInputs, one after another; none of no images."""
     return {name: torch.cat([one.tensors[name] for one in images]) for name in (images[0].tensors if images else ())}

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from rlsys.models.megatron.blocks import HFConfig
 from rlsys.models.megatron.family import Head, family_of
 from rlsys.models.megatron.parallel import RankPlace
 from rlsys.models.megatron.rules import extents
@@ -55,7 +56,7 @@ class Decoder:
     """Sum of inputs and outputs of all linear layers inside the blocks: a rank of adapters on all costs so much."""
 
 
-def decoder_of(hf_config: Mapping[str, object], *, head: Head = "lm") -> Decoder:
+def decoder_of(hf_config: HFConfig, *, head: Head = "lm") -> Decoder:
     """The sizes of the model of a config.json; ConfigError for a family without a table."""
     return _decoder(json.dumps(hf_config), head)
 
@@ -102,7 +103,7 @@ def _decoder(config: str, head: Head) -> Decoder:
     )
 
 
-def _attention_widths(hf_config: Mapping[str, Any], sizes: Mapping[str, int]) -> tuple[int, int]:
+def _attention_widths(hf_config: HFConfig, sizes: Mapping[str, int]) -> tuple[int, int]:
     """Widths of queries and of keys and values as attention sees them; latent attention expands its own."""
     if "kv_lora_rank" not in hf_config:
         return sizes["q"], sizes["kv"]
@@ -128,7 +129,7 @@ class Held:
         return self.dense + self.experts
 
 
-def held_at(hf_config: Mapping[str, object], place: RankPlace, *, head: Head = "lm") -> Held:
+def held_at(hf_config: HFConfig, place: RankPlace, *, head: Head = "lm") -> Held:
     """What Megatron's rank at `place` holds."""
     return _held(json.dumps(hf_config), place, head)
 
@@ -144,9 +145,7 @@ def _held(config: str, place: RankPlace, head: Head) -> Held:
     return Held(sum(prod(shape) for shape in shapes.values()) - experts, experts, layers)
 
 
-def adapters_at(
-    hf_config: Mapping[str, object], place: RankPlace, lora: "LoraSettings", *, head: Head = "lm", te: bool
-) -> Held:
+def adapters_at(hf_config: HFConfig, place: RankPlace, lora: "LoraSettings", *, head: Head = "lm", te: bool) -> Held:
     """What Megatron's rank at `place` holds of adapters; `te`: with Transformer Engine's modules."""
     from rlsys.models.megatron.adapter_factors import factors_of, plan_adapters
 

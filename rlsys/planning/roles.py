@@ -9,9 +9,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlsys.config.schema.model import OptimConfig
+from rlsys.models.megatron.blocks import HFConfig
 from rlsys.models.megatron.family import Head
 from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
 from rlsys.planning import footprint as fp
@@ -133,7 +134,7 @@ class MegatronRole:
     optimizer of the dense part and of experts.
     """
 
-    hf_config: Mapping[str, Any]
+    hf_config: HFConfig
     how: Computing
     sizes: ParallelSizes
     ranks: int

@@ -2,11 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlsys.ipc.codec import allow_records
 
 if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
     from rlsys.protocol.data import DataProto
 
 IMAGES = "multi_modal_inputs"
@@ -22,8 +25,8 @@ class ImageInputs:
     """
 
     shas: tuple[str, ...]
-    pictures: tuple[Any, ...] = field(compare=False)
-    tensors: Mapping[str, Any] = field(compare=False)
+    pictures: "tuple[np.ndarray, ...]" = field(compare=False)
+    tensors: "Mapping[str, Tensor]" = field(compare=False)
 
 
 def images_of(batch: "DataProto") -> list[tuple[ImageInputs, ...]]:

@@ -70,7 +70,7 @@ class RunningRequest:
     max_new_tokens: int
     num_delivered: int = 0
     is_cancelled: bool = False
-    routes: list[Any] = field(default_factory=list)
+    routes: list[np.ndarray] = field(default_factory=list)
     """Arrays (tokens, layers, experts of a token) of the experts that its tokens took, one after another."""
 
     @property

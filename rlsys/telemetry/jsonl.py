@@ -17,6 +17,7 @@ from typing import Any
 from rlsys.utils.atomic import write_whole
 
 NON_FINITE = "_non_finite"
+JsonObject = Mapping[str, Any]
 
 
 class JsonlWriter:
@@ -37,7 +38,7 @@ class JsonlWriter:
         self.path = path
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
-    def write(self, record: Mapping[str, Any]) -> None:
+    def write(self, record: JsonObject) -> None:
         """Append a record; one that the disk does not take is removed again."""
         line, start = memoryview(encode_line(record)), os.fstat(self._fd).st_size
         try:
@@ -54,7 +55,7 @@ class JsonlWriter:
             self._fd = -1
 
 
-def encode_line(record: Mapping[str, Any]) -> bytes:
+def encode_line(record: JsonObject) -> bytes:
     """One line of strict JSON; NumPy and torch numbers become plain ones, unknown objects their text."""
     held = {name: plain(value, is_strict=True) for name, value in record.items()}
     non_finite = {k: str(v) for k, v in held.items() if isinstance(v, float) and not isfinite(v)}

@@ -11,10 +11,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
-from rlsys.telemetry.jsonl import read_jsonl
+from rlsys.telemetry.jsonl import JsonObject, read_jsonl
 from rlsys.telemetry.page import ascii_json, page
 from rlsys.utils.atomic import write_whole
 
@@ -65,7 +64,7 @@ class RunReport:
 
 
 def thinned(
-    records: Sequence[Mapping[str, Any]], max_points: int = MAX_POINTS
+    records: Sequence[JsonObject], max_points: int = MAX_POINTS
 ) -> tuple[list[int], dict[str, list[float | None]], int]:
     """(steps, columns by metric, N): beyond `max_points` each point is the mean of N neighbouring records.
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlsys.telemetry.jsonl import encode_line
+from rlsys.telemetry.jsonl import JsonObject, encode_line
 from rlsys.telemetry.page import ascii_json, page
 from rlsys.utils.atomic import write_whole
 
@@ -104,7 +104,7 @@ def dump_rollouts(
     return path
 
 
-def _image_parts(messages: Any) -> list[Mapping[str, Any]]:
+def _image_parts(messages: Any) -> list[JsonObject]:
     """The image parts of a conversation."""
     contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
     return [part for content in contents if isinstance(content, list) for part in content if part["type"] == "image"]
@@ -117,7 +117,7 @@ def _without_pixels(message: Any) -> Any:
     return {**message, "content": [{k: v for k, v in part.items() if k != "image"} for part in message["content"]]}
 
 
-def _write_picture(folder: Path, part: Mapping[str, Any]) -> int:
+def _write_picture(folder: Path, part: JsonObject) -> int:
     """Write a small copy of an image, whose bytes are returned; 0 where it is there."""
     path = folder / f"{part['sha']}.png"
     if path.exists():
@@ -177,7 +177,7 @@ def _short(row: Sequence[float], digits: int) -> list[float]:
     return [v if isinstance(v, int) else float(f"{v:.{digits}g}") for v in row]
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return value is None or isinstance(value, int | float) or hasattr(value, "dtype")
 
 

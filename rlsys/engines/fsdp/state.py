@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from rlsys.engines.fsdp.sharding import held_shards, shapes_as_saved
 from rlsys.engines.mesh import Ranks
 from rlsys.engines.tensor_files import StoredBoxes, read_tensor_index, saved_tensors
 from rlsys.models.stacked import Stacks
+from rlsys.telemetry.jsonl import JsonObject
 from rlsys.types import Box
 from rlsys.utils.boxes import slices
 
@@ -37,7 +37,7 @@ class FSDPState:
     extra: bool
 
     @property
-    def layout(self) -> tuple[str, Mapping[str, Any]]:
+    def layout(self) -> tuple[str, JsonObject]:
         sizes = {"world_size": self.ranks.world_size, "shard_size": self.ranks.shard_size}
         return "fsdp_config.json", {"FSDP_version": 2, **sizes}
 

@@ -4,10 +4,9 @@ The files are those of rlsys.engines.checkpoint and tensor_files, so that every 
 Each data-parallel rank writes the elements whose optimizer state it holds, and nothing is gathered.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from rlsys.engines.tensor_files import read_tensor_index, saved_tensors
 from rlsys.models.hf import TensorSource
 from rlsys.models.lora import hf_name
 from rlsys.models.megatron.rules import by_local
+from rlsys.telemetry.jsonl import JsonObject
 from rlsys.types import Box
 from rlsys.utils.boxes import overlap, relative, slices
 
@@ -37,7 +37,7 @@ class MegatronState:
         return "extra" in self.parts
 
     @property
-    def layout(self) -> tuple[str, Mapping[str, Any]]:
+    def layout(self) -> tuple[str, JsonObject]:
         return "megatron_config.json", {"world_size": dist.get_world_size(), **asdict(self.held.ranks.sizes)}
 
     def _kinds(self) -> dict[str, str]:

@@ -17,6 +17,7 @@ from rlsys.models.hf import TensorSource
 from rlsys.models.lora import LoraSettings, is_adapter
 from rlsys.models.megatron.adapter_factors import EXPERTS, AdapterPlan, Factors, factors_of, plan_adapters
 from rlsys.models.megatron.adapters import merged_weight
+from rlsys.models.megatron.blocks import HFConfig
 from rlsys.models.megatron.build import TokenGPT
 from rlsys.models.megatron.convert import load_shards
 from rlsys.models.megatron.family import Family, Head
@@ -32,7 +33,7 @@ class ModelShards:
     among these tensors, the chunks have to be given them, and nothing else is trained but a scalar head."""
 
     family: Family
-    hf_config: Mapping[str, Any]
+    hf_config: HFConfig
     head: Head
     ranks: MegatronRanks
     chunks: Sequence[TokenGPT]

@@ -158,7 +158,7 @@ class _AdaptedLayer:
     lora: LayerAdapters
     _parameters: Mapping[str, object]
 
-    def forward(self, *args: Any, **options: object) -> object:
+    def forward(self, *args: object, **options: object) -> object:
         with self.lora.in_use(self._parameters):
             return super().forward(*args, **options)  # type: ignore[misc]
 

@@ -3,7 +3,7 @@
 M response tokens, H hidden size, T packed tokens.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
+from rlsys.models.megatron.blocks import HFConfig
 from rlsys.models.megatron.family import Family, Head
 from rlsys.models.megatron.parallel import ParallelSizes
 from rlsys.models.megatron.spec import HAS_TRANSFORMER_ENGINE, block_spec, mend_latent_attention
@@ -32,7 +33,7 @@ from rlsys.utils.errors import ConfigError
 
 
 def transformer_config(
-    family: Family, hf_config: Mapping[str, Any], megatron: MegatronShardConfig, *, dtype: torch.dtype, recompute: bool
+    family: Family, hf_config: HFConfig, megatron: MegatronShardConfig, *, dtype: torch.dtype, recompute: bool
 ) -> TransformerConfig:
     """Megatron's configuration of the model split as `megatron` says; ConfigError for settings it refuses."""
     sizes = ParallelSizes.from_config(megatron)
@@ -99,7 +100,7 @@ def _weigh_router_losses(config: TransformerConfig, sharing: int) -> None:
 
 def build_chunks(
     family: Family,
-    hf_config: Mapping[str, Any],
+    hf_config: HFConfig,
     megatron: MegatronShardConfig,
     *,
     dtype: torch.dtype,

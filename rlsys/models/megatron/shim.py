@@ -66,7 +66,7 @@ class _Stream:
 
     _only: "_Stream | None" = None
 
-    def __new__(cls, *args: Any, **kwargs: object) -> "_Stream":
+    def __new__(cls, *args: object, **kwargs: object) -> "_Stream":
         if cls._only is None:
             cls._only = super().__new__(cls)
         return cls._only

@@ -82,7 +82,7 @@ class RewardPool:
             ended.add_done_callback(lambda _: loop.call_soon_threadsafe(loop.stop))
             thread.join(timeout=5 * END_S)
 
-    def _run(self, work: Callable[[Children], Coroutine[object, Any, T]]) -> Future[T]:
+    def _run(self, work: Callable[[Children], Coroutine[Any, Any, T]]) -> Future[T]:
         """Start a coroutine of the children, and first the thread of their event loop if it does not run."""
         with self._lock:
             if self._running is None:

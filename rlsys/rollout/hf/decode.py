@@ -6,11 +6,12 @@ running row, so that the batch is always dense, and waiting requests take the fr
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from rlsys.protocol import ImageInputs
 from rlsys.rollout.base import RunningRequest
 from rlsys.rollout.hf.kv_cache import ColumnCache, hidden_score
 from rlsys.rollout.hf.prompts import LeftPadded, next_logits, prompt_passes
@@ -27,7 +28,7 @@ class Prompt(NamedTuple):
     """What requests have in common that are read once."""
 
     ids: tuple[int, ...]
-    images: tuple[Any, ...]
+    images: tuple[ImageInputs, ...]
 
 
 class DecodeLoop:

@@ -16,7 +16,7 @@ from rlsys.models.hf import auto_model, shared_names
 from rlsys.models.logprobs import wide_product
 from rlsys.models.stacked import StackRows, by_stack, part_of, saved_aliases, saved_parts
 from rlsys.models.vision import has_images
-from rlsys.protocol import images_of
+from rlsys.protocol import ImageInputs, images_of
 from rlsys.rollout.base import (
     DEFAULT_CONFIG,
     DEFAULT_CONTEXT,
@@ -125,7 +125,7 @@ class HFRollout(BaseRolloutEngine):
     def _log_probs(
         self,
         temperature: float,
-        images: Sequence[tuple[object, ...]],
+        images: Sequence[tuple[ImageInputs, ...]],
         sequences: Sequence[Sequence[int]],
         lengths: Sequence[int],
     ) -> Iterator[tuple[int, list[float]]]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rlsys.models.vision import Embedded, PackedImages, embed, has_images, pack_images
+from rlsys.protocol import ImageInputs
 from rlsys.rollout.hf.kv_cache import ColumnCache, causal_mask
 
 
@@ -21,7 +22,7 @@ class LeftPadded:
     images take fewer positions than tokens.
     """
 
-    def __init__(self, model: Any, prompts: Sequence[Sequence[int]], images: Sequence[tuple[object, ...]]) -> None:
+    def __init__(self, model: Any, prompts: Sequence[Sequence[int]], images: Sequence[tuple[ImageInputs, ...]]) -> None:
         lengths = list(map(len, prompts))
         self.lengths, width = torch.tensor(lengths), max(lengths)
         real = torch.arange(width) >= width - self.lengths[:, None]

@@ -28,7 +28,7 @@ class RouteRecorder:
         for passes in self._taken.values():
             passes.clear()
 
-    def _record(self, layer: int, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def _record(self, layer: int, module: nn.Module, args: tuple[Tensor, ...]) -> None:
         self._taken[layer].append(args[1])
 
     def take(self, num_rows: int) -> np.ndarray:

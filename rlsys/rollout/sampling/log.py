@@ -6,7 +6,6 @@ Letters: N rows of a step, K requests, T tokens.
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +28,7 @@ class _Step:
 
     numbers: Sequence[int | None]
     samples: Tensor
-    arrived: Any = None
+    arrived: torch.cuda.Event | None = None
 
     def has_arrived(self) -> bool:
         return self.arrived is None or self.arrived.query()

@@ -22,7 +22,7 @@ from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.ipc.rpc import Method, RpcClient
 from rlsys.models.hf import auto_model
 from rlsys.models.vision import has_images
-from rlsys.protocol import images_of
+from rlsys.protocol import ImageInputs, images_of
 from rlsys.protocol.columns import tensors_of
 from rlsys.rollout.base import (
     DEFAULT_CONFIG,
@@ -159,7 +159,7 @@ class SGLangRollout(BaseRolloutEngine):
         self,
         ids: Sequence[int],
         spec: SampleSpec,
-        images: Sequence[Any] = (),
+        images: Sequence[ImageInputs] = (),
         *,
         max_tokens: int = 1,
         score_from: int = -1,
@@ -219,7 +219,7 @@ class SGLangRollout(BaseRolloutEngine):
             self.remote.call("score_at", 1.0, deadline_s=CALL_WAIT_S)
 
     def _prompt_logprobs(
-        self, images: Sequence[tuple[Any, ...]], sequences: Sequence[Sequence[int]], lengths: Sequence[int]
+        self, images: Sequence[tuple[ImageInputs, ...]], sequences: Sequence[Sequence[int]], lengths: Sequence[int]
     ) -> Iterator[tuple[int, list[float]]]:
         pending = [
             self._submit(ids, SampleSpec(next(self._numbers), len(ids), UNUSED), own, score_from=len(ids) - length - 1)

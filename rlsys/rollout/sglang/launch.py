@@ -53,11 +53,11 @@ class EngineThread:
         infos = self.engine._scheduler_init_result.scheduler_infos
         return infos[0].get("max_total_num_tokens") if infos else None
 
-    def submit(self, work: Coroutine[Any, Any, object]) -> Future[Any]:
+    def submit(self, work: Coroutine[object, object, object]) -> Future[Any]:
         """Run a coroutine on the engine's event loop."""
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
-    def wait(self, work: Coroutine[Any, Any, object], stage: str, deadline_s: float) -> Any:
+    def wait(self, work: Coroutine[object, object, object], stage: str, deadline_s: float) -> Any:
         """The coroutine's result; DeadlineError after `deadline_s`."""
         return result_within(self.submit(work), deadline_s, who="SGLang", stage=stage, hint="it may hang in a step")
 

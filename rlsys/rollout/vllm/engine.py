@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.models.vision import has_images
-from rlsys.protocol import images_of
+from rlsys.protocol import ImageInputs, images_of
 from rlsys.rollout.base import (
     DEFAULT_CONFIG,
     DEFAULT_CONTEXT,
@@ -38,6 +38,7 @@ from rlsys.types import WeightLayout
 
 if TYPE_CHECKING:
     import numpy as np
+    from transformers import PretrainedConfig
 
     from rlsys.protocol import DataProto
 
@@ -153,7 +154,7 @@ class VLLMRollout(BaseRolloutEngine):
         self,
         ids: Sequence[int],
         spec: SampleSpec,
-        images: Sequence[Any] = (),
+        images: Sequence[ImageInputs] = (),
         *,
         max_tokens: int = 1,
         prompt_logprobs: int | None = None,
@@ -183,7 +184,7 @@ class VLLMRollout(BaseRolloutEngine):
         return score_sequences(batch, partial(self._prompt_logprobs, images_of(batch)))
 
     def _prompt_logprobs(
-        self, images: Sequence[tuple[object, ...]], sequences: Sequence[Sequence[int]], lengths: Sequence[int]
+        self, images: Sequence[tuple[ImageInputs, ...]], sequences: Sequence[Sequence[int]], lengths: Sequence[int]
     ) -> Iterator[tuple[int, list[float]]]:
         rows = {
             self._add(ids, SampleSpec(next(self._numbers), len(ids), UNUSED), images[row], prompt_logprobs=0): row
@@ -244,7 +245,7 @@ class VLLMRollout(BaseRolloutEngine):
         return self.engine.collective_rpc(method, args=args)[0]
 
 
-def _start(arguments: Mapping[str, Any], hf_config: object, *, kv_cache_gib: int) -> Any:
+def _start(arguments: Mapping[str, Any], hf_config: "PretrainedConfig", *, kv_cache_gib: int) -> Any:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # version 2 has no input_batch and has other logits processors
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(kv_cache_gib))

@@ -25,10 +25,10 @@ class ProfiledImage:
     def __init__(self, info: Any, dummy_inputs: object, **_: object) -> None:
         self.info, self.dummy_inputs = info, self
 
-    def get_dummy_processor_inputs(self, **_: Any) -> None:
+    def get_dummy_processor_inputs(self, **_: object) -> None:
         """Nothing: `apply` makes them."""
 
-    def apply(self, *_: Any, **__: object) -> dict[str, object]:
+    def apply(self, *_: object, **__: object) -> dict[str, object]:
         """A prompt that is one image of the largest size."""
         config = self.info.get_hf_config()
         image = ImageInputs(("",), (), one_image(config, self.info.side))

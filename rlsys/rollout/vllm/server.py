@@ -19,7 +19,7 @@ from rlsys.rollout.vllm.packed_weights import pack_again
 
 TIMEOUT_S = 600.0
 Scope = MutableMapping[str, Any]
-ASGIApp = Callable[[Scope, Any, object], Awaitable[None]]
+ASGIApp = Callable[[Scope, object, object], Awaitable[None]]
 
 
 @dataclass
@@ -79,7 +79,7 @@ class RequireToken:
     def __init__(self, app: ASGIApp) -> None:
         self.app, self.header = app, f"Bearer {os.environ['VLLM_API_KEY']}".encode()
 
-    async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: object, send: Any) -> None:
         given = dict(scope.get("headers", ())).get(b"authorization", b"")
         if scope["type"] == "lifespan" or scope.get("path") == "/health" or hmac.compare_digest(given, self.header):
             return await self.app(scope, receive, send)
