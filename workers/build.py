@@ -1,8 +1,6 @@
 """From sections of the configuration to engines and loss settings: the one place where workers read both."""
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,9 +17,8 @@ from rlsys.engines.fsdp.engine import FSDPEngine
 from rlsys.engines.mesh import ensure_process_group
 from rlsys.interfaces import TrainEngine
 from rlsys.models.flops import peak_flops
-from rlsys.models.fp8 import without_fp8
 from rlsys.models.hf import Head, build, read_config
-from rlsys.models.megatron.family import family_of
+from rlsys.models.megatron.family import decoder_family
 from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
 from rlsys.utils.errors import ConfigError
 from rlsys.utils.hub import ensure_downloaded
@@ -98,9 +95,8 @@ def check_model(key: str, model: ModelConfig, section: ShardConfig | MegatronSha
     assert model.path is not None, "the start model is resolved before workers start"
     try:
         if isinstance(section, MegatronShardConfig):
-            written = json.loads((Path(model.path) / "config.json").read_text())
-            hf_config = without_fp8(written, model.path) | model.override_config
-            family_of(hf_config).check(hf_config, RankPlace(ParallelSizes.from_config(section)))
+            family, hf_config = decoder_family(read_config(model))
+            family.check(hf_config, RankPlace(ParallelSizes.from_config(section)))
         else:
             config, packed = read_config(model), model.use_remove_padding
             build(config, head=head, packed=packed, trust_remote_code=model.trust_remote_code)

@@ -1,13 +1,16 @@
 """Splitting one rank's rows into micro-batches, as many on every rank."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from rlsys.batching import TOO_LONG, micro_batches
 from rlsys.config.schema.types import MicroBatches as MicroBatches
-from rlsys.models.packing import TokenRows
+from rlsys.models.packing import TokenRows, empty_rows, token_rows
+from rlsys.models.vision import VisionModel, pack_images
+from rlsys.protocol import DataProto, images_of
 
 
 @dataclass(frozen=True)
@@ -34,3 +37,16 @@ def split_rows(
     if agreed >= TOO_LONG:
         raise ValueError(f"a row on another rank exceeds the budget of {size.max_tokens} tokens a micro-batch")
     return fixed + [[]] * (agreed - len(fixed))
+
+
+def packs_of(batch: DataProto, parts: Sequence[Sequence[int]], vision: VisionModel | None) -> Iterator[Pack]:
+    """The packs of these row numbers, with their images where there is a model that takes some."""
+    rows, images = batch.tensors, images_of(batch)
+    for part in parts:
+        index = torch.tensor(part) if part else None
+        tokens = empty_rows(torch.device("cpu")) if index is None else token_rows(rows[index])
+        if vision is not None:
+            own = [images[row] for row in part if rows["attention_mask"][row].any()] or [()]
+            packed, positions = pack_images(vision, tokens.token_ids, tokens.lengths, own)
+            tokens = replace(tokens, images=packed, position_ids=positions)
+        yield Pack(index, tokens)

@@ -118,9 +118,13 @@ def padded_each(rows: TokenRows, multiple: int) -> TokenRows:
     lengths = torch.tensor(rows.lengths, device=device)
     place = torch.arange(rows.num_tokens, device=device) + shift.repeat_interleave(lengths)
     total = rows.num_tokens + sum(extra)
-    ids, positions = (x.new_zeros(total).index_copy(0, place, x) for x in (rows.token_ids, rows.position_ids))
+    ids, positions = (
+        x.new_zeros(*x.shape[:-1], total).index_copy(-1, place, x) for x in (rows.token_ids, rows.position_ids)
+    )
+    images = None if rows.images is None else replace(rows.images, places=place[rows.images.places])
     return replace(
         rows,
+        images=images,
         token_ids=ids,
         position_ids=positions,
         lengths=tuple(length + pad for length, pad in zip(rows.lengths, extra, strict=True)),

@@ -4,19 +4,30 @@ A row's images are placeholder tokens among its ids: the first ones, as many as 
 were drawn by the model, which has nothing to show for them. N tokens, F features, H hidden size.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlsys.config.vocabulary import GRIDS, TILES
+from rlsys.protocol import ImageInputs
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from rlsys.protocol import ImageInputs
+
+class VisionModel(Protocol):
+    """What is used of transformers' vision-language models."""
+
+    config: Any
+    model: Any
+    lm_head: nn.Module
+
+    def get_input_embeddings(self) -> nn.Module: ...
+    def get_decoder(self) -> Any: ...
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]: ...
 
 
 def has_images(config: "PretrainedConfig") -> bool:
@@ -34,8 +45,8 @@ def num_features(config: "PretrainedConfig", tensors: Mapping[str, Tensor]) -> l
 
 
 def is_tower(name: str) -> bool:
-    """Whether a parameter belongs to the image encoder."""
-    return name.startswith(("model.visual.", "model.vision_model."))
+    """Whether a parameter belongs to the image encoder, by its name in the model or in a checkpoint."""
+    return name.startswith(("model.visual.", "visual.", "model.vision_model."))
 
 
 @dataclass(frozen=True)
@@ -66,16 +77,21 @@ class Embedded:
         """Those of the language model for some columns of tokens in rows of this shape."""
         given: dict[str, object] = {"inputs_embeds": self.tokens.view(*shape, -1)[:, columns]}
         if self.deep:
-            number = torch.full((shape[0] * shape[1],), -1, device=self.places.device)
-            number[self.places] = torch.arange(len(self.places), device=self.places.device)
-            number = number.view(shape)[:, columns]
+            number = feature_numbers(self.places, shape[0] * shape[1]).view(shape)[:, columns]
             here = number >= 0
             given |= {"visual_pos_masks": here, "deepstack_visual_embeds": [x[number[here]] for x in self.deep]}
         return given
 
 
+def feature_numbers(places: Tensor, num_tokens: int) -> Tensor:
+    """The number of the feature that stands at each token (N,), or -1."""
+    numbers = torch.full((num_tokens,), -1, device=places.device)
+    numbers[places] = torch.arange(len(places), device=places.device)
+    return numbers
+
+
 def pack_images(
-    model: Any, token_ids: Tensor, lengths: Sequence[int], images: "Sequence[Sequence[ImageInputs]]"
+    model: VisionModel, token_ids: Tensor, lengths: Sequence[int], images: Sequence[Sequence[ImageInputs]]
 ) -> tuple[PackedImages, Tensor]:
     """The images of the sequences of a pack, and the positions of its tokens: (N,), or (3, N) for grids.
 
@@ -91,7 +107,7 @@ def pack_images(
     return PackedImages(torch.cat(places), tensors), torch.cat(positions, -1)
 
 
-def image_places(config: "PretrainedConfig", ids: Tensor, images: "Sequence[ImageInputs]") -> Tensor:
+def image_places(config: "PretrainedConfig", ids: Tensor, images: Sequence[ImageInputs]) -> Tensor:
     """Where the features of a row's ImageInputs stand among its ids (N,); ValueError for fewer placeholders."""
     if images and not has_images(config):
         raise ValueError(f"a model of type {config.model_type} takes no images")
@@ -102,7 +118,7 @@ def image_places(config: "PretrainedConfig", ids: Tensor, images: "Sequence[Imag
     return places
 
 
-def _positions(model: Any, ids: Tensor, places: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
+def _positions(model: VisionModel, ids: Tensor, places: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
     if model.config.model_type in TILES:
         return torch.arange(len(ids))
     kinds = torch.zeros_like(ids)
@@ -121,15 +137,9 @@ def one_image(config: "PretrainedConfig", side: int = 1) -> dict[str, Tensor]:
     return {"pixel_values": torch.zeros(side * side, width), "image_grid_thw": torch.tensor([[1, side, side]])}
 
 
-def embed(model: Any, token_ids: Tensor, images: PackedImages) -> Embedded:
+def embed(model: VisionModel, token_ids: Tensor, images: PackedImages) -> Embedded:
     """The embeddings of N tokens, those of placeholders replaced by features of the images."""
-    given = dict(images.tensors)
-    if model.config.model_type in TILES:
-        given = {name: tensor[None] for name, tensor in given.items()}
-    output = model.model.get_image_features(**given, return_dict=True)
-    features, *deep = (
-        _flat(part) for part in (output.pooler_output, *(getattr(output, "deepstack_features", None) or ()))
-    )
+    features, *deep = image_features(model, images.tensors)
     tokens, count = model.get_input_embeddings()(token_ids), len(images.places)
     if not count:
         unused = sum((part.sum() for part in deep), features.sum()) * 0.0
@@ -138,10 +148,17 @@ def embed(model: Any, token_ids: Tensor, images: PackedImages) -> Embedded:
     return Embedded(tokens, images.places, deep)
 
 
-def _flat(features: Any) -> Tensor:
+def image_features(model: VisionModel, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+    """The features (F, H) of images, and those that the first layers add."""
+    given = {name: t[None] for name, t in tensors.items()} if model.config.model_type in TILES else tensors
+    output = model.model.get_image_features(**given, return_dict=True)
+    return [_flat(part) for part in (output.pooler_output, *(getattr(output, "deepstack_features", None) or ()))]
+
+
+def _flat(features: Tensor | tuple[Tensor, ...]) -> Tensor:
     return features.flatten(0, -2) if isinstance(features, Tensor) else torch.cat(features)
 
 
-def joined_images(images: "Sequence[ImageInputs]") -> dict[str, Tensor]:
+def joined_images(images: Sequence[ImageInputs]) -> dict[str, Tensor]:
     """The tensors of several ImageInputs, one after another; none of no images."""
     return {name: torch.cat([one.tensors[name] for one in images]) for name in (images[0].tensors if images else ())}

@@ -88,7 +88,10 @@ def test_episodes_on_images_have_the_log_probs_of_the_trainer(tmp_path: Path) ->
     ("settings", "why"),
     [
         (["actor_rollout_ref.rollout.name=sglang"], "patches of 14 pixels only; the model's have 4"),
-        (["actor_rollout_ref.actor.strategy=megatron"], "actor_rollout_ref.actor.strategy=fsdp"),
+        (
+            ["actor_rollout_ref.actor.strategy=megatron", "actor_rollout_ref.model.lora_rank=2"],
+            "actor_rollout_ref.actor.strategy=fsdp",
+        ),
         (["algorithm.adv_estimator=gae"], "algorithm.adv_estimator=grpo"),
         (["data.mm_processor_kwargs={max_pixel: 4}"], "max_pixel is not among"),
     ],
@@ -113,3 +116,28 @@ def test_two_ranks_on_ray_freeze_the_tower_and_continue_a_checkpoint(tmp_path: P
     assert max(line["parity/max_abs"] for line in metrics_of(tmp_path)) < 1e-4
     assert main([*given, "trainer.total_training_steps=3"]) == 0
     assert [line["step"] for line in metrics_of(tmp_path)][-1] == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [("qwen2_5_vl", {"tensor": 2}), ("qwen2_5_vl", {"pipeline": 2}), ("qwen3_vl", {"tensor": 2})],
+)
+def test_megatron_trains_on_images_and_continues_a_checkpoint(
+    tmp_path: Path, family: str, sizes: dict[str, int]
+) -> None:
+    sections = [f"actor_rollout_ref.{role}.megatron" for role in ("actor", "ref")]
+    split = [f"{key}.{name}_model_parallel_size={n}" for key in sections for name, n in sizes.items()]
+    more = ["actor_rollout_ref.actor.strategy=megatron", "actor_rollout_ref.actor.use_kl_loss=true", *split]
+    text = {**MODELS[family]["text_config"], "num_hidden_layers": 4}
+    given = arguments(
+        tmp_path,
+        *("trainer.backend=ray", "trainer.n_gpus_per_node=2", "trainer.save_freq=1", *more),
+        config={**MODELS[family], "text_config": text},
+    )
+    assert main(given) == 0
+    assert max(line["parity/max_abs"] for line in metrics_of(tmp_path)) < 1e-4
+    assert main([*given, "trainer.total_training_steps=3"]) == 0
+    assert [line["step"] for line in metrics_of(tmp_path)][-1] == 3
+    merge(tmp_path / "out", tmp_path / "merged")
+    HFRollout.from_path(tmp_path / "merged").close()

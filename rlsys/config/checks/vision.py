@@ -29,9 +29,12 @@ def check_vision(cfg: PPOConfig | EvalConfig) -> Iterator[str]:
         yield wrong(cfg, f"{POLICY}.rollout.name", "it is not given images here", IMAGE_ENGINES[0])
     elif engine == "sglang" and (lacks := _lacks_in_sglang(facts)):
         yield wrong(cfg, f"{POLICY}.rollout.name", lacks, "vllm")
-    if actor is not None and actor.strategy == "megatron":
-        yield wrong(cfg, f"{POLICY}.actor.strategy", "Megatron trains models of text; images need FSDP", "fsdp")
-    if isinstance(cfg, PPOConfig) and cfg.use_critic:
+    if not isinstance(cfg, PPOConfig):
+        return
+    if cfg.actor_rollout_ref.actor.strategy == "megatron" and cfg.actor_rollout_ref.model.lora_rank:
+        why = f"Megatron adapts models of text only; set it to 0, or {POLICY}.actor.strategy=fsdp"
+        yield wrong(cfg, f"{POLICY}.model.lora_rank", why)
+    if cfg.use_critic:
         why = "the value function of a vision-language model is not trained"
         yield wrong(cfg, "algorithm.adv_estimator", why, "grpo")
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -25,16 +24,15 @@ from rlsys.engines.fsdp.sharding import (
 )
 from rlsys.engines.fsdp.state import FSDPState
 from rlsys.engines.mesh import Ranks, make_ranks, max_over_ranks
-from rlsys.engines.micro_batches import MicroBatches, Pack, split_rows
+from rlsys.engines.micro_batches import MicroBatches, Pack, packs_of, split_rows
 from rlsys.interfaces import Part
 from rlsys.models import lora
 from rlsys.models.hf import Head, build, check_names, layer_modules, open_weights
-from rlsys.models.packing import empty_rows, token_rows
 from rlsys.models.stacked import by_stack, saved_parts
 from rlsys.models.token_model import TokenModel
 from rlsys.models.ulysses import kv_repeats
-from rlsys.models.vision import has_images, is_tower, pack_images
-from rlsys.protocol import DataProto, images_of
+from rlsys.models.vision import has_images, is_tower
+from rlsys.protocol import DataProto
 from rlsys.types import WeightLayout
 
 
@@ -112,21 +110,12 @@ class FSDPEngine(BaseTrainEngine[Ranks, ShardedOptimizer]):
     def _weight_dtype(self) -> torch.dtype:
         return getattr(torch, self.shard.model_dtype)
 
-    def _packs(self, batch: DataProto, size: MicroBatches) -> Iterator[Pack]:
-        rows, images = batch.tensors, images_of(batch)
-        lengths = rows["attention_mask"].sum(dim=1).tolist()
-        for part in split_rows(lengths, size, agree=max_over_ranks, num_sharing=self.ranks.sp_size):
-            index = torch.tensor(part) if part else None
-            tokens = empty_rows(torch.device("cpu")) if index is None else token_rows(rows[index])
-            if self.is_vision:
-                own = [images[row] for row in part if lengths[row]] or [()]
-                packed, positions = pack_images(self.model.model, tokens.token_ids, tokens.lengths, own)
-                tokens = replace(tokens, images=packed, position_ids=positions)
-            yield Pack(index, tokens.to(self.ranks.device))
-
     def _run(self, batch: DataProto, size: MicroBatches, visit: Visit, *, backward: bool) -> Counted:
         self.model.train(backward)
-        for pack in self._packs(batch, size):
+        lengths = batch.tensors["attention_mask"].sum(dim=1).tolist()
+        parts = split_rows(lengths, size, agree=max_over_ranks, num_sharing=self.ranks.sp_size)
+        for made in packs_of(batch, parts, self.model.model if self.is_vision else None):
+            pack = Pack(made.index, made.tokens.to(self.ranks.device))
             loss = visit(pack, partial(self.model, pack.tokens))
             if loss is not None:
                 loss.backward()

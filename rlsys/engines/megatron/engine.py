@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 
 import torch
 import torch.distributed as dist
-from tensordict import TensorDict
 from torch import Tensor
 
 from rlsys.config.schema.megatron import MegatronConfig, MegatronShardConfig, MegatronTrainConfig
@@ -27,14 +27,17 @@ from rlsys.engines.megatron.state import MegatronState
 from rlsys.engines.megatron.weights import MergedTensors, ModelShards
 from rlsys.engines.micro_batches import MicroBatches, Pack
 from rlsys.interfaces import Output, Part
-from rlsys.models.hf import Head, TensorSource, check_names, open_weights, read_config, read_whole
+from rlsys.models.hf import Head, TensorSource, build, check_names, open_weights, read_config, read_whole
 from rlsys.models.megatron.adapters import adapters_off, add_adapters
 from rlsys.models.megatron.build import TokenGPT, build_chunks
-from rlsys.models.megatron.family import family_of
+from rlsys.models.megatron.family import decoder_family
+from rlsys.models.megatron.image_tower import ImageTower
 from rlsys.models.megatron.parallel import ParallelSizes
 from rlsys.models.megatron.router_replay import NO_ROUTE, RouterReplay
+from rlsys.models.vision import has_images
 from rlsys.protocol import DataProto
 from rlsys.types import EXPORT_FILE_BYTES, WeightLayout
+from rlsys.utils.errors import ConfigError
 
 
 class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
@@ -56,22 +59,30 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
         grad_clip: float = 1.0,
         total_steps: int = -1,
         megatron: MegatronShardConfig = MegatronConfig(),  # noqa: B008
+        freeze_vision_tower: bool = False,
         checkpoint: CheckpointConfig | None = None,
         training: MicroBatches = MicroBatches(rows=1),  # noqa: B008
         scoring: MicroBatches | None = None,
     ) -> None:
         config = read_config(model)
-        hf_config = config.to_dict()
-        family = family_of(hf_config)
+        family, hf_config = decoder_family(config)
         sizes = ParallelSizes.from_config(megatron)
         ranks = make_ranks(device, sizes)
         super().__init__(
             model, ranks, config=config, head=head, checkpoint=checkpoint, training=training, scoring=scoring
         )
         family.check(hf_config, ranks.place)
+        self.tower: ImageTower | None = None
+        if has_images(config):
+            whole = build(config, head=head, packed=True, trust_remote_code=model.trust_remote_code)
+            first = family.layers_of(hf_config, replace(ranks.place, pp_rank=0))[0]
+            self.tower = ImageTower(whole, family, len(first))
+            family = self.tower.family
         self.fp8 = megatron.fp8 if isinstance(megatron, MegatronConfig) else None
         seed = megatron.seed if isinstance(megatron, MegatronTrainConfig) else 0
         settings = lora.lora_settings(model, seed=seed) if optim is not None else None
+        if settings is not None and self.tower is not None:
+            raise ConfigError("Megatron adapts models of text only: set lora_rank=0, or strategy=fsdp")
         kind = "value" if head == "scalar" else "lm"
         with current(sizes):
             chunks = build_chunks(
@@ -82,8 +93,9 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
                 recompute=optim is not None and model.enable_gradient_checkpointing,
                 head=kind,
                 device=ranks.device,
+                tower=self.tower,
             )
-            self.held = ModelShards(family, hf_config, kind, ranks, chunks, settings)
+            self.held = ModelShards(family, hf_config, kind, ranks, chunks, settings, freeze_vision_tower)
             add_adapters(chunks, self.held.factors)
             base = open_weights(model, config, head=head, seed=seed)
             unused = [*family.carried(hf_config), *family.aliases(hf_config)]
@@ -143,7 +155,7 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
             return visit(pack, partial(self.chunks[-1].token_outputs, hidden, pack.tokens))
 
         rows = batch.tensors
-        packs, routes = self._packs(rows, size), rows.get("routed_experts", None)
+        packs, routes = self._packs(batch, size), rows.get("routed_experts", None)
         replay = self._recorder if routes is None else RouterReplay(chunks, routes)
         if replay is None:
             run(chunks, packs, visit_hidden, backward=backward)
@@ -152,12 +164,12 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
             run(chunks, packs, visit_hidden, backward=backward, replay=replay)
             return {"actor/routes_differ": replay.different(self.ranks.device)}
 
-    def _packs(self, rows: TensorDict, size: MicroBatches) -> list[Pack]:
+    def _packs(self, batch: DataProto, size: MicroBatches) -> list[Pack]:
         config, sizes = self.chunks[0].config, self.ranks.sizes
         multiple = sizes.tp if config.sequence_parallel else 1
         multiple *= 16 if self.fp8 else 1
         equal = sizes.pp > 1 or (sizes.ep > 1 and config.moe_token_dispatcher_type == "allgather")
-        return make_packs(rows, size, self.ranks, multiple=multiple, equal=equal)
+        return make_packs(batch, size, self.ranks, multiple=multiple, equal=equal, tower=self.tower)
 
     def _share(self, values: Tensor) -> None:
         if self.ranks.sizes.pp > 1:

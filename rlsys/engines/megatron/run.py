@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
 from rlsys.models.megatron import shim  # noqa: F401
@@ -21,28 +20,34 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from rlsys.engines.megatron.groups import MegatronRanks
 from rlsys.engines.mesh import max_over_ranks
-from rlsys.engines.micro_batches import MicroBatches, Pack, split_rows
+from rlsys.engines.micro_batches import MicroBatches, Pack, packs_of, split_rows
 from rlsys.models.context import pack_multiple
 from rlsys.models.megatron.build import packed_arguments
+from rlsys.models.megatron.image_tower import ImageTower
 from rlsys.models.megatron.router_replay import RouterReplay
-from rlsys.models.packing import empty_rows, padded_each, padded_to, token_rows
+from rlsys.models.packing import padded_each, padded_to
+from rlsys.protocol import DataProto
 
 
-def make_packs(rows: TensorDict, size: MicroBatches, ranks: MegatronRanks, *, multiple: int, equal: bool) -> list[Pack]:
+def make_packs(
+    batch: DataProto,
+    size: MicroBatches,
+    ranks: MegatronRanks,
+    *,
+    multiple: int,
+    equal: bool,
+    tower: ImageTower | None = None,
+) -> list[Pack]:
     """As many packs on every rank, of which each has a multiple of `multiple` tokens; all of one length where `equal`.
 
     The ranks of one context-parallel group make the same packs. Interleaved stages take them in groups of as many as
-    there are stages.
+    there are stages. `tower` takes their images.
     """
-    device = rows.device or torch.device("cpu")
-    lengths, cp = rows["attention_mask"].sum(dim=1).tolist(), ranks.sizes.cp
+    lengths, cp = batch.tensors["attention_mask"].sum(dim=1).tolist(), ranks.sizes.cp
     parts = split_rows(lengths, size, agree=max_over_ranks, num_sharing=cp)
     group = ranks.sizes.pp if ranks.sizes.vp > 1 else 1
     parts += [[]] * (-len(parts) % group)
-    packs = [
-        Pack(index := torch.tensor(part), token_rows(rows[index])) if part else Pack(None, empty_rows(device))
-        for part in parts
-    ]
+    packs = list(packs_of(batch, parts, None if tower is None else tower.model))
     if cp > 1:
         packs = [replace(pack, tokens=padded_each(pack.tokens, 2 * cp)) for pack in packs]
         multiple = pack_multiple(multiple, cp)

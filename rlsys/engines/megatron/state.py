@@ -6,6 +6,7 @@ Each data-parallel rank writes the elements whose optimizer state it holds, and 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from math import prod
 from pathlib import Path
 
 import torch
@@ -106,16 +107,19 @@ class MegatronState:
 
 
 def flat_boxes(start: int, stop: int, shape: Sequence[int]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
-    """(start, shape, offset from `start`) of the boxes that make up elements `start` to `stop` of a flattened tensor of
-    one or two dimensions: a part of a row, whole rows, a part of a row."""
+    """(start, shape, offset from `start`) of the boxes that make up elements `start` to `stop` of a flattened tensor: a
+    part of a row, whole rows, a part of a row."""
     if len(shape) == 1:
         yield (start,), (stop - start,), 0
         return
-    width = shape[1]
-    at = start
+    width, at = prod(shape[1:]), start
     while at < stop:
         row, column = divmod(at, width)
-        whole = (stop - at) // width if column == 0 else 0
-        size = whole * width if whole else min(width - column, stop - at)
-        yield (row, column), (whole or 1, width if whole else size), at - start
-        at += size
+        if column == 0 and (whole := (stop - at) // width):
+            yield (row, *(0,) * (len(shape) - 1)), (whole, *shape[1:]), at - start
+            at += whole * width
+            continue
+        end = min(stop - at, width - column)
+        for first, size, offset in flat_boxes(column, column + end, shape[1:]):
+            yield (row, *first), (1, *size), at - start + offset
+        at += end

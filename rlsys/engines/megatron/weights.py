@@ -23,6 +23,7 @@ from rlsys.models.megatron.convert import load_shards
 from rlsys.models.megatron.family import Family, Head
 from rlsys.models.megatron.parallel import RankPlace
 from rlsys.models.megatron.spec import HAS_TRANSFORMER_ENGINE
+from rlsys.models.vision import is_tower
 from rlsys.types import Shard, WeightLayout
 from rlsys.utils.boxes import buckets, slices
 
@@ -30,7 +31,8 @@ from rlsys.utils.boxes import buckets, slices
 @dataclass(frozen=True)
 class ModelShards:
     """This rank's chunks, and which boxes of which HF tensors its tensors are; with `lora` the factors of adapters are
-    among these tensors, the chunks have to be given them, and nothing else is trained but a scalar head."""
+    among these tensors, the chunks have to be given them, and nothing else is trained but a scalar head. A frozen
+    image encoder is not trained either."""
 
     family: Family
     hf_config: HFConfig
@@ -38,6 +40,7 @@ class ModelShards:
     ranks: MegatronRanks
     chunks: Sequence[TokenGPT]
     lora: LoraSettings | None = None
+    freeze_vision_tower: bool = False
 
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
@@ -76,6 +79,8 @@ class ModelShards:
 
     def is_trained(self, name: str) -> bool:
         """Whether a tensor that is a parameter is trained, by its HF name."""
+        if self.freeze_vision_tower and is_tower(name):
+            return False
         return self.lora is None or is_adapter(name) or name.startswith("score.")
 
     @cached_property
@@ -115,7 +120,7 @@ class ModelShards:
         wanted = {shard.local for shard in self.shards if self.is_trained(shard.box.tensor)}
         for name, parameter in self.parameters.items():
             parameter.tensor_model_parallel = name in parts  # type: ignore[attr-defined]
-            parameter.requires_grad_(trained and (self.lora is None or name in wanted))
+            parameter.requires_grad_(trained and name in wanted)
 
     def gives(self, shard: Shard) -> bool:
         """Whether this is the one rank of all that provides this box."""

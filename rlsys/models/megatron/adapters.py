@@ -195,14 +195,14 @@ def adapters_off(chunks: Sequence[nn.Module]) -> Iterator[None]:
 
 @torch.no_grad()
 def sum_shared_gradients(chunks: Sequence[nn.Module]) -> None:
-    """Make whole, in place, the gradients of factors of which every rank has a part of a sum; collective."""
+    """Make whole, in place, the gradients of which every rank has a part of a sum; collective."""
     groups = {
         "tensors": mpu.get_tensor_model_parallel_group(),
         "experts": mpu.get_expert_tensor_parallel_group(check_initialized=False),
     }
     for over, group in groups.items():
-        parameters = (p for chunk in chunks for p in chunk.parameters() if getattr(p, "partial_over", None) == over)
-        grads: list[Any] = [parameter.main_grad for parameter in parameters]  # type: ignore[attr-defined]
+        parameters = [p for chunk in chunks for p in chunk.parameters() if getattr(p, "partial_over", None) == over]
+        grads: list[Any] = [p.main_grad for p in parameters if p.requires_grad]  # type: ignore[attr-defined]
         if grads and dist.get_world_size(group) > 1:
             flat = torch.cat([grad.flatten() for grad in grads])
             dist.all_reduce(flat, group=group)

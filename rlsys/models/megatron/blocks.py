@@ -112,6 +112,7 @@ def attention_settings(hf_config: HFConfig) -> dict[str, Any]:
         "init_method_std": hf_config.get("initializer_range", 0.02),
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
+        "mrope_section": rope_of(hf_config).get("mrope_section"),
     }
 
 
@@ -158,6 +159,7 @@ def rope_args(hf_config: HFConfig) -> dict[str, Any]:
     rope = rope_of(hf_config)
     kind = rope["rope_type"]
     args = {
+        "position_embedding_type": "mrope" if "mrope_section" in rope else "rope",
         "rotary_base": rope["rope_theta"],
         "rotary_percent": rope.get("partial_rotary_factor") or hf_config.get("partial_rotary_factor") or 1.0,
     }

@@ -25,10 +25,12 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from rlsys.models.megatron.blocks import HFConfig
 from rlsys.models.megatron.family import Family, Head
+from rlsys.models.megatron.image_tower import ImagePacking, ImageTower
 from rlsys.models.megatron.parallel import ParallelSizes
 from rlsys.models.megatron.spec import HAS_TRANSFORMER_ENGINE, block_spec, mend_latent_attention
 from rlsys.models.packing import TokenRows
 from rlsys.models.token_model import token_numbers
+from rlsys.models.vision import feature_numbers
 from rlsys.utils.errors import ConfigError
 
 
@@ -68,7 +70,7 @@ def transformer_config(
         "batch_p2p_comm": sizes.vp == 1,
         "bias_activation_fusion": fused,
         "bias_dropout_fusion": fused,
-        "apply_rope_fusion": fused and not family.mla,
+        "apply_rope_fusion": fused and not family.mla and own.get("mrope_section") is None,
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
         "gradient_accumulation_fusion": False,
@@ -107,8 +109,12 @@ def build_chunks(
     recompute: bool = False,
     head: Head,
     device: torch.device,
+    tower: ImageTower | None = None,
 ) -> "list[TokenGPT]":
-    """This rank's chunks in order, parameters not yet filled; Megatron's groups of `megatron` must be current."""
+    """This rank's chunks in order, parameters not yet filled; Megatron's groups of `megatron` must be current.
+
+    `tower` is the image encoder of a vision-language model.
+    """
     sizes = ParallelSizes.from_config(megatron)
     config = transformer_config(family, hf_config, megatron, dtype=dtype, recompute=recompute)
     arguments = family.model_args(hf_config, tp_size=sizes.tp, head=head)
@@ -125,6 +131,10 @@ def build_chunks(
             chunk.output_layer = nn.Linear(config.hidden_size, 1, device=device)  # pyrefly: ignore
         if config.sequence_parallel:
             mend_latent_attention(chunk)
+        if tower is not None and config.mrope_section is not None:
+            chunk.rotary_pos_emb = tower.rotary  # pyrefly: ignore
+        if tower is not None and chunk.pre_process:
+            tower.join(chunk, dtype)
         chunk.vocabulary = int(hf_config["vocab_size"])
         chunks.append(chunk.to(device))
     return chunks
@@ -134,7 +144,15 @@ class TokenGPT(GPTModel):
     """A GPTModel that ends with its hidden states; `token_outputs` of the last stage makes numbers of them."""
 
     vocabulary: int
+    tower: ImageTower
     chunk_elements: int | None = None
+
+    def forward(self, *, packed_seq_params: PackedSeqParams, **given: object) -> Tensor:  # pyrefly: ignore
+        if self.pre_process and isinstance(packed_seq_params, ImagePacking):
+            tokens = self.embedding(input_ids=given["input_ids"], position_ids=given["position_ids"])
+            parallel = self.config.sequence_parallel
+            given["decoder_input"] = self.tower.embed(tokens, packed_seq_params, sequence_parallel=parallel)
+        return super().forward(packed_seq_params=packed_seq_params, **given)  # pyrefly: ignore
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **options: Any) -> Tensor:  # pyrefly: ignore
         return hidden_states
@@ -189,15 +207,20 @@ def packed_arguments(rows: TokenRows, device: torch.device) -> dict[str, Any]:
     packing = PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest
     )
+    images, ids = rows.images, rows.token_ids
+    if images is not None and len(images.places):
+        numbers = feature_numbers(images.places, rows.num_tokens)
+        packing = ImagePacking(**vars(packing), tensors=images.tensors, numbers=numbers)
     group: Any = mpu.get_context_parallel_group()
-    ids, positions = rows.token_ids, rows.position_ids
     if group.size() > 1:
         packing.cu_seqlens_q_padded = packing.cu_seqlens_kv_padded = ends
         own = own_tokens(rows.lengths, group.rank(), group.size()).to(device)
-        ids, positions = ids[own], positions[own]
+        ids = ids[own]
+        if isinstance(packing, ImagePacking):
+            packing.numbers = packing.numbers[own]
     return {
         "input_ids": ids[None],
-        "position_ids": positions[None],
+        "position_ids": rows.position_ids[None],
         "attention_mask": None,
         "packed_seq_params": packing,
     }

@@ -9,7 +9,7 @@ from functools import cache
 from importlib import import_module
 from math import ceil
 from pkgutil import iter_modules
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rlsys.models.megatron.blocks import (
     ATTENTION,
@@ -26,15 +26,18 @@ from rlsys.models.megatron.rules import Dims, Rule, ShardFn, ShardIndex, extents
 from rlsys.types import Box, Shard
 from rlsys.utils.errors import ConfigError
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 Head = Literal["lm", "value", "score"]
 
 NEEDS = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 SPARSE_NEEDS = (*NEEDS, "moe_intermediate_size", "num_experts_per_tok")
 
-EMBEDDING = Rule("embedding.word_embeddings.weight", padded_rows, ("model.embed_tokens.weight [vocab, hidden]",))
-FINAL_NORM = Rule("decoder.final_layernorm.weight", whole, ("model.norm.weight [hidden]",))
+EMBEDDING = Rule("embedding.word_embeddings.weight", padded_rows, ("embed_tokens.weight [vocab, hidden]",))
+FINAL_NORM = Rule("decoder.final_layernorm.weight", whole, ("norm.weight [hidden]",))
 OUTPUT = Rule("output_layer.weight", padded_rows, ("lm_head.weight [vocab, hidden]",))
-TIED_OUTPUT = Rule("output_layer.weight", padded_rows, ("model.embed_tokens.weight [vocab, hidden]",))
+TIED_OUTPUT = Rule("output_layer.weight", padded_rows, ("embed_tokens.weight [vocab, hidden]",))
 SCORE = Rule("output_layer.weight", whole, ("score.weight [1, hidden]",))
 SCORE_BIAS = Rule("output_layer.bias", whole, ("score.bias [1]",))
 WITHOUT_TABLE = {
@@ -44,7 +47,7 @@ WITHOUT_TABLE = {
     "qwen3_5": " (Megatron-Core 0.16 has gated delta layers for rows that are not packed only)",
 }
 """Why a family has no table, by the beginning of its model_type."""
-VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
+VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,8 @@ class Family:
     transformer configuration and `rope` GPTModel's rotary ones. The HF config must have the keys `needs`; keys in
     `only` must have one of the given values; `refuse` says what else is wrong. HF names in rules are below
     `model.layers.N.`, with `{e}` for the number of an expert. `mtp` is what a layer for multi-token prediction,
-    numbered after the last, has besides a sparse layer's tensors.
+    numbered after the last, has besides a sparse layer's tensors. The decoder of a vision-language model has a `prefix`
+    of its own, and beside it the tensors of the image encoder, `tower`: (HF name, local name, shape).
     """
 
     model_types: tuple[str, ...]
@@ -73,6 +77,8 @@ class Family:
     refuse: Callable[[HFConfig], str] = sliding
     mtp: tuple[Rule, ...] = ()
     mla: bool = False
+    prefix: str = "model."
+    tower: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
 
     def check(self, hf_config: HFConfig, place: RankPlace) -> None:
         """ConfigError for a model Megatron would compute otherwise than transformers, or one `place` cannot hold."""
@@ -108,17 +114,18 @@ class Family:
 
     def aliases(self, hf_config: HFConfig) -> dict[str, str]:
         """HF names a checkpoint may leave out, and the tensors whose data they have."""
-        return {"lm_head.weight": "model.embed_tokens.weight"} if tied(hf_config) else {}
+        return {"lm_head.weight": f"{self.prefix}embed_tokens.weight"} if tied(hf_config) else {}
 
     def hf_shapes(self, hf_config: HFConfig, *, head: Head = "lm") -> dict[str, tuple[int, ...]]:
         """The full shape of every HF tensor that is trained, in the order of the model; not those of `carried`."""
         dims = self.dims(hf_config)
-        shapes = dict(EMBEDDING.parts(dims))
+        shapes = {name: shape for name, _, shape in self.tower}
+        shapes |= {self.prefix + name: shape for name, shape in EMBEDDING.parts(dims)}
         for layer in range(dims["layers"]):
             sparse = self.is_sparse(hf_config, layer)
             shapes.update(self._layer_shapes(layer, self._layer_rules(sparse, dims), dims, experts=sparse))
-        for rule in (FINAL_NORM, *_head_rules(hf_config, head)):
-            shapes.update(rule.parts(dims))
+        for rule, prefix in self._last_rules(hf_config, head):
+            shapes |= {prefix + name: shape for name, shape in rule.parts(dims)}
         return shapes
 
     def carried(self, hf_config: HFConfig) -> dict[str, tuple[int, ...]]:
@@ -133,7 +140,7 @@ class Family:
     def _layer_shapes(
         self, layer: int, rules: Sequence[Rule], dims: Dims, *, experts: bool
     ) -> Iterator[tuple[str, tuple[int, ...]]]:
-        prefix = f"model.layers.{layer}."
+        prefix = f"{self.prefix}layers.{layer}."
         for rule in rules:
             yield from ((prefix + name, shape) for name, shape in rule.parts(dims))
         parts = [part for rule in self.expert for part in rule.parts(dims)]
@@ -167,7 +174,7 @@ class Family:
     ) -> dict[str, tuple[int, ...]]:
         """The shape of each tensor that `shards` of `place` are in, padding of the vocabulary included."""
         rows = ceil(self.dims(hf_config)["vocab"] / place.sizes.tp)
-        padded = {shard.local for shard in shards if shard.box.tensor in VOCABULARY}
+        padded = {shard.local for shard in shards if shard.box.tensor.endswith(VOCABULARY)}
         return {name: (rows, *shape[1:]) if name in padded else shape for name, shape in extents(shards).items()}
 
     def _shards(self, hf_config: HFConfig, place: RankPlace, head: Head, te: bool) -> Iterator[Shard]:
@@ -176,20 +183,32 @@ class Family:
         expert = ShardIndex(place.etp_rank, place.sizes.expert_tp, dims)
         chunks = self.layers_of(hf_config, place)
         if place.pp_rank == 0:
-            yield from _rule_shards(EMBEDDING, "0.", "", tensor, te)
+            for name, own, shape in self.tower:
+                zeros = (0,) * len(shape)
+                yield Shard(Box(name, zeros, shape), f"0.{own}", zeros)
+            yield from _rule_shards(EMBEDDING, "0.", self.prefix, tensor, te)
         for chunk, layers in enumerate(chunks):
             for number, layer in enumerate(layers):
-                local, hf = f"{chunk}.decoder.layers.{number}.", f"model.layers.{layer}."
+                local, hf = f"{chunk}.decoder.layers.{number}.", f"{self.prefix}layers.{layer}."
                 sparse = self.is_sparse(hf_config, layer)
                 for rule in self._layer_rules(sparse, dims):
                     yield from _rule_shards(rule, local, hf, tensor, te)
                 if sparse:
                     yield from self._experts(local, hf, place, expert, te)
         if place.is_last_stage:
-            last = f"{len(chunks) - 1}."
-            yield from _rule_shards(FINAL_NORM, last, "", tensor, te)
-            for rule in _head_rules(hf_config, head, shared=place.sizes.pp == 1):
-                yield from _rule_shards(rule, last, "", tensor, te)
+            for rule, prefix in self._last_rules(hf_config, head, shared=place.sizes.pp == 1):
+                yield from _rule_shards(rule, f"{len(chunks) - 1}.", prefix, tensor, te)
+
+    def _last_rules(self, hf_config: HFConfig, head: Head, *, shared: bool = False) -> Iterator[tuple[Rule, str]]:
+        """The final norm and what follows it, with the prefix of its names. `shared`: the stage holds the embedding
+        too, so a tied output needs no copy."""
+        yield FINAL_NORM, self.prefix
+        if head != "lm":
+            yield SCORE, ""
+        if head == "value":
+            yield SCORE_BIAS, ""
+        if head == "lm" and not (tied(hf_config) and shared):
+            yield (TIED_OUTPUT, self.prefix) if tied(hf_config) else (OUTPUT, "")
 
     def _layer_rules(self, sparse: bool, dims: Dims) -> list[Rule]:
         rules = (*self.layer, *(self.sparse if sparse else self.dense))
@@ -229,9 +248,17 @@ def family_of(hf_config: HFConfig) -> Family:
     """The family of a config.json, as `find_family` says; ConfigError names the known ones."""
     if (family := find_family(hf_config)) is not None:
         return family
+    if "vision_config" in hf_config:
+        raise ConfigError(f"{hf_config['model_type']} has an image encoder, which only training and merging read")
     asked, known = str(hf_config.get("model_type")), ", ".join(sorted(known_families()))
     why = next((why for start, why in WITHOUT_TABLE.items() if asked.startswith(start)), "")
     raise ConfigError(f"Megatron has no table for {asked}{why}: known are {known}; set strategy=fsdp for others")
+
+
+def decoder_family(config: "PretrainedConfig") -> tuple[Family, HFConfig]:
+    """The family of the decoder of a transformers configuration and what it reads; ConfigError as of `family_of`."""
+    hf_config = config.get_text_config().to_dict() | {"tie_word_embeddings": config.tie_word_embeddings}
+    return family_of(hf_config), hf_config
 
 
 @cache
@@ -248,17 +275,6 @@ def _rule_shards(rule: Rule, local: str, hf: str, index: ShardIndex, te: bool) -
     parts = [(hf + part, shape) for part, shape in rule.parts(index.dims)]
     for box, at in shard_fn(parts, index):
         yield Shard(box, name, at)
-
-
-def _head_rules(hf_config: HFConfig, head: Head, *, shared: bool = False) -> tuple[Rule, ...]:
-    """What follows the final norm. `shared`: the stage holds the embedding too, so a tied output needs no copy."""
-    if head == "value":
-        return (SCORE, SCORE_BIAS)
-    if head == "score":
-        return (SCORE,)
-    if tied(hf_config):
-        return () if shared else (TIED_OUTPUT,)
-    return (OUTPUT,)
 
 
 def _stage_layers(count: int, sizes: ParallelSizes) -> list[int]:

@@ -4,7 +4,7 @@ from rlsys.models.megatron.blocks import ATTENTION, ONLY, QKV_BIAS, attention_se
 from rlsys.models.megatron.family import Family
 
 FAMILY = Family(
-    model_types=("qwen2",),
+    model_types=("qwen2", "qwen2_vl_text", "qwen2_5_vl_text"),
     settings=lambda hf_config: {**attention_settings(hf_config), "add_qkv_bias": True},
     only={key: values for key, values in ONLY.items() if key != "attention_bias"},
     layer=(*ATTENTION, QKV_BIAS),

@@ -4,7 +4,7 @@ from rlsys.models.megatron.blocks import ATTENTION, QK_NORM, attention_dims, att
 from rlsys.models.megatron.family import Family
 
 FAMILY = Family(
-    model_types=("qwen3",),
+    model_types=("qwen3", "qwen3_vl_text"),
     dims=lambda hf_config: attention_dims({"head_dim": 128, **hf_config}),
     settings=lambda hf_config: {**attention_settings({"head_dim": 128, **hf_config}), "qk_layernorm": True},
     layer=(*ATTENTION, *QK_NORM),
