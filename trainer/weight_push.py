@@ -73,7 +73,7 @@ def connect_weights(groups: WorkerGroups, cfg: PPOConfig, *, colocated: bool) ->
     over_nodes = engine.backend == "auto" and colocated and cfg.trainer.nnodes > 1
     manager = ShardingManager(
         groups.actor,
-        groups.actor if local else groups.rollout,
+        groups.rollout,
         executor="local" if local else "gather" if over_nodes else engine.backend,
         deadline_s=cfg.trainer.deadlines.weights_s,
         report_dir=policy.rollout.validate_save_dir,

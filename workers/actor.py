@@ -7,8 +7,7 @@ from rlsys.roles.actor import PPOActor
 from rlsys.single_controller.dispatch import Dispatch, register
 from rlsys.types import TransferReport
 from rlsys.weights.endpoints import WeightSender
-from rlsys.weights.executors.in_process import local_checksums, reshard_local
-from rlsys.weights.verify import LayoutChecksums
+from rlsys.weights.executors.in_process import reshard_local
 from workers.base import BY_MESH, EngineWorker
 from workers.build import EngineRun, build_actor_engine, make_mfu_meter
 from workers.colocated import local_rollout
@@ -69,8 +68,3 @@ class ActorWorker(EngineWorker, WeightSender):
         """Copy the weights into the rollout engine of the same process."""
         bucket_bytes = self.cfg.rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
         return reshard_local(self.engine, local_rollout(), version=version, bucket_bytes=bucket_bytes)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def weight_sums(self) -> tuple[LayoutChecksums, LayoutChecksums]:
-        """Checksums of the actor's and of the rollout's tensors in this process."""
-        return local_checksums(self.engine, local_rollout())

@@ -37,10 +37,10 @@ class ShardingManager:
 
     `executor`: "shm" engines copy from a snapshot in shared memory of one host; "ipc" engines of one host copy from the
     trainer's own memory; "nccl" the trainer sends, over NCCL or gloo; "disk" a directory for each version below
-    `disk_root`; "gather" full tensors through the engines' loaders; "local" one group whose workers hold both engines,
-    passed as both. "auto" chooses by where the ranks are (see `choose`). Every call returns or raises within
-    `deadline_s`; after a failed push the engines that did not complete it stay quarantined until the next good one.
-    `validate` writes into `report_dir`.
+    `disk_root`; "gather" full tensors through the engines' loaders; "local" each process holds a worker of both groups.
+    "auto" chooses by where the ranks are (see `choose`). Every call returns or raises within `deadline_s`; after a
+    failed push the engines that did not complete it stay quarantined until the next good one. `validate` writes into
+    `report_dir`.
     """
 
     def __init__(
@@ -55,13 +55,10 @@ class ShardingManager:
         disk_assets: str | Path = "",
         bucket_bytes: int = 256 << 20,
     ) -> None:
-        if executor == "local" and source is not destination:
-            raise ValueError("executor='local' needs one group whose workers hold both engines, passed twice")
         if (executor == "disk") != (disk_root is not None):
             raise ValueError("set disk_root with executor='disk', and only with it")
         self.source, self.destination = source, destination
-        self.executor: ExecutorName = "local" if executor == "auto" and source is destination else executor
-        self._is_auto = self.executor == "auto"
+        self.executor, self._is_auto = executor, executor == "auto"
         self.deadline_s = deadline_s
         self.report_dir = None if report_dir is None else Path(report_dir)
         self.version: int | None = None
@@ -78,11 +75,10 @@ class ShardingManager:
         """
         self.destination = destination or self.destination
         with self._stage("connect") as remaining_s:
-            if self.executor != "local":
-                self._layouts = (
-                    _by_group_rank(wait_all(self.source.execute_all_async("weight_layout"), remaining_s)),
-                    _by_group_rank(wait_all(self.destination.execute_all_async("weight_layout"), remaining_s)),
-                )
+            self._layouts = (
+                _by_group_rank(wait_all(self.source.execute_all_async("weight_layout"), remaining_s)),
+                _by_group_rank(wait_all(self.destination.execute_all_async("weight_layout"), remaining_s)),
+            )
             if self._is_auto:
                 self.executor = choose(*self._layouts)
             transport = EXECUTORS[self.executor](self.source, self.destination, self._options)
@@ -127,7 +123,7 @@ class ShardingManager:
     def close(self) -> None:
         """Leave the transfer on all ranks; shared memory goes with the last of them."""
         transport, self._transport = self._transport, None
-        if transport is None or self.executor == "local":
+        if transport is None:
             return
         with self._stage("close") as remaining_s:
             for group in (self.destination, self.source):
@@ -135,9 +131,6 @@ class ShardingManager:
 
     def _checks(self, remaining_s: RemainingTime) -> list[TensorCheck]:
         self._connected()
-        if self.executor == "local":
-            pairs = wait_all(self.source.execute_all_async("weight_sums"), remaining_s)
-            return compare_checksums(*zip(*pairs, strict=True))
         sources, destinations = self._layouts
         dtypes = source_dtypes(resolve_names(sources, destinations), destinations)
         sent = wait_all(self.source.execute_all_async("weight_checksum", dtypes), remaining_s)

@@ -32,8 +32,8 @@ class RankFuture(Protocol):
 class WeightGroup(Protocol):
     """A group of workers as the sharding manager calls it; a WorkerGroup is one.
 
-    Trainer workers have the methods of `WeightSender`, rollout workers those of `WeightReceiver`. Workers that hold
-    both engines have `reshard_weights(version)` and `weight_sums()` instead: `reshard_local` and `local_checksums`.
+    Trainer workers have the methods of `WeightSender`, rollout workers those of `WeightReceiver`. Trainer workers in
+    one process with a rollout engine also have `reshard_weights(version)`: `reshard_local`.
     """
 
     @property

@@ -17,7 +17,7 @@ from rlsys.weights.engine_update import EngineUpdate
 from rlsys.weights.executors.base import Executor, Layouts, RemainingTime, wait_all
 from rlsys.weights.layout import dtype_of, missing_boxes, view_of
 from rlsys.weights.plan import make_plan, resolve_names, source_dtypes
-from rlsys.weights.verify import LayoutChecksums, layout_checksums, merge_rank_checksums
+from rlsys.weights.verify import layout_checksums, merge_rank_checksums
 
 BUCKET_BYTES = 256 << 20
 
@@ -60,16 +60,6 @@ def reshard_local(
     return TransferReport(version, num_bytes, seconds, digest({name: sent[name] for name in dtypes}))
 
 
-def local_checksums(engine: TrainEngine, rollout: RolloutEngine) -> tuple[LayoutChecksums, LayoutChecksums]:
-    """The checksums of this rank's trainer engine, cast to the rollout's dtypes, and of its rollout engine."""
-    source, destination = engine.weight_layout(), rollout.weight_layout()
-    dtypes = source_dtypes(resolve_names([source], [destination]), [destination])
-    return (
-        (source, layout_checksums(source, engine.local_tensors(), dtypes)),
-        (destination, layout_checksums(destination, rollout.local_tensors())),
-    )
-
-
 @torch.no_grad()
 def _load_gathered(
     engine: TrainEngine, rollout: RolloutEngine, dtypes: Mapping[str, str], bucket_bytes: int
@@ -85,7 +75,7 @@ def _load_gathered(
 
 
 class LocalExecutor(Executor):
-    """`local`: every worker of one group holds both engines."""
+    """`local`: each process of both groups holds both engines."""
 
     def connect(self, sources: Layouts, destinations: Layouts, remaining_s: RemainingTime) -> None:
         """Nothing has to be prepared."""
