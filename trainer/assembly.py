@@ -24,14 +24,14 @@ from rlsys.fleet.group import group_fleet
 from rlsys.interfaces import ExperienceSource
 from trainer.async_source import AsyncSource
 from trainer.backend import load_tokenizer
-from trainer.episodes import EpisodeEpochSource, EpisodeRollout, EpisodeSource, graded_rollout
+from trainer.episodes import EpisodeRollout, OpenEpisodes, graded_rollout
 from trainer.epochs import EpochSource
 from trainer.evaluation import OnValidation, Validation
 from trainer.generation import GradedRollout
 from trainer.groups import Role, WorkerGroups
 from trainer.judge import serve_judge
 from trainer.parity import ParityProbe, Scorer
-from trainer.prompt_groups import PromptGroups
+from trainer.prompt_groups import OpenAnswers, PromptGroups
 from trainer.prompts import num_steps, training_prompts
 from trainer.repeatable import check_repeatable
 from trainer.reporting import Reporter
@@ -158,20 +158,15 @@ def training_source(cfg: PPOConfig, inputs: Inputs, graded: GradedRollout, fleet
         num_steps=num_steps(cfg, inputs.train_dataset),
     )
     groups = PromptGroups(window, prompts, graded, group_filter=group_filter, failures=run)
-    deadline_s = deadlines.generate_s + deadlines.reward_s
-    if run.reproducible:
-        is_agent = isinstance(graded, EpisodeRollout)
-        source = partial(EpisodeEpochSource, rollout=graded) if is_agent else EpochSource
-        return source(
-            groups,
-            fleet,
-            max_response_tokens=cfg.data.max_response_length,
-            deadline_s=graded.deadline_s if is_agent else deadline_s,
-            probe=partial(check_repeatable, fleet, len(inputs.tokenizer)),
-        )
+    deadline_s, answers = deadlines.generate_s + deadlines.reward_s, OpenAnswers(groups, fleet)
     if isinstance(graded, EpisodeRollout):
-        return EpisodeSource(groups, fleet, graded, deadline_s=graded.deadline_s)
-    return AsyncSource(groups, fleet, deadline_s=deadline_s)
+        deadline_s, answers = graded.deadline_s, OpenEpisodes(groups, fleet, graded)
+    if run.reproducible:
+        probe = partial(check_repeatable, fleet, len(inputs.tokenizer))
+        return EpochSource(
+            answers, max_response_tokens=cfg.data.max_response_length, deadline_s=deadline_s, probe=probe
+        )
+    return AsyncSource(answers, deadline_s=deadline_s)
 
 
 def _rows_per_call(cfg: PPOConfig, plan: BatchPlan) -> int:

@@ -1,7 +1,6 @@
 """Answers to prompts by episodes of a workflow, as configured: turns, tools and environments."""
 
 import asyncio
-import math
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -9,7 +8,7 @@ from concurrent.futures import CancelledError, Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar
+from typing import TypedDict, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -43,10 +42,8 @@ from rlsys.telemetry.jsonl import JsonObject
 from rlsys.telemetry.metrics import StageTimer
 from rlsys.types import GenerationHyperparameters, SamplingParams
 from rlsys.utils.errors import ConfigError, DataError, RolloutError, result_within
-from trainer.async_source import AnswerFutures, AsyncSource
-from trainer.epochs import EpochSource
 from trainer.generation import GradedRollout, fleet_generate, meta_of_all_calls, training_sampling, validation_sampling
-from trainer.prompt_groups import PromptGroup, PromptGroups
+from trainer.prompt_groups import OpenAnswers, PromptGroup, PromptGroups
 from trainer.rewards import reward_manager
 from trainer.source import Fleet
 
@@ -134,111 +131,64 @@ class EpisodeRollout(GradedRollout):
             write_episodes(path, (start.to_dict() for start in starts), max_mb=cfg.trainer.rollout_data_max_mb)
 
 
-class OpenEpisodes:
-    """The episodes of open groups: those that a checkpoint has continue from their logs."""
+class OpenEpisodes(OpenAnswers):
+    """Answers that are episodes: those that a checkpoint has continue from their logs.
 
-    def __init__(self, groups: PromptGroups, rollout: EpisodeRollout) -> None:
-        self._groups, self.rollout = groups, rollout
-        self.starts: dict[PromptGroup, list[EpisodeStart]] = {}
+    In an epoch they draw in rounds, each turn as a whole.
+    """
+
+    def __init__(self, groups: PromptGroups, fleet: Fleet, rollout: EpisodeRollout) -> None:
+        super().__init__(groups, fleet)
+        self._rollout = rollout
+        self._starts: dict[PromptGroup, list[EpisodeStart]] = {}
         self._saved: dict[str, JsonObject] = {}
 
-    def save(self, folder: Path) -> None:
-        write_episodes(folder / EPISODES, [start.to_dict() for starts in self.starts.values() for start in starts])
-
-    def load(self, folder: Path) -> None:
-        self._saved = read_episodes(folder / EPISODES)
-
-    def add(self, groups: Sequence[PromptGroup]) -> None:
-        """Make the episodes of groups, which `submit` starts."""
+    def submit(self, groups: Sequence[PromptGroup], limits: Mapping[PromptGroup, float] | None = None) -> None:
         for group in groups:
-            self.starts[group] = episode_starts(group.rows, self._saved, name=f"{group.number:09d}")
+            self._starts[group] = episode_starts(group.rows, self._saved, name=f"{group.number:09d}")
+        rooms = None
+        if limits is not None:
+            every = ((group, start) for group, starts in self._starts.items() for start in starts)
+            rooms = {start.name: limits.get(group, 0) - start.log.num_drawn for group, start in every}
+        starts = [start for group in groups for start in self._starts[group]]
+        futures = iter(self._rollout.runner.submit(starts, self._rollout.sampling, rooms))
+        self.running |= {group: {row: next(futures) for row, _ in enumerate(self._starts[group])} for group in groups}
 
-    def submit(
-        self, groups: Sequence[PromptGroup], rooms: Mapping[str, float] | None = None
-    ) -> list[list[Future[EpisodeResult]]]:
-        """Start the episodes of groups, all at once; `rooms` as in `EpisodeRunner.submit`."""
-        starts = [start for group in groups for start in self.starts[group]]
-        futures = iter(self.rollout.runner.submit(starts, self.rollout.sampling, rooms))
-        return [[next(futures) for _ in self.starts[group]] for group in groups]
+    def advance(self, limits: Mapping[PromptGroup, float]) -> list[PromptGroup]:
+        self.submit([group for group in limits if group.graded is None and group not in self.running], limits)
+        self._rollout.runner.end_epoch().result()
+        return [group for group in limits if self.has_ended(group)]
 
-    def finish(self, group: PromptGroup, results: Sequence[EpisodeResult]) -> None:
-        """Make a group's batch of its episodes, which have all ended."""
-        step = group.number // self._groups.window.groups_per_step + 1
-        self.rollout.keep(self.starts.pop(group), self.rollout.sampling, step)
-        if any(result.rows for result in results):
-            group.graded = self.rollout.collate(results, group.rows)
-            self._groups.finish(group)
-        else:
-            causes = {result.error or result.end for result in results}
-            self._groups.fail(group, RolloutError(f"no episode has an answer: {', '.join(sorted(causes))}"))
-        self._groups.add(episode_metrics(results))
+    def grade(self, groups: Sequence[PromptGroup]) -> list[Mapping[str, float]]:
+        metrics = list[Mapping[str, float]]()
+        for group in groups:
+            futures = self.running.get(group, {}).values()
+            if not futures or any(future.cancelled() for future in futures):
+                continue
+            results: list[EpisodeResult] = [future.result() for future in futures]
+            step = group.number // self.groups.window.groups_per_step + 1
+            self._rollout.keep(self._starts[group], self._rollout.sampling, step)
+            if any(result.rows for result in results):
+                group.graded = self._rollout.collate(results, group.rows)
+            else:
+                causes = {result.error or result.end for result in results}
+                group.failure = RolloutError(f"no episode has an answer: {', '.join(sorted(causes))}")
+            metrics.append(episode_metrics(results))
+        return metrics
 
-
-class EpisodeSource(AsyncSource):
-    """An AsyncSource whose answers are episodes."""
-
-    def __init__(self, groups: PromptGroups, fleet: Fleet, rollout: EpisodeRollout, *, deadline_s: float) -> None:
-        self._episodes = OpenEpisodes(groups, rollout)
-        super().__init__(groups, fleet, deadline_s=deadline_s)
+    def finish(self, groups: Sequence[PromptGroup], metrics: Sequence[Mapping[str, float]]) -> None:
+        super().finish(groups, metrics)
+        for group in groups:
+            self._starts.pop(group, None)
 
     def save(self, folder: Path) -> dict[str, object]:
         """Keep finished groups and the logs of open episodes beside a checkpoint."""
-        with self._change:
-            self._episodes.save(folder)
-            return self._groups.save(folder)
+        write_episodes(folder / EPISODES, [start.to_dict() for starts in self._starts.values() for start in starts])
+        return self.groups.save(folder)
 
     def load(self, state: State, folder: Path) -> None:
         super().load(state, folder)
-        self._episodes.load(folder)
-
-    def _submitted(self, groups: Sequence[PromptGroup]) -> list[AnswerFutures]:
-        self._episodes.add(groups)
-        return [dict(enumerate(futures)) for futures in self._episodes.submit(groups)]
-
-    def _settle(self, groups: Sequence[PromptGroup]) -> None:
-        with self._change:
-            for group in groups:
-                futures = list(self._running.pop(group, {}).values())
-                if futures and not any(future.cancelled() for future in futures):
-                    self._episodes.finish(group, [future.result() for future in futures])
-
-
-class EpisodeEpochSource(EpochSource):
-    """An EpochSource whose answers are episodes: the draws of an epoch are made in rounds, each turn as a whole.
-
-    A turn is drawn in the first epoch in which its episode has fewer tokens than the epoch's limit. The epoch ends when
-    all episodes wait for a draw of the next one, so it does not matter how long their tools take.
-    """
-
-    def __init__(self, groups: PromptGroups, fleet: Fleet, rollout: EpisodeRollout, **epochs: Any) -> None:
-        super().__init__(groups, fleet, **epochs)
-        self._episodes = OpenEpisodes(groups, rollout)
-        self._futures: dict[PromptGroup, list[Future[EpisodeResult]]] = {}
-
-    def save(self, folder: Path) -> dict[str, object]:
-        self.settle()
-        self._episodes.save(folder)
-        return super().save(folder)
-
-    def load(self, state: State, folder: Path) -> None:
-        super().load(state, folder)
-        self._episodes.load(folder)
-
-    def _advance(self, work: Sequence[tuple[PromptGroup, int]]) -> None:
-        new = [group for group, _ in work if group.graded is None and group not in self._futures]
-        self._episodes.add(new)
-        limits = {group: math.inf if limit >= self._max_tokens else limit for group, limit in work}
-        rooms = {
-            start.name: limits.get(group, 0) - start.log.num_drawn
-            for group, starts in self._episodes.starts.items()
-            for start in starts
-        }
-        self._futures |= zip(new, self._episodes.submit(new, rooms), strict=True)
-        self._episodes.rollout.runner.end_epoch().result()
-        for group, _ in work:
-            if group in self._futures and all(future.done() for future in self._futures[group]):
-                self._episodes.finish(group, [future.result() for future in self._futures.pop(group)])
-        self._groups.add(self._meter.new_counts())
+        self._saved = read_episodes(folder / EPISODES)
 
 
 def episode_starts(rows: DataProto, saved: Mapping[str, JsonObject], *, name: str) -> list[EpisodeStart]:

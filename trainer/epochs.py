@@ -8,41 +8,41 @@ filter skipped prompts, is completed first. Requests go to the engines in fixed 
 no result depends on speed, on the number of replicas or on one that is lost.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from math import inf
 from pathlib import Path
 
 from rlsys.interfaces import State
 from rlsys.protocol import DataProto
-from rlsys.rollout.partial import PartialResponse
-from rlsys.types import Finish, ModelResponse
 from rlsys.utils.errors import result_within
 from trainer.overlap import OverlapMeter
-from trainer.prompt_groups import PromptGroup, PromptGroups
-from trainer.source import Fleet
+from trainer.prompt_groups import OpenAnswers, PromptGroup
 
 
 class EpochSource:
-    """Continues all open answers by a fixed number of tokens between two pushes."""
+    """Continues all open answers by a fixed number of tokens between two pushes.
+
+    Of episodes each turn is drawn as a whole, in the first epoch in which its episode has fewer tokens than the epoch's
+    limit. The epoch ends when all episodes wait for a draw of the next one, however long their tools take.
+    """
 
     def __init__(
         self,
-        groups: PromptGroups,
-        fleet: Fleet,
+        answers: OpenAnswers,
         *,
         max_response_tokens: int,
         deadline_s: float,
         probe: Callable[[], None] | None = None,
     ) -> None:
         """`probe` is called once, after the first push; what it asks of the fleet is not counted."""
-        self._groups, self._fleet, self._deadline_s = groups, fleet, deadline_s
-        window = groups.window
+        self._answers, self._groups, self._deadline_s = answers, answers.groups, deadline_s
+        window = self._groups.window
         self._num_epochs = window.max_staleness - window.lookahead
         self._max_tokens, self._tokens_per_epoch = max_response_tokens, -(-max_response_tokens // self._num_epochs)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="epoch")
         self._running: Future[None] | None = None
-        self._meter = OverlapMeter(fleet)
+        self._meter = OverlapMeter(answers.fleet)
         self._probe = probe
 
     def next(self) -> DataProto:
@@ -53,11 +53,13 @@ class EpochSource:
             self._groups.start()
             while (batch := self._groups.take()) is None:
                 oldest = [group for group in self._groups.open[:per_step] if group.graded is None]
-                self._await(self._pool.submit(self._advance, [(group, self._max_tokens) for group in oldest]))
+                self._await(self._pool.submit(self._advance, dict.fromkeys(oldest, inf)))
                 self._groups.start()
-        epochs_left = [self._num_epochs - place // per_step for place in range(len(self._groups.open))]
-        work = [(g, n * self._tokens_per_epoch) for g, n in zip(self._groups.open, epochs_left, strict=True)]
-        self._running = self._pool.submit(self._advance, work)
+        limits = dict[PromptGroup, float]()
+        for place, group in enumerate(self._groups.open):
+            limit = (self._num_epochs - place // per_step) * self._tokens_per_epoch
+            limits[group] = limit if limit < self._max_tokens else inf
+        self._running = self._pool.submit(self._advance, limits)
         batch.meta_info["source_metrics"] |= self._meter.shares()
         return batch
 
@@ -79,11 +81,11 @@ class EpochSource:
     def save(self, folder: Path) -> dict[str, object]:
         """Keep finished groups and open answers beside a checkpoint."""
         self.settle()
-        return self._groups.save(folder)
+        return self._answers.save(folder)
 
     def load(self, state: State, folder: Path) -> None:
         """Continue from a checkpoint."""
-        self._groups.load(state, folder)
+        self._answers.load(state, folder)
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -91,36 +93,8 @@ class EpochSource:
     def _await(self, running: Future[None]) -> None:
         result_within(running, self._deadline_s, who="the rollout fleet", stage="generate an epoch")
 
-    def _advance(self, work: Sequence[tuple[PromptGroup, int]]) -> None:
+    def _advance(self, limits: Mapping[PromptGroup, float]) -> None:
         """Continue the groups' answers up to a number of tokens each, and grade the groups that are complete then."""
-        short = [
-            (group, row, min(limit, self._max_tokens))
-            for group, limit in work
-            for row, answer in enumerate(group.answers)
-            if answer.finish is None and len(answer.tokens) < limit
-        ]
-        short.sort(key=lambda entry: -len(entry[0].answers[entry[1]].tokens))
-        futures = self._fleet.submit([_up_to(g.answers[row], limit) for g, row, limit in short], together=True)
-        for (group, row, limit), future in zip(short, futures, strict=True):
-            group.answers[row] = _continued(group.answers[row], future.result(), limit)
-        complete = [group for group, _ in work if group.graded is None and group.is_complete]
-        if complete:
-            self._groups.add(self._groups.grade(complete))
-        for group in complete:
-            self._groups.finish(group)
+        complete = self._answers.advance(limits)
+        self._answers.finish(complete, self._answers.grade(complete))
         self._groups.add(self._meter.new_counts())
-
-
-def _up_to(answer: PartialResponse, max_tokens: int) -> PartialResponse:
-    """A copy of the answer whose request ends at `max_tokens`, or at its own limit."""
-    own = answer.request.gconfig
-    params = replace(own, max_new_tokens=min(own.max_new_tokens, max_tokens))
-    return PartialResponse.of(replace(answer.request, gconfig=params), answer.response())
-
-
-def _continued(answer: PartialResponse, response: ModelResponse, limit: int) -> PartialResponse:
-    """The answer after an epoch; it is unfinished if only the epoch's limit ended it."""
-    after = PartialResponse.of(answer.request, response)
-    is_cut = response.stop_reason is Finish.LENGTH and len(after.tokens) == limit and after.room > 0
-    after.finish = None if is_cut else response.stop_reason
-    return after

@@ -5,9 +5,12 @@ draws the same tokens for a prompt at any `max_staleness` while weights are equa
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import inf
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -16,23 +19,27 @@ from rlsys.interfaces import State
 from rlsys.protocol import DataProto, WireError, object_array
 from rlsys.rollout.batch import SEEDS, from_responses, to_requests, with_request_seeds
 from rlsys.rollout.partial import PartialResponse
-from rlsys.types import Finish, ModelRequest
+from rlsys.types import Finish, ModelRequest, ModelResponse
 from rlsys.utils.errors import CheckpointError, ConfigError, RolloutError
 from trainer.generation import GradedRollout, meta_of_all_calls
-from trainer.source import GroupFilter, Prompts, is_time, too_few_kept
+from trainer.source import Fleet, GroupFilter, Prompts, is_time, too_few_kept
 from trainer.staleness_window import StalenessWindow
 
 OPEN, WAITING, NUMBER = "open_prompts.dp", "waiting_groups.dp", "group_number"
+AnswerFutures = dict[int, Future[Any]]
+"""By row of a group, but for answers that are complete: futures of responses, or of episodes."""
 
 
 @dataclass(eq=False)
 class PromptGroup:
-    """A prompt's rows and its answers so far; `graded` are the completed rows with their scores."""
+    """A prompt's rows and its answers so far; `graded` are the completed rows with their scores, `failure` is why there
+    are none."""
 
     number: int
     rows: DataProto
     answers: list[PartialResponse]
     graded: DataProto | None = None
+    failure: Exception | None = None
 
     @property
     def is_complete(self) -> bool:
@@ -225,6 +232,96 @@ class PromptGroups:
             routes = None if routes is None or ended is None else routes[row][rows.tensors["attention_mask"][row] == 1]
             drafts.append(PartialResponse(request, tokens, full, sampled, versions, ended, routes))
         return drafts
+
+
+class OpenAnswers:
+    """The answers of open groups, drawn by a fleet; `running` are those on their way, by group and row.
+
+    What calls it holds a lock if it has threads, but for `grade`.
+    """
+
+    def __init__(self, groups: PromptGroups, fleet: Fleet) -> None:
+        self.groups, self.fleet = groups, fleet
+        self.running: dict[PromptGroup, AnswerFutures] = {}
+
+    def submit(self, groups: Sequence[PromptGroup]) -> None:
+        """Start all answers of groups but those that a checkpoint has complete."""
+        missing = {group: [row for row, a in enumerate(group.answers) if a.finish is None] for group in groups}
+        futures = iter(self.fleet.submit([group.answers[row] for group, rows in missing.items() for row in rows]))
+        self.running |= {group: {row: next(futures) for row in rows} for group, rows in missing.items()}
+
+    def advance(self, limits: Mapping[PromptGroup, float]) -> list[PromptGroup]:
+        """Continue answers up to their group's number of tokens each; returns the groups that are complete then."""
+        short = [
+            (group, row, limit)
+            for group, limit in limits.items()
+            for row, answer in enumerate(group.answers)
+            if answer.finish is None and len(answer.tokens) < limit
+        ]
+        short.sort(key=lambda entry: -len(entry[0].answers[entry[1]].tokens))
+        futures = self.fleet.submit([_up_to(group.answers[row], limit) for group, row, limit in short], together=True)
+        for (group, row, limit), future in zip(short, futures, strict=True):
+            group.answers[row] = _continued(group.answers[row], future.result(), limit)
+        return [group for group in limits if group.graded is None and group.is_complete]
+
+    def has_ended(self, group: PromptGroup) -> bool:
+        """Whether all answers that were submitted have ended."""
+        return group in self.running and all(future.done() for future in self.running[group].values())
+
+    def grade(self, groups: Sequence[PromptGroup]) -> list[Mapping[str, float]]:
+        """Grade groups whose answers have ended, or note why they cannot be; returns metrics."""
+        for group in groups:
+            for row, future in self.running.get(group, {}).items():
+                if future.cancelled():
+                    continue
+                if isinstance(error := future.exception(), Exception):
+                    group.failure = error
+                else:
+                    group.answers[row] = _continued(group.answers[row], future.result())
+        complete = [group for group in groups if group.is_complete and group.failure is None]
+        return [self.groups.grade(complete)] if complete else []
+
+    def finish(self, groups: Sequence[PromptGroup], metrics: Sequence[Mapping[str, float]]) -> None:
+        """Groups that are graded wait for their step, those that failed are skipped."""
+        for one in metrics:
+            self.groups.add(one)
+        for group in groups:
+            self.running.pop(group, None)
+            if group.failure is not None:
+                self.groups.fail(group, group.failure)
+            elif group.graded is not None:
+                self.groups.finish(group)
+
+    def save(self, folder: Path) -> dict[str, object]:
+        """Keep finished groups and the tokens drawn so far beside a checkpoint; returns the rest of the state."""
+        drafts = {draft.request.rid: draft for draft in self.fleet.unfinished()}
+        for group, futures in self.running.items():
+            for row, future in futures.items():
+                answer = group.answers[row]
+                if answer.finish is None and future.done() and future.exception() is None:
+                    group.answers[row] = _continued(answer, future.result())
+                elif answer.finish is None:
+                    group.answers[row] = drafts.get(answer.request.rid, answer)
+        return self.groups.save(folder)
+
+    def load(self, state: State, folder: Path) -> None:
+        """Continue from a checkpoint."""
+        self.groups.load(state, folder)
+
+
+def _up_to(answer: PartialResponse, max_tokens: float) -> PartialResponse:
+    """A copy of the answer whose request ends at `max_tokens`, or at its own limit."""
+    own = answer.request.gconfig
+    params = replace(own, max_new_tokens=int(min(own.max_new_tokens, max_tokens)))
+    return PartialResponse.of(replace(answer.request, gconfig=params), answer.response())
+
+
+def _continued(answer: PartialResponse, response: ModelResponse, limit: float = inf) -> PartialResponse:
+    """The answer with this response; it is unfinished if only the `limit` of an epoch ended it."""
+    after = PartialResponse.of(answer.request, response)
+    is_cut = response.stop_reason is Finish.LENGTH and len(after.tokens) == limit and after.room > 0
+    after.finish = None if is_cut else response.stop_reason
+    return after
 
 
 def _numbered(number: int, rows: DataProto) -> DataProto:

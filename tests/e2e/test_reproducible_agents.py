@@ -46,7 +46,7 @@ async def turns(row, session):
     return (sum(answer.text.encode()) % 7) / 6
 '''
 ROLLOUT = "actor_rollout_ref.rollout"
-SAVE = Patches(Kill("trainer.episodes:EpisodeEpochSource.save"))
+SAVE = Patches(Kill("trainer.episodes:OpenEpisodes.save"))
 
 
 @pytest.fixture(scope="module")

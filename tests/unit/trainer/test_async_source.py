@@ -26,6 +26,7 @@ from tests.unit.trainer.asynchronous import (
     prompt_groups,
 )
 from trainer.async_source import AsyncSource
+from trainer.prompt_groups import OpenAnswers
 from trainer.source import GroupFilter
 from trainer.staleness_window import StalenessWindow
 
@@ -70,7 +71,7 @@ def running(
     replica = LengthReplica("replica", length_of, speed=speed)
     groups = prompt_groups(window, max_tokens=400, group_filter=group_filter, failures=failures, manager=manager)
     with fleet_over([replica]) as fleet:
-        source = AsyncSource(groups, fleet, deadline_s=scaled_s(deadline_s))
+        source = AsyncSource(OpenAnswers(groups, fleet), deadline_s=scaled_s(deadline_s))
         try:
             yield Run(source, fleet, replica)
         finally:

@@ -28,6 +28,7 @@ from tests.timing import scaled_s
 from tests.unit.trainer.asynchronous import fleet_over, prompt_groups
 from trainer.async_source import AsyncSource
 from trainer.epochs import EpochSource
+from trainer.prompt_groups import OpenAnswers
 from trainer.source import GroupFilter
 from trainer.staleness_window import StalenessWindow
 
@@ -155,7 +156,7 @@ def batches_of(
             group_filter=group_filter,
         )
         options: dict[str, Any] = {"max_response_tokens": MAX_TOKENS} if kind is EpochSource else {}
-        return kind(groups, fleet, deadline_s=scaled_s(30.0), **options)
+        return kind(OpenAnswers(groups, fleet), deadline_s=scaled_s(30.0), **options)
 
     with fleet_over(replicas, chunk_rows=3) as fleet, ExitStack() as stack:
         source = source_over(fleet)
@@ -237,7 +238,7 @@ def run_until(folder: Path, killed_at: tuple[str, int], num_steps: int = 6) -> N
     limits = {"max_tokens": MAX_TOKENS, "num_answers": 2, "vocabulary": VOCABULARY}
     groups = prompt_groups(window, **limits, group_filter=GroupFilter(varied, 0))
     with fleet_over(replicas, chunk_rows=3) as fleet:
-        source = EpochSource(groups, fleet, deadline_s=scaled_s(30.0), max_response_tokens=MAX_TOKENS)
+        source = EpochSource(OpenAnswers(groups, fleet), deadline_s=scaled_s(30.0), max_response_tokens=MAX_TOKENS)
         if (last := folder / "last").exists():
             saved = folder / last.read_text()
             trainer.version = int(saved.name)
