@@ -59,7 +59,7 @@ class GenerationHyperparameters(SamplingParams):
     """AReaL's form of SamplingParams: `greedy` is temperature 0, and `n_samples` is for workflows to read."""
 
     max_new_tokens: int = 16384
-    greedy: bool = False  # pyrefly: ignore
+    greedy: bool = False
     n_samples: int = 1
 
     def __post_init__(self) -> None:

@@ -50,7 +50,7 @@ def replica_of(rank: int, size: int, *, ranks_per_host: int) -> ReplicaRank:
 
 def weight_methods(engine: SchedulerEngine) -> Mapping[str, Method]:
     """What a RemoteReceiver calls in its scheduler process, over the engine there, and `learn`."""
-    receiver = WeightReceiver(engine)  # pyrefly: ignore[bad-argument-type]
+    receiver = WeightReceiver(engine)
     names = [name for name, value in vars(RemoteReceiver).items() if callable(value) and not name.startswith("_")]
     methods: dict[str, Method] = {name: getattr(receiver, name) for name in names}
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import gcd
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -144,7 +145,7 @@ def tiles_of(block: StridedBytes, tile_bytes: int) -> Iterator[tuple[int, bool, 
         yield word, True, (source, target, n * width, width, block.source_pitch // word, block.target_pitch // word)
 
 
-def _kernels():
+def _kernels() -> ModuleType:
     from rlsys.weights import kernels
 
     return kernels

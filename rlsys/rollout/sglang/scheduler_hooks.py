@@ -120,7 +120,7 @@ class SchedulerEngine:
             torch.cuda.set_device(self.device)
 
 
-def run_scheduler(*args: Any, settings: SchedulerSettings, **kwargs: object) -> None:
+def run_scheduler(*args: object, settings: SchedulerSettings, **kwargs: object) -> None:
     """The entry point of a scheduler process; returns or exits when SGLang's does."""
     threading.Thread(target=_exit_with, args=(os.getppid(),), name="rlsys-parent", daemon=True).start()
     from sglang.srt.managers import scheduler as theirs
