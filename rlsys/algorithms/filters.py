@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from rlsys.algorithms.groups import group_count, num_groups
-from rlsys.config.schema.algorithm import PFPPOConfig
+from rlsys.config.schema.algorithm import OverlongConfig, PFPPOConfig
 
 
 def informative_groups(metric: Tensor, group_ids: Tensor) -> Tensor:
@@ -18,13 +18,13 @@ def informative_groups(metric: Tensor, group_ids: Tensor) -> Tensor:
     return ((high > low) | (group_count(group_ids) == 1))[group_ids]
 
 
-def overlong_penalty(lengths: Tensor, *, max_length: int, buffer_length: int, penalty_factor: float = 1.0) -> Tensor:
-    """DAPO's soft punishment (B,) (arXiv:2503.14476): 0 up to `max_length - buffer_length`, then falling linearly.
+def overlong_penalty(lengths: Tensor, config: OverlongConfig, *, max_length: int) -> Tensor:
+    """DAPO's soft punishment (B,) (arXiv:2503.14476): 0 up to `max_length - len`, then falling linearly.
 
     It reaches `-penalty_factor` at `max_length` tokens.
     """
-    excess = lengths.double() - (max_length - buffer_length)
-    return (-excess / buffer_length * penalty_factor).clamp(max=0.0)
+    excess = lengths.double() - (max_length - config.len)
+    return (-excess / config.len * config.penalty_factor).clamp(max=0.0)
 
 
 def pf_ppo_rows(scores: Tensor, config: PFPPOConfig, *, seed: int = 0) -> Tensor:

@@ -122,15 +122,11 @@ class PoolRewardManager:
         results = self.pool.score(items, deadline_s=self.deadline_s)
         check_failures(results, self.reward.max_failed)
         overlong, longest = self.reward.reward_kwargs.overlong_buffer_cfg, self.reward.reward_kwargs.max_resp_len
+        longest = longest or self.max_response_length
         rewards = torch.tensor([r.score for r in results], dtype=torch.float32)
         extra = extra_columns(results)
         if overlong.enable:
-            penalty = overlong_penalty(
-                response_lengths(data),
-                max_length=longest or self.max_response_length,
-                buffer_length=overlong.len,
-                penalty_factor=overlong.penalty_factor,
-            ).float()
+            penalty = overlong_penalty(response_lengths(data), overlong, max_length=longest).float()
             rewards = rewards + penalty
             if overlong.log:
                 extra |= {"overlong_reward": penalty.numpy(), "overlong": (penalty < 0).numpy()}

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from rlsys.algorithms.filters import informative_groups, overlong_penalty, pf_ppo_rows
 from rlsys.algorithms.normalize import normalize, shape_rewards
-from rlsys.config.schema.algorithm import AlgorithmConfig, NormConfig, PFPPOConfig
+from rlsys.config.schema.algorithm import AlgorithmConfig, NormConfig, OverlongConfig, PFPPOConfig
 
 
 def test_groups_with_equal_rewards_are_dropped_exactly() -> None:
@@ -18,7 +18,7 @@ def test_groups_with_equal_rewards_are_dropped_exactly() -> None:
 
 def test_overlong_penalty_by_hand() -> None:
     lengths = torch.tensor([0, 80, 90, 100, 110])
-    got = overlong_penalty(lengths, max_length=100, buffer_length=20, penalty_factor=2.0)
+    got = overlong_penalty(lengths, OverlongConfig(len=20, penalty_factor=2.0), max_length=100)
     assert got.tolist() == pytest.approx([0, 0, -1, -2, -3])
 
 
