@@ -10,6 +10,11 @@ from rlsys.config.schema.jobs import EvalConfig, PPOConfig
 from rlsys.config.vocabulary import GRIDS, TILES
 
 IMAGE_ENGINES = ("hf", "vllm", "sglang")
+NO_IMAGES = {
+    "vllm_remote": "vLLM's servers take images with token ids only as records of the version that serves",
+    "sglang_remote": "SGLang's servers process pictures themselves and may tokenize their prompt again",
+}
+"""Why an engine is given no images."""
 PATCH = 14
 POLICY = "actor_rollout_ref"
 
@@ -26,7 +31,8 @@ def check_vision(cfg: PPOConfig | EvalConfig) -> Iterator[str]:
     if not facts:
         return
     if engine not in IMAGE_ENGINES:
-        yield wrong(cfg, f"{POLICY}.rollout.name", "it is not given images here", IMAGE_ENGINES[0])
+        why = NO_IMAGES.get(engine, "it is not given images here")
+        yield wrong(cfg, f"{POLICY}.rollout.name", why, IMAGE_ENGINES[0])
     elif engine == "sglang" and (lacks := _lacks_in_sglang(facts)):
         yield wrong(cfg, f"{POLICY}.rollout.name", lacks, "vllm")
     if not isinstance(cfg, PPOConfig):
