@@ -7,8 +7,10 @@ import os
 import signal
 import tempfile
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
+from threading import Thread
 
 from rlsys.agent.endpoint import Endpoint, OpenEpisode
 from rlsys.agent.presets import Workflow
@@ -19,7 +21,6 @@ from rlsys.utils.errors import ConfigError
 from rlsys.utils.plugins import named_arguments
 
 TAIL_BYTES = 2000
-MAX_THREADS = 1024
 Call = Callable[[Row, OpenEpisode], Awaitable[float | None]]
 
 
@@ -80,13 +81,27 @@ def function_workflow(path: str) -> Workflow:
         inspect.signature(function).bind(**named_arguments(function, dict.fromkeys(names)))
     except TypeError as error:
         raise ConfigError(f"{key}={path}: {error}; it is a function that may name {', '.join(names)}") from error
-    threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="agent")
 
     async def call(row: Row, episode: OpenEpisode) -> float | None:
         given = {"row": row, "data": row, "prompt": row["prompt"], "base_url": episode.base_url, "api_key": episode.key}
         arguments = named_arguments(function, given)
         if inspect.iscoroutinefunction(function):
             return await function(**arguments)
-        return await asyncio.get_running_loop().run_in_executor(threads, lambda: function(**arguments))
+        return await asyncio.wrap_future(_in_thread(partial(function, **arguments)))
 
     return _workflow(call)
+
+
+def _in_thread(call: Callable[[], float | None]) -> Future[float | None]:
+    """The result of a call in a thread for which the end of the process does not wait: it may hang."""
+    result: Future[float | None] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(call())
+        except BaseException as error:
+            result.set_exception(error)
+
+    result.set_running_or_notify_cancel()
+    Thread(target=run, name="agent", daemon=True).start()
+    return result

@@ -151,9 +151,7 @@ class EpisodeRunner:
         row = start.row
         agent = row.get("agent_name")
         if agent and agent not in self._agents:
-            raise ConfigError(
-                f"agent_name={agent}: choose from {', '.join(self._agents)}, or add it to the agents' file"
-            )
+            raise ConfigError(f"agent_name={agent}: choose from {', '.join(self._agents)}, or name it in your agents")
         workflow = self._agents[agent] if agent else self.workflow
         settings = replace(self.settings, sampling=sampling)
         session = Session(settings, seed=start.seed, row=row, name=start.name)

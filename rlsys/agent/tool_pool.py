@@ -121,9 +121,9 @@ class EpisodeTools:
     def schemas(self) -> list[Mapping[str, object]]:
         return [tool.schema for tool in self._tools.values()]
 
-    def add_object(self, target: str, config: Mapping[str, object] | None = None) -> ToolObject:
+    def add_object(self, target: str, config: Mapping[str, object] | None = None, *, name: str = "") -> ToolObject:
         """An object of this class, which is released with the episode."""
-        made = self._objects[target] = self._pool.new_object(target, config, log=self._log)
+        made = self._objects[name or target] = self._pool.new_object(target, config, log=self._log, name=name)
         return made
 
     async def call(self, name: str, arguments: Mapping[str, object]) -> RewardResult:
@@ -143,9 +143,7 @@ class EpisodeTools:
             made = self._objects.get(tool.target if tool.config is None else tool.name)
             if made is None:
                 config = {"config": dict(tool.config or {}), "tool_schema": dict(tool.schema)}
-                made = self._objects[tool.name] = self._pool.new_object(
-                    tool.target, config, log=self._log, name=tool.name
-                )
+                made = self.add_object(tool.target, config, name=tool.name)
                 await made.call(CREATE, (self._kwargs.get(tool.name) or {}).get("create_kwargs") or {})
             return made
 

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import sys
+import threading
 from pathlib import Path
 
 import aiohttp
@@ -212,7 +213,7 @@ def test_a_program_without_a_reward_is_graded_by_its_last_answer(tmp_path):
     assert run_program(command_workflow(f"{sys.executable} {script}")).reward == 1.0
 
 
-def test_a_program_that_fails_or_hangs_is_an_episode_that_failed():
+def test_a_program_that_fails_or_hangs_is_an_episode_that_failed(tmp_path):
     failed = run_program(command_workflow("echo broken >&2; exit 3"))
     assert (failed.end, "exited with code 3: broken" in failed.error) == ("error", True)
     command = f"sleep 98765.{os.getpid()}"
@@ -220,6 +221,9 @@ def test_a_program_that_fails_or_hangs_is_an_episode_that_failed():
     assert hung.end == "deadline"
     assert wait_until(lambda: command.split() not in [p.info["cmdline"] for p in psutil.process_iter(["cmdline"])])
     assert run_program(command_workflow("true")).end == "no_draw"
+    (tmp_path / "mine.py").write_text("from threading import Event\ndef run(row):\n    Event().wait()\n")
+    assert run_program(function_workflow(f"{tmp_path}/mine.py:run"), deadline_s=0.5).end == "deadline"
+    assert [thread.daemon for thread in threading.enumerate() if thread.name.startswith("agent")] == [True]
 
 
 def test_a_function_gets_what_it_names(tmp_path):
