@@ -71,7 +71,8 @@ def _exchange(weights: np.ndarray, parts: list[np.ndarray], equal_size: bool) ->
 
     The indices of a part are in ascending order of their weights.
     """
-    sums = np.array([weights[part].sum() for part in parts])
+    values = [weights[part] for part in parts]
+    sums = np.array([own.sum() for own in values])
     close = max(sums.mean() * CLOSE, 1 if weights.dtype.kind == "i" else 0)
     tries = EXCHANGES * len(parts)
     while tries > 0:
@@ -80,24 +81,25 @@ def _exchange(weights: np.ndarray, parts: list[np.ndarray], equal_size: bool) ->
             gap, tries = sums[high] - sums[low], tries - 1
             if gap <= close:
                 return parts
-            values = weights[parts[high]], weights[parts[low]]
-            if (pair := _best_exchange(*values, gap, moves=not equal_size)) is not None:
-                at, back = pair
-                given, returned = parts[high][at], parts[low][back]
-                parts[high] = _merge(weights, np.delete(parts[high], at), returned)
-                parts[low] = _merge(weights, np.delete(parts[low], back), given)
-                sums[high], sums[low] = weights[parts[high]].sum(), weights[parts[low]].sum()
+            if (pair := _best_exchange(values[high], values[low], gap, moves=not equal_size)) is not None:
+                given, returned = parts[high][pair[0]], parts[low][pair[1]]
+                for part, at, more in ((high, pair[0], returned), (low, pair[1], given)):
+                    parts[part] = _replace(weights, parts[part], at, more)
+                    values[part] = weights[parts[part]]
+                    sums[part] = values[part].sum()
                 break
         else:
             break
     return parts
 
 
-def _merge(weights: np.ndarray, part: np.ndarray, more: np.ndarray) -> np.ndarray:
-    return np.insert(part, weights[part].searchsorted(weights[more]), more)
+def _replace(weights: np.ndarray, part: np.ndarray, at: slice, more: np.ndarray) -> np.ndarray:
+    part = np.concatenate((part[: at.start], part[at.stop :]))
+    place = int(weights[part].searchsorted(weights[more].sum()))
+    return np.concatenate((part[:place], more, part[place:]))
 
 
-def _best_exchange(high: np.ndarray, low: np.ndarray, gap: float, *, moves: bool) -> tuple[list[int], list[int]] | None:
+def _best_exchange(high: np.ndarray, low: np.ndarray, gap: float, *, moves: bool) -> tuple[slice, slice] | None:
     """Places of the weights whose swap (or move) minimises the difference of both parts; None if nothing helps."""
     targets = high - gap / 2
     after = low.searchsorted(targets)
@@ -108,5 +110,6 @@ def _best_exchange(high: np.ndarray, low: np.ndarray, gap: float, *, moves: bool
         alone = np.abs(gap - 2 * high)
         single = int(alone.argmin())
         if alone[single] < min(rest[best], gap):
-            return [single], []
-    return ([best % len(targets)], [int(near[best])]) if rest[best] < gap else None
+            return slice(single, single + 1), slice(0, 0)
+    at, back = best % len(targets), int(near[best])
+    return (slice(at, at + 1), slice(back, back + 1)) if rest[best] < gap else None

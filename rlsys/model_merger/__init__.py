@@ -1,1 +1,4 @@
-"""Checkpoints of training <-> Hugging Face model directories, tensor by tensor (`python -m rlsys.model_merger`)."""
+"""Checkpoints of training <-> Hugging Face model directories, tensor by tensor.
+
+`python -m rlsys.model_merger` is its command.
+"""
