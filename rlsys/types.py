@@ -179,6 +179,7 @@ class TransferReport:
     """What a weight push moved.
 
     `checksum` is over all HF tensors and does not depend on how they were sharded; "" where it is not known.
+    `network_bytes` are what each host received from others, where `ipc` spans hosts.
     """
 
     version: int
@@ -186,6 +187,7 @@ class TransferReport:
     seconds: float
     checksum: str
     executor: str = ""
+    network_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

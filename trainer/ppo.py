@@ -211,6 +211,7 @@ class RayPPOTrainer(CheckpointedLoop):
         self.reporter.add(
             {
                 "weights/bytes": float(report.num_bytes),
+                "weights/network_bytes": float(sum(report.network_bytes.values())),
                 "weights/seconds": report.seconds,
                 "weights/version": report.version,
             }

@@ -66,15 +66,14 @@ def connect_weights(groups: WorkerGroups, cfg: PPOConfig, *, colocated: bool) ->
     assert groups.rollout is not None, "external servers take weights from files"
     policy = cfg.actor_rollout_ref
     engine = policy.rollout.checkpoint_engine
-    alone = groups.actor.world_size == 1 or cfg.trainer.nnodes > 1
+    alone = groups.actor.world_size == 1
     in_process = rollout_backend(policy.rollout.name).weights_in == "process"
     local = engine.backend == "local" or (engine.backend == "auto" and colocated and alone and in_process)
     disk = engine.backend == "disk"
-    over_nodes = engine.backend == "auto" and colocated and cfg.trainer.nnodes > 1
     manager = ShardingManager(
         groups.actor,
         groups.rollout,
-        executor="local" if local else "gather" if over_nodes else engine.backend,
+        executor="local" if local else engine.backend,
         deadline_s=cfg.trainer.deadlines.weights_s,
         report_dir=policy.rollout.validate_save_dir,
         disk_root=Path(cfg.trainer.default_local_dir) / "served_weights" if disk else None,

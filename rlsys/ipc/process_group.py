@@ -19,6 +19,8 @@ from rlsys.utils.errors import WeightTransferError
 
 LOOPBACK = "127.0.0.1"
 TAG = 7
+Messages = Sequence[tuple[int, Tensor]]
+"""Tensors to send to ranks, or to receive from them."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,6 @@ class Rendezvous:
     token: str
     rank: int
     world_size: int
-    num_sources: int
     timeout_s: float
     host: str
 
@@ -109,16 +110,17 @@ class ProcessGroup:
                 raise PeerLostError(f"weight transfer lost a peer ({stage}): {error}") from error
             raise
 
-    def exchange(self, messages: Sequence[tuple[int, Tensor]], *, send: bool, device: torch.device) -> None:
-        """Send to or receive from several ranks at once, and wait for all of them."""
+    def exchange(self, device: torch.device, *, sends: Messages = (), receives: Messages = ()) -> None:
+        """Send to and receive from several ranks at once, and wait for all of them."""
         if self.group is None:
             raise WeightTransferError("this rank has not joined the process group: connect again")
         group: Any = self.group
-        batched = device.type == "cuda" and len(messages) > 0
+        batched = device.type == "cuda" and len(sends) + len(receives) > 0
         if batched:
             group._start_coalescing(device)
         self._waiting = True
-        works = [(group.send if send else group.recv)([tensor], rank, TAG) for rank, tensor in messages]
+        works = [group.send([tensor], rank, TAG) for rank, tensor in sends]
+        works += [group.recv([tensor], rank, TAG) for rank, tensor in receives]
         if batched:
             works = [group._end_coalescing(device)]
         for work in works:

@@ -1,7 +1,6 @@
 """The base of in-process rollout engines: requests in and samples out, when they may serve, quarantine."""
 
 import itertools
-import socket
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -20,6 +19,7 @@ from rlsys.rollout.partial import complete
 from rlsys.rollout.sampling.log import by_request
 from rlsys.types import Finish, ModelRequest, ModelResponse, ResponseDelta, SamplingParams, WeightLayout
 from rlsys.utils.errors import RolloutError, WeightTransferError
+from rlsys.utils.hosts import host_id
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -119,7 +119,7 @@ class BaseRolloutEngine(ABC):
         self.hf_config, self.vocab_size = hf_config, hf_config.get_text_config().vocab_size
         self.max_model_len, self.eos_token_ids = max_model_len, tuple(eos_token_ids)
         self.device, self.version, self.rank = context.device, 0, context.rank
-        self.host = context.host or socket.gethostname()
+        self.host = context.host or host_id()
         self._quarantined, self._closed = context.load_format == "dummy", False
         self._offload_on_sleep = context.offload_on_sleep
         self._asleep: set[str] = set()

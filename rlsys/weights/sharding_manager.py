@@ -35,12 +35,12 @@ EXECUTORS: dict[str, type[Executor]] = {
 class ShardingManager:
     """Moves weights from a trainer group into a rollout group; a WeightTransfer.
 
-    `executor`: "shm" engines copy from a snapshot in shared memory of one host; "ipc" engines of one host copy from the
-    trainer's own memory; "nccl" the trainer sends, over NCCL or gloo; "disk" a directory for each version below
-    `disk_root`; "gather" full tensors through the engines' loaders; "local" each process holds a worker of both groups.
-    "auto" chooses by where the ranks are (see `choose`). Every call returns or raises within `deadline_s`; after a
-    failed push the engines that did not complete it stay quarantined until the next good one. `validate` writes into
-    `report_dir`.
+    `executor`: "shm" engines copy from a snapshot in shared memory of one host; "ipc" engines copy from the trainer's
+    own memory, between hosts through its ranks on each; "nccl" the trainer sends, over NCCL or gloo; "disk" a directory
+    for each version below `disk_root`; "gather" full tensors through the engines' loaders; "local" each
+    process holds a worker of both groups. "auto" chooses by where the ranks are (see `choose`). Every call returns
+    or raises within `deadline_s`; after a failed push the engines that did not complete it stay quarantined until the
+    next good one. `validate` writes into `report_dir`.
     """
 
     def __init__(
@@ -93,7 +93,8 @@ class ShardingManager:
         with self._stage(f"push of version {version}") as remaining_s:
             num_bytes, checksum = self._connected().push(version, remaining_s)
             self.version = version
-        return TransferReport(version, num_bytes, time.monotonic() - started_s, checksum, self.executor)
+            network = self._connected().network_bytes
+        return TransferReport(version, num_bytes, time.monotonic() - started_s, checksum, self.executor, network)
 
     def restore(self, rank: int) -> None:
         """Bring a restarted rollout rank to the last pushed version, where the executor still has it.
@@ -159,10 +160,13 @@ MegatronHFShardingManager = MegatronVLLMShardingManager = MegatronSGLangSharding
 
 
 def choose(sources: Sequence[WeightLayout], destinations: Sequence[WeightLayout]) -> ExecutorName:
-    """The executor for these ranks: "ipc" between GPUs of one host, "shm" on one host otherwise, "nccl" over hosts."""
-    layouts = (*sources, *destinations)
+    """The executor for these ranks, by their devices and hosts.
+
+    "ipc" between GPUs of one host, and over hosts that all have trainer ranks; "nccl" over other hosts; else "shm".
+    """
+    layouts, trained_on = (*sources, *destinations), {layout.host for layout in sources}
     if len({layout.host for layout in layouts}) > 1:
-        return "nccl"
+        return "ipc" if {layout.host for layout in destinations} <= trained_on else "nccl"
     return "ipc" if {layout.device for layout in layouts} == {"cuda"} else "shm"
 
 

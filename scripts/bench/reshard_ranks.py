@@ -220,8 +220,7 @@ class Rank:
 
     def method(self) -> str:
         """How the copies are carried out."""
-        copy = self.importer.copy
-        return "kernel" if copy is not None and copy.uses_kernel else "foreach"
+        return "kernel" if any(copy.uses_kernel for copy in self.importer.copies) else "foreach"
 
     # --- ceilings
     def export_block(self, num_bytes: int) -> IpcHandle:

@@ -55,8 +55,8 @@ def tiny_model(seed: int, dtype: torch.dtype = torch.float32) -> Qwen2ForCausalL
 class ShardedTrainer:
     """A trainer rank that holds an uneven dim-0 shard of every tensor; `fault` runs when its tensors are asked for."""
 
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.rank, self.world_size = rank, world_size
+    def __init__(self, rank: int, world_size: int, host: str = "here") -> None:
+        self.rank, self.world_size, self.host = rank, world_size, host
         self.fault: Fault = lambda: None
         self.train(0)
 
@@ -80,7 +80,7 @@ class ShardedTrainer:
                 shards.append(Shard(box, name, (0,) * tensor.ndim))
         shapes = {name: tuple(tensor.shape) for name, tensor in self.full.items()}
         aliases = {"lm_head.weight": "model.embed_tokens.weight"}
-        return WeightLayout(self.rank, "here", tuple(shards), shapes, dict.fromkeys(shapes, "float32"), aliases)
+        return WeightLayout(self.rank, self.host, tuple(shards), shapes, dict.fromkeys(shapes, "float32"), aliases)
 
     def local_tensors(self) -> dict[str, Tensor]:
         self.fault()
@@ -127,8 +127,8 @@ def _fail() -> bool:
 
 
 class TrainerWorker(WeightSender, Worker):
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.trainer = ShardedTrainer(rank, world_size)
+    def __init__(self, rank: int, world_size: int, host: str = "here") -> None:
+        self.trainer = ShardedTrainer(rank, world_size, host)
         super().__init__(self.trainer)  # pyrefly: ignore
 
     def step_in_place(self) -> None:
@@ -148,16 +148,16 @@ class ArmedRollout(HFRollout):
 
 
 class RolloutWorker(WeightReceiver, Worker):
-    def __init__(self, rank: int, dtype: torch.dtype) -> None:
-        context = EngineContext(load_format="dummy", rank=rank, host="here")
+    def __init__(self, rank: int, dtype: torch.dtype, host: str = "here") -> None:
+        context = EngineContext(load_format="dummy", rank=rank, host=host)
         self.rollout = ArmedRollout(tiny_model(999, dtype), context=context)
         super().__init__(self.rollout)
 
-    def kill_in_update(self, pid: int) -> None:
-        """In the middle of the next update, kill a process; 0 is this one, -1 none."""
+    def kill_in_update(self, pid: int, by: signal.Signals = signal.SIGKILL) -> None:
+        """In the middle of the next update, kill or stop a process; 0 is this one, -1 none."""
 
         def fault() -> None:
-            os.kill(pid or os.getpid(), signal.SIGKILL)
+            os.kill(pid or os.getpid(), by)
             time.sleep(0.3)
 
         self.rollout.fault = fault if pid >= 0 else lambda: None
@@ -285,10 +285,14 @@ def remote_bench(
     deadline_s: float,
     *,
     executor: Any = "shm",
+    num_hosts: int = 1,
 ) -> Bench:
-    trainers = PipeGroup("trainer", [lambda r=r: TrainerWorker(r, num_trainers) for r in range(num_trainers)])
+    hosts = [("here", "there")[rank % num_hosts] for rank in range(num_trainers)]
+    there = [hosts[rank % num_trainers] for rank in range(num_rollouts)]
+    builds = [lambda r=r: TrainerWorker(r, num_trainers, hosts[r]) for r in range(num_trainers)]
+    trainers = PipeGroup("trainer", builds)
     stack.callback(trainers.close)
-    rollouts = PipeGroup("rollout", [lambda r=r: RolloutWorker(r, dtype) for r in range(num_rollouts)])
+    rollouts = PipeGroup("rollout", [lambda r=r: RolloutWorker(r, dtype, there[r]) for r in range(num_rollouts)])
     stack.callback(rollouts.close)
     disk = {"disk_root": stack.enter_context(TemporaryDirectory())} if executor == "disk" else {}
     manager = FSDPHFShardingManager(
@@ -318,8 +322,10 @@ def local_bench(stack: ExitStack, num_trainers: int, num_rollouts: int, dtype: t
     return Bench(trainers, rollouts, ShardingManager(trainers, rollouts, executor="local", deadline_s=deadline_s))
 
 
-REMOTE = ["shm", "ipc", "nccl", "disk", "gather"]
-EXECUTORS = {**{name: partial(remote_bench, executor=name) for name in REMOTE}, "local": local_bench}
+HOSTS = {"ipc over hosts": partial(remote_bench, executor="ipc", num_hosts=2)}
+EXECUTORS = {name: partial(remote_bench, executor=name) for name in ("shm", "ipc", "nccl", "disk", "gather")} | HOSTS
+REMOTE = [*EXECUTORS]
+EXECUTORS["local"] = local_bench
 
 
 @contextmanager
@@ -364,7 +370,7 @@ def test_a_push_brings_every_engine_to_the_trainers_weights(executor: str, num_t
         num_bytes = sum(p.numel() * 4 for p in tiny_model(0).parameters())
         assert [report.num_bytes for report in reports] == [num_bytes * bench.rollouts.world_size] * 3
         assert [report.version for report in reports] == [0, 1, 2]
-        assert {report.executor for report in reports} == {executor}
+        assert {report.executor for report in reports} == {executor.removesuffix(" over hosts")}
         assert reports[0].checksum == reports[2].checksum != reports[1].checksum
         assert all(0 < report.seconds < scaled_s(20) for report in reports)
         manager.close()
@@ -507,7 +513,7 @@ def test_a_process_killed_during_a_push_leaves_no_mixed_weights(executor: str, v
         if notes is None:
             assert all(served)
             assert victim == "trainer in the update"
-            assert executor not in ("ipc", "gather")
+            assert executor not in ("ipc", "ipc over hosts", "gather")
         else:
             assert "push of version 2" in notes
         bench.rollouts.execute_rank_async(0, "kill_in_update", -1).get(scaled_s(10))
@@ -517,6 +523,21 @@ def test_a_process_killed_during_a_push_leaves_no_mixed_weights(executor: str, v
         bench.manager.connect()
         bench.manager.push(3)
         assert_serves(bench, 1, 3)
+
+
+def test_a_trainer_that_stops_between_hosts_is_named_and_the_next_push_heals() -> None:
+    with bench_of("ipc over hosts", deadline_s=2.0) as bench:
+        stopped = bench.trainers.workers[1].process.pid
+        bench.rollouts.execute_rank_async(0, "kill_in_update", stopped, signal.SIGSTOP).get(scaled_s(5))
+        with pytest.raises(DeadlineError, match="trainer rank 1 did not answer") as error:
+            bench.manager.push(1)
+        assert "in round 1 of" in str(error.value.__notes__)
+        os.kill(stopped, signal.SIGCONT)
+        bench.trainers.execute_rank_async(1, "maps").get(scaled_s(20))  # once it has missed its peer
+        bench.rollouts.execute_rank_async(0, "kill_in_update", -1).get(scaled_s(5))
+        bench.manager.deadline_s = scaled_s(20)
+        bench.manager.push(2)
+        assert_serves(bench, 0, 2)
 
 
 def test_a_version_directory_is_a_loadable_model(tmp_path: Path) -> None:
@@ -573,6 +594,7 @@ def test_the_executor_is_chosen_by_host_and_device() -> None:
     assert choose([at("a", "cuda")], [at("a", "cuda")]) == "ipc"
     assert choose([at("a", "cpu")], [at("a", "cuda")]) == choose([at("a", "cpu")], [at("a", "cpu")]) == "shm"
     assert choose([at("a", "cuda")], [at("b", "cuda")]) == "nccl"
+    assert choose([at("a", "cuda"), at("b", "cuda")], [at("b", "cuda")]) == "ipc"
     with pytest.raises(ValueError, match="disk_root"):
         ShardingManager(PipeGroup("a", []), PipeGroup("b", []), executor="disk")
     with pytest.raises(ValueError, match="not a step"):

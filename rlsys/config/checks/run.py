@@ -147,9 +147,6 @@ def _weights(cfg: PPOConfig) -> Iterator[str]:
         yield wrong(cfg, ENGINE, "the rollout's weights are in a separate process", "auto")
     elif executor == "nccl" and pools.colocated:
         yield wrong(cfg, ENGINE, f"a process cannot send to itself with NCCL; set {ENGINE}=auto, or {WORKERS}=1")
-    if in_child and pools.colocated and cfg.trainer.nnodes > 1:
-        why = f"beside the actor on several nodes its weights are gathered; {WORKERS}=<processes> makes pushes faster"
-        yield note(cfg, f"{ROLLOUT}.name", why)
 
 
 def _servers(cfg: PPOConfig) -> Iterator[str]:

@@ -1,6 +1,5 @@
 """FSDP2 over a TokenModel: wrapping, filling shards from a tensor source, who holds which box of which HF tensor."""
 
-import socket
 import warnings
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
@@ -20,6 +19,7 @@ from rlsys.models.stacked import Stacks, part_of, saved_aliases, saved_shapes, s
 from rlsys.models.token_model import TokenModel
 from rlsys.types import Box, Shard, WeightLayout
 from rlsys.utils.boxes import buckets, slices
+from rlsys.utils.hosts import host_id
 
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # nothing writes into outputs
 
@@ -130,7 +130,7 @@ def weight_layout(
         dtypes |= dict.fromkeys(saved, str(parameter.dtype).removeprefix("torch."))
     return WeightLayout(
         rank=ranks.rank,
-        host=socket.gethostname(),
+        host=host_id(),
         shards=tuple(shards),
         full_shapes=shapes,
         dtypes=dtypes,

@@ -1,7 +1,6 @@
 """What a Megatron rank holds of the HF tensors: fill it from a source, describe it, gather whole tensors."""
 
 import math
-import socket
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -26,6 +25,7 @@ from rlsys.models.megatron.spec import HAS_TRANSFORMER_ENGINE
 from rlsys.models.vision import is_tower
 from rlsys.types import Shard, WeightLayout
 from rlsys.utils.boxes import buckets, slices
+from rlsys.utils.hosts import host_id
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ class ModelShards:
         """The boxes of HF tensors on this rank."""
         return WeightLayout(
             rank=self.ranks.rank,
-            host=socket.gethostname(),
+            host=host_id(),
             shards=self.base_held,
             full_shapes=self.base_shapes,
             dtypes={name: self.dtypes[name] for name in self.base_shapes},

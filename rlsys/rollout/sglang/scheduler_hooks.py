@@ -6,7 +6,6 @@ only while the engine is quarantined and idle.
 """
 
 import os
-import socket
 import sys
 import threading
 import time
@@ -25,6 +24,7 @@ from rlsys.rollout.hf_files import hf_tensors
 from rlsys.rollout.sglang.sampler import SchedulerSampler, install
 from rlsys.types import WeightLayout
 from rlsys.utils.errors import WeightTransferError
+from rlsys.utils.hosts import host_id
 
 IDLE_WAIT_S = 120.0
 
@@ -67,7 +67,7 @@ class SchedulerEngine:
         )
 
     def weight_layout(self) -> WeightLayout:
-        return self.weights.layout(rank=0, host=socket.gethostname())
+        return self.weights.layout(rank=0, host=host_id())
 
     def local_tensors(self) -> Mapping[str, Tensor]:
         return self.weights.tensors()

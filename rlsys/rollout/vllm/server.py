@@ -43,7 +43,7 @@ class ProcessGroupTransferEngine(NCCLWeightTransferEngine):
         parallel, host = self.parallel_config, init_info.address.rpartition(":")[0]
         rank = 1 + parallel.data_parallel_index * parallel.world_size + parallel.rank
         token, here = server_token(init_info.name, self.device.type), address_towards(host)
-        self.group = ProcessGroup(Rendezvous(init_info.address, token, rank, init_info.world_size, 1, TIMEOUT_S, here))
+        self.group = ProcessGroup(Rendezvous(init_info.address, token, rank, init_info.world_size, TIMEOUT_S, here))
         self.group.join(self.device)
 
     def receive_weights(self, update_info: NCCLWeightTransferUpdateInfo) -> None:

@@ -55,6 +55,7 @@ class Executor:
 
     def __init__(self, source: WeightGroup, destination: WeightGroup, options: TransferOptions) -> None:
         self.source, self.destination, self.options = source, destination, options
+        self.network_bytes: dict[str, int] = {}
 
     def connect(self, sources: Layouts, destinations: Layouts, remaining_s: RemainingTime) -> None:
         """Plan the transfer and let all ranks join it."""

@@ -4,6 +4,9 @@
 nothing is gathered or staged, and the tensors must not change between `send` and the last `finish`. `shm` exports a
 snapshot in shared memory, in the engines' dtypes: it costs the host one copy of the model, and restores a restarted
 engine whatever the trainer has done since.
+
+`ipc` may span hosts that all have trainer ranks: what no trainer rank of an engine's host holds comes in rounds through
+the staging memory of those ranks, see `relay.py`.
 """
 
 import os
@@ -21,6 +24,8 @@ from rlsys.interfaces import RolloutEngine, TrainEngine
 from rlsys.utils.errors import WeightTransferError
 from rlsys.weights.batched_copy import BatchedCopy
 from rlsys.weights.executors.base import Executor, Layouts, RemainingTime
+from rlsys.weights.executors.nccl import Message, form_group, messages_of, wait_for_peers
+from rlsys.weights.executors.relay import RelayRank, plan_relays, synchronize
 from rlsys.weights.layout import check_complete, device_of, element_bytes, view_of
 from rlsys.weights.plan import Copy, make_plan
 from rlsys.weights.rank_plan import (
@@ -142,10 +147,15 @@ def _end_bytes(entry: TensorHandle) -> int:
 
 @dataclass(frozen=True)
 class IpcExportSpec:
-    """A trainer rank's part; with `snapshot` it exports a copy of its boxes instead of its own tensors."""
+    """A trainer rank's part; with `snapshot` it exports a copy of its boxes instead of its own tensors.
+
+    `sends` and `receives` are its messages of each round between hosts.
+    """
 
     plan: SourcePlan
     snapshot: bool = False
+    sends: tuple[tuple[Message, ...], ...] = ()
+    receives: tuple[tuple[Message, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -178,15 +188,15 @@ class Snapshot:
         self._memory.close()
 
 
-class IpcExporter:
+class IpcExporter(RelayRank):
     """A trainer rank. An export stays valid until the next one: merged adapters are fresh tensors at each push."""
 
     def __init__(self, spec: IpcExportSpec, engine: TrainEngine) -> None:
+        super().__init__(spec.sends, spec.receives)
         self.spec, self.engine = spec, engine
         self.version: int | None = None
         self.snapshot = Snapshot(spec.plan) if spec.snapshot else None
         self._addresses: list[int] = []
-        self._exported: Mapping[str, Tensor] = {}
         self._checksums: Checksums | None = None
         self._new_handle: IpcHandle | None = None
         self.address = self.snapshot.handle if self.snapshot else self._export(engine.local_tensors())
@@ -201,7 +211,7 @@ class IpcExporter:
             plan, tensors = self.snapshot.plan, self.snapshot.tensors
         elif self._addresses != self._addresses_of(tensors):
             self._new_handle = self._export(tensors)
-        _synchronize(tensors)
+        synchronize(tensors)
         if verify and self._checksums is None:
             self._checksums = source_checksums(plan, tensors)
         checksums = np.array(self._checksums() if verify and self._checksums else [], np.uint64)
@@ -215,13 +225,15 @@ class IpcExporter:
         self._new_handle = None
 
     def close(self) -> None:
-        self.version, self._exported, self._checksums = None, {}, None
+        super().close()
+        self.version, self.exported, self._checksums = None, {}, None
         if self.snapshot:
             self.snapshot.close()
 
     def _export(self, tensors: Mapping[str, Tensor]) -> IpcHandle:
-        handle = export_tensors({name: tensors[name] for name in self.spec.plan.local_names})
-        self._addresses, self._exported, self._checksums = self._addresses_of(tensors), tensors, None
+        own = {name: tensors[name] for name in self.spec.plan.local_names}
+        handle = export_tensors({**own, **self.stage(device_of(tensors))})
+        self._addresses, self.exported, self._checksums = self._addresses_of(tensors), tensors, None
         return handle
 
     def _addresses_of(self, tensors: Mapping[str, Tensor]) -> list[int]:
@@ -233,10 +245,14 @@ class IpcExporter:
 
 @dataclass(frozen=True)
 class IpcImportSpec:
-    """An engine rank's part, and what each trainer rank exports."""
+    """An engine rank's part, and what each trainer rank exports.
+
+    `rounds` are the copies of each round between hosts, those inside the host first, where there are any.
+    """
 
     plan: DestinationPlan
     handles: Mapping[int, IpcHandle]
+    rounds: tuple[tuple[Copy, ...], ...] = ()
 
 
 class IpcImporter(PlanReceiver):
@@ -244,7 +260,9 @@ class IpcImporter(PlanReceiver):
 
     def __init__(self, spec: IpcImportSpec, engine: RolloutEngine) -> None:
         super().__init__(spec.plan, engine)
-        self.copy: BatchedCopy | None = None
+        self.rounds = spec.rounds or (spec.plan.copies,)
+        self.copies: list[BatchedCopy] = []
+        """Of each round; made again where memory has moved on either side."""
         self._addresses: dict[str, int] = {}
         self._handles = dict(spec.handles)
         self._imported: dict[int, ImportedTensors] = {}
@@ -253,39 +271,45 @@ class IpcImporter(PlanReceiver):
         """Quarantine the engine and copy; it stays quarantined until `finish`."""
         self.received = None
         tensors = self.update.begin()
-        copy = self._compiled(tensors, new_handles or {})
-        copy.run()
-        _synchronize(tensors)
+        self._compile(tensors, new_handles or {})
         self.received = version
+        return self.take(0)
+
+    def take(self, number: int) -> int:
+        """Copy what a round has brought, of round 0 what the host has; returns the bytes written."""
+        copy = self.copies[number]
+        copy.run()
+        synchronize(self.update.tensors())
         return copy.num_bytes
 
     def close(self) -> None:
-        self.copy = self.checksums = None
+        self.copies, self.checksums = [], None
         self._unmap(list(self._imported))
 
-    def _compiled(self, tensors: Mapping[str, Tensor], new_handles: Mapping[int, IpcHandle]) -> BatchedCopy:
-        """The copies of this rank, compiled again where memory has moved on either side."""
+    def _compile(self, tensors: Mapping[str, Tensor], new_handles: Mapping[int, IpcHandle]) -> None:
         addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
         moved = [rank for rank in new_handles if rank in self._handles]
-        if self.copy is not None and addresses == self._addresses and not moved:
-            return self.copy
-        self.copy = self.checksums = None
+        if self.copies and addresses == self._addresses and not moved:
+            return
+        self.copies, self.checksums = [], None
         self._unmap(moved)
         self._handles.update({rank: new_handles[rank] for rank in moved})
         device = device_of(tensors)
         for rank, handle in self._handles.items():
             if rank not in self._imported:
-                names = {copy.source_local for copy in self.plan.copies if copy.source_rank == rank}
+                names = {copy.source_local for copies in self.rounds for copy in copies if copy.source_rank == rank}
                 self._imported[rank] = ImportedTensors(handle, names, device=device)
         pairs = [
-            (
-                view_of(tensors[copy.local], copy.local_start, copy.shape),
-                view_of(self._imported[copy.source_rank].tensors[copy.source_local], copy.source_start, copy.shape),
-            )
-            for copy in self.plan.copies
+            [
+                (
+                    view_of(tensors[copy.local], copy.local_start, copy.shape),
+                    view_of(self._imported[copy.source_rank].tensors[copy.source_local], copy.source_start, copy.shape),
+                )
+                for copy in copies
+            ]
+            for copies in self.rounds
         ]
-        self.copy, self._addresses = BatchedCopy(pairs), addresses
-        return self.copy
+        self.copies, self._addresses = [*map(BatchedCopy, pairs)], addresses
 
     def _unmap(self, ranks: Sequence[int]) -> None:
         for rank in ranks:
@@ -293,28 +317,28 @@ class IpcImporter(PlanReceiver):
                 self._imported.pop(rank).close()
 
 
-def _synchronize(tensors: Mapping[str, Tensor]) -> None:
-    if (device := device_of(tensors)).type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 # --- the controller's side
 
 
 class IpcExecutor(Executor):
-    """`ipc`: the trainer's own tensors."""
+    """`ipc`: the trainer's own tensors, and between hosts rounds of messages into its staging memory."""
 
     snapshot = False
     plans: RankPlans
     pushed: tuple[int, np.ndarray] | None = None
-    """The version that the trainer exports and its checksums, once all engines have it."""
+    """The version that the trainer exports and its checksums, once all engines have it; None between hosts."""
+    joined = False
+    """Whether the trainer's ranks are in a process group."""
 
     def connect(self, sources: Layouts, destinations: Layouts, remaining_s: RemainingTime) -> None:
-        if len(hosts := {layout.host for layout in (*sources, *destinations)}) > 1:
-            raise WeightTransferError(f"memory is shared on one host only, trainer and rollout are on {sorted(hosts)}")
         self.plans = split_plan(make_plan(sources, destinations), sources)
         self.unused = self.plans.plan.unused
-        exports = [IpcExportSpec(plan, self.snapshot) for plan in self.plans.sources]
+        self.relays = plan_relays(self.plans.plan, sources, destinations, staging_bytes=self.options.bucket_bytes)
+        self.hosts = [layout.host for layout in sources]
+        exports = [
+            IpcExportSpec(plan, self.snapshot, *(messages_of(self.relays.rounds, rank, side) for side in (0, 1)))
+            for rank, plan in enumerate(self.plans.sources)
+        ]
         self.handles: dict[int, IpcHandle] = dict(enumerate(self.open(self.source, exports, remaining_s)))
         imports = [self._import_spec(rank) for rank in range(self.destination.world_size)]
         self.open(self.destination, imports, remaining_s)
@@ -322,14 +346,35 @@ class IpcExecutor(Executor):
     def push(self, version: int, remaining_s: RemainingTime) -> tuple[int, str]:
         self.pushed = None
         exported: list[ExportedVersion] = self.send(version, remaining_s)
+        if self.relays.rounds and not self.joined:
+            form_group([self.source], self.options.timeout_s, remaining_s)
         new_handles = {rank: part.handle for rank, part in enumerate(exported) if part.handle is not None}
         self.handles |= new_handles
         checksums = self.plans.merge([part.checksums for part in exported])
         num_bytes = self.receive(version, remaining_s, new_handles)
+        num_bytes += self._relay(remaining_s)
         self.step(self.source, remaining_s, "confirm", version)
         self.step(self.destination, remaining_s, "finish", version, checksums)
-        self.pushed = version, checksums
+        if not self.relays.rounds:
+            self.pushed = version, checksums
         return num_bytes, self.plans.digest(checksums)
+
+    def _relay(self, remaining_s: RemainingTime) -> int:
+        """Bring each host what it lacks, round by round; the bytes that engines wrote."""
+        num_bytes, rounds = 0, len(self.relays.rounds)
+        self.network_bytes = dict.fromkeys(self.hosts, 0) if rounds else {}
+        self.joined = False
+        for number in range(1, rounds + 1):
+            try:
+                sent = wait_for_peers(self.source.execute_all_async("weight_step", "relay", number), remaining_s)
+                num_bytes += sum(self.step(self.destination, remaining_s, "take", number))
+            except Exception as error:
+                error.add_note(f"in round {number} of {rounds} between hosts")
+                raise
+            for host, received in zip(self.hosts, sent, strict=True):
+                self.network_bytes[host] += received
+        self.joined = True
+        return num_bytes
 
     def restore(self, rank: int, version: int, remaining_s: RemainingTime) -> None:
         """From the snapshot, or from the trainer's memory as long as it holds the version, which checksums verify."""
@@ -349,8 +394,9 @@ class IpcExecutor(Executor):
             ids = plan.checksum_ids
             copies = tuple(_from_snapshot(copy, *boxes[n]) for copy, n in zip(plan.copies, ids, strict=True))
             plan = replace(plan, copies=copies)
-        ranks = {copy.source_rank for copy in plan.copies}
-        return IpcImportSpec(plan, {number: self.handles[number] for number in ranks})
+        rounds = self.relays.copies_of(rank, plan.copies)
+        ranks = {copy.source_rank for copies in rounds or [plan.copies] for copy in copies}
+        return IpcImportSpec(plan, {number: self.handles[number] for number in ranks}, rounds)
 
 
 class SharedMemoryExecutor(IpcExecutor):
@@ -359,6 +405,8 @@ class SharedMemoryExecutor(IpcExecutor):
     snapshot = True
 
     def connect(self, sources: Layouts, destinations: Layouts, remaining_s: RemainingTime) -> None:
+        if len(hosts := {layout.host for layout in (*sources, *destinations)}) > 1:
+            raise WeightTransferError(f"memory is shared on one host only, trainer and rollout are on {sorted(hosts)}")
         check_complete(destinations)
         super().connect(sources, destinations, remaining_s)
 

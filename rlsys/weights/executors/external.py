@@ -69,7 +69,7 @@ class Broadcaster:
         for url, num_ranks in spec.servers.items() if spec.rank == 0 else ():
             name, host = secrets.token_hex(8), address_towards(urlsplit(url).hostname or "")
             token, world_size = server_token(name, self.device.type), 1 + num_ranks
-            group = ProcessGroup(Rendezvous("", token, 0, world_size, 1, spec.timeout_s, host))
+            group = ProcessGroup(Rendezvous("", token, 0, world_size, spec.timeout_s, host))
             backend = "nccl" if self.device.type == "cuda" else "gloo"
             self.groups[url], self.address[url] = group, ServerGroup(group.address, name, backend, world_size)
 

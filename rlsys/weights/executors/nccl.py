@@ -19,10 +19,9 @@ from torch import Tensor
 from rlsys.interfaces import RolloutEngine, TrainEngine
 from rlsys.ipc.process_group import LOOPBACK, PeerLostError, ProcessGroup, Rendezvous
 from rlsys.utils.boxes import buckets
-from rlsys.utils.errors import WeightTransferError
-from rlsys.weights.executors.base import Executor, Layouts, RankFuture, RemainingTime
+from rlsys.weights.executors.base import Executor, Layouts, RankFuture, RemainingTime, WeightGroup
 from rlsys.weights.layout import device_of, dtype_of, element_bytes, view_of
-from rlsys.weights.plan import Copy, Plan, make_plan
+from rlsys.weights.plan import Copy, make_plan
 from rlsys.weights.rank_plan import (
     DestinationPlan,
     PlanReceiver,
@@ -35,9 +34,11 @@ from rlsys.weights.rank_plan import (
 STAGING_BYTES = 32 << 20
 ALIGN_BYTES = 16
 Link = tuple[int, int]
-"""A trainer rank and a rollout rank."""
+"""The ranks of the process group that sends and that receives."""
+Round = Mapping[Link, tuple[Copy, ...]]
 Message = tuple[int, tuple[Copy, ...]]
-"""A peer's rank on its own side, and the copies to send to it or to receive from it."""
+"""A peer's rank in the process group, and the copies to send to it or to receive from it."""
+Rounds = Sequence[Sequence[Message]]
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,6 @@ class NcclSendSpec:
 
     plan: SourcePlan
     rounds: tuple[tuple[Message, ...], ...]
-    rendezvous: Rendezvous
 
 
 @dataclass(frozen=True)
@@ -55,17 +55,16 @@ class NcclReceiveSpec:
 
     plan: DestinationPlan
     rounds: tuple[tuple[Message, ...], ...]
-    rendezvous: Rendezvous
 
 
-def plan_rounds(plan: Plan, *, staging_bytes: int = STAGING_BYTES) -> list[dict[Link, tuple[Copy, ...]]]:
+def plan_rounds(copies: Sequence[Copy], *, staging_bytes: int = STAGING_BYTES) -> list[Round]:
     """The messages of each round by link; a rank's messages of one round stay below `staging_bytes`."""
     links: dict[Link, list[Copy]] = defaultdict(list)
-    for copy in plan.copies:
+    for copy in copies:
         links[copy.source_rank, copy.rank].append(copy)
     busiest = max(Counter(end for a, b in links for end in (("from", a), ("to", b))).values(), default=1)
     limit = max(256, staging_bytes // busiest // ALIGN_BYTES * ALIGN_BYTES)
-    queues = {link: list(_messages(copies, limit)) for link, copies in sorted(links.items())}
+    queues = {link: list(_messages(link_copies, limit)) for link, link_copies in sorted(links.items())}
     return [
         {link: messages[number] for link, messages in queues.items() if number < len(messages)}
         for number in range(max(map(len, queues.values()), default=0))
@@ -74,7 +73,15 @@ def plan_rounds(plan: Plan, *, staging_bytes: int = STAGING_BYTES) -> list[dict[
 
 def _messages(copies: Sequence[Copy], limit_bytes: int) -> Iterator[tuple[Copy, ...]]:
     parts = chain.from_iterable(_split(copy, limit_bytes) for copy in copies)
-    yield from map(tuple, buckets({copy: _padded_bytes(copy) for copy in parts}, limit_bytes))
+    yield from map(tuple, buckets({copy: padded_bytes(copy) for copy in parts}, limit_bytes))
+
+
+def messages_of(rounds: Sequence[Round], rank: int, side: int) -> tuple[tuple[Message, ...], ...]:
+    """The messages of each round that a rank sends (side 0) or receives (side 1)."""
+    return tuple(
+        tuple((link[1 - side], copies) for link, copies in messages.items() if link[side] == rank)
+        for messages in rounds
+    )
 
 
 def _split(copy: Copy, limit_bytes: int) -> Iterator[Copy]:
@@ -102,95 +109,121 @@ def _shifted(start: tuple[int, ...], dim: int, by: int) -> tuple[int, ...]:
     return tuple(moved)
 
 
-def _padded_bytes(copy: Copy) -> int:
+def padded_bytes(copy: Copy) -> int:
+    """The bytes of a copy among others in a message."""
     return -(-copy.num_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
-class NcclSender:
+class GroupMember:
+    """A rank of a process group, which is formed again after a failure, and its messages of each round."""
+
+    group: ProcessGroup
+
+    def __init__(self, sends: Rounds = (), receives: Rounds = ()) -> None:
+        self.sends, self.receives, self.device = sends, receives, torch.device("cpu")
+        self._slots: list[Sequence[Tensor]] = []
+
+    def listen(self, rendezvous: Rendezvous) -> str:
+        """Leave an earlier group; returns where rank 0 meets the others."""
+        GroupMember.close(self)
+        self.group = ProcessGroup(rendezvous)
+        return self.group.address
+
+    def join(self, rendezvous: Rendezvous) -> None:
+        if rendezvous.rank:
+            self.listen(rendezvous)
+        self.group.join(self.device)
+
+    def allocate(self, device: torch.device) -> None:
+        """Allocate the memory that all rounds receive into."""
+        sizes = [[sum(map(padded_bytes, copies)) for _, copies in messages] for messages in self.receives]
+        memory = torch.empty(max(map(sum, sizes), default=0), dtype=torch.uint8, device=device)
+        self.device, self._slots = device, [memory[: sum(of_round)].split(of_round) for of_round in sizes]
+
+    def exchange(self, number: int, tensors: Mapping[str, Tensor]) -> None:
+        """Send the messages of a round out of this rank's tensors, and receive its others."""
+        slots = zip(self.receives[number], self._slots[number], strict=True) if self.receives else ()
+        sends = self.sends[number] if self.sends else ()
+        self.group.exchange(
+            self.device,
+            sends=[(rank, pack(copies, tensors, self.device)) for rank, copies in sends],
+            receives=[(rank, slot[: packed_bytes(copies)]) for (rank, copies), slot in slots],
+        )
+
+    def received_in(self, number: int) -> Iterator[tuple[Copy, Tensor]]:
+        """What a round brings, and where."""
+        for (_, copies), slot in zip(self.receives[number], self._slots[number], strict=True):
+            yield from zip(copies, unpacked(slot, copies), strict=True)
+
+    def close(self) -> None:
+        if "group" in vars(self):
+            self.group.close()
+
+
+class NcclSender(GroupMember):
     """A trainer rank."""
 
     def __init__(self, spec: NcclSendSpec, engine: TrainEngine) -> None:
-        self.spec, self.engine = spec, engine
-        self.group = ProcessGroup(spec.rendezvous)
-        self.address = self.group.address
-
-    def join(self) -> None:
-        self.group.join(device_of(self.engine.local_tensors()))
+        super().__init__(sends=spec.rounds)
+        self.spec, self.engine, self.device = spec, engine, device_of(engine.local_tensors())
 
     @torch.no_grad()
     def send(self, version: int) -> np.ndarray:
         """Send all rounds; returns this rank's checksums."""
         with self.group.guarded(f"version {version}"):
             tensors = self.engine.local_tensors()
-            device = device_of(tensors)
-            stamp = torch.tensor([version], device=device)
-            engines = range(self.spec.rendezvous.num_sources, self.spec.rendezvous.world_size)
-            for messages in self.spec.rounds:
-                packed = [(engines[rank], self._pack(copies, tensors, device)) for rank, copies in messages]
-                self.group.exchange(packed, send=True, device=device)
-            if self.spec.rendezvous.rank == 0:
-                self.group.exchange([(rank, stamp) for rank in engines], send=True, device=device)
+            for number in range(len(self.sends)):
+                self.exchange(number, tensors)
         return np.array(source_checksums(self.spec.plan, tensors)(), np.uint64)
 
-    def _pack(self, copies: Sequence[Copy], tensors: Mapping[str, Tensor], device: torch.device) -> Tensor:
-        if len(copies) == 1:
-            only = view_of(tensors[copies[0].source_local], copies[0].source_start, copies[0].shape)
-            if only.is_contiguous() and only.dtype == dtype_of(copies[0].dtype):
-                return only.detach().reshape(-1).view(torch.uint8)
-        buffer = torch.empty(_packed_bytes(copies), dtype=torch.uint8, device=device)
-        for view, copy in zip(_unpacked(buffer, copies), copies, strict=True):
-            view.copy_(view_of(tensors[copy.source_local], copy.source_start, copy.shape))
-        return buffer
 
-    def close(self) -> None:
-        self.group.close()
-
-
-class NcclReceiver(PlanReceiver):
+class NcclReceiver(PlanReceiver, GroupMember):
     """A rollout rank."""
 
     def __init__(self, spec: NcclReceiveSpec, engine: RolloutEngine) -> None:
-        super().__init__(spec.plan, engine)
-        self.rounds, self.group = spec.rounds, ProcessGroup(spec.rendezvous)
-
-    def join(self) -> None:
-        self.group.join(device_of(self.update.tensors()))
+        PlanReceiver.__init__(self, spec.plan, engine)
+        GroupMember.__init__(self, receives=spec.rounds)
+        self.device = device_of(self.update.tensors())
 
     @torch.no_grad()
     def receive(self, version: int) -> int:
         self.received = self.checksums = None
         with self.group.guarded(f"version {version}"):
             tensors = self.update.begin()
-            device = device_of(tensors)
-            stamp = torch.tensor([-1], device=device)
-            for messages in self.rounds:
-                sizes = [_packed_bytes(copies) for _, copies in messages]
-                buffers = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
-                posted = [(rank, buffer) for (rank, _), buffer in zip(messages, buffers, strict=True)]
-                self.group.exchange(posted, send=False, device=device)
-                for (_, copies), buffer in zip(messages, buffers, strict=True):
-                    for view, copy in zip(_unpacked(buffer, copies), copies, strict=True):
-                        view_of(tensors[copy.local], copy.local_start, copy.shape).copy_(view)
-            self.group.exchange([(0, stamp)], send=False, device=device)
-        if int(stamp) != version:
-            raise WeightTransferError(f"the trainer sent weight version {int(stamp)} instead of {version}")
+            self.allocate(self.device)
+            for number in range(len(self.receives)):
+                self.exchange(number, {})
+                for copy, values in self.received_in(number):
+                    view_of(tensors[copy.local], copy.local_start, copy.shape).copy_(values)
+            self._slots = []
         self.received = version
         return sum(copy.num_bytes for copy in self.plan.copies)
 
-    def close(self) -> None:
-        self.group.close()
+
+def pack(copies: Sequence[Copy], tensors: Mapping[str, Tensor], device: torch.device) -> Tensor:
+    """The message of some copies out of a rank's tensors, as bytes."""
+    if len(copies) == 1:
+        only = view_of(tensors[copies[0].source_local], copies[0].source_start, copies[0].shape)
+        if only.is_contiguous() and only.dtype == dtype_of(copies[0].dtype):
+            return only.detach().reshape(-1).view(torch.uint8)
+    buffer = torch.empty(packed_bytes(copies), dtype=torch.uint8, device=device)
+    for view, copy in zip(unpacked(buffer, copies), copies, strict=True):
+        view.copy_(view_of(tensors[copy.source_local], copy.source_start, copy.shape))
+    return buffer
 
 
-def _packed_bytes(copies: Sequence[Copy]) -> int:
-    return copies[0].num_bytes if len(copies) == 1 else sum(map(_padded_bytes, copies))
+def packed_bytes(copies: Sequence[Copy]) -> int:
+    """The bytes of a message."""
+    return copies[0].num_bytes if len(copies) == 1 else sum(map(padded_bytes, copies))
 
 
-def _unpacked(buffer: Tensor, copies: Sequence[Copy]) -> Iterator[Tensor]:
+def unpacked(buffer: Tensor, copies: Sequence[Copy]) -> Iterator[Tensor]:
+    """The values of each copy in a message."""
     at = 0
     for copy in copies:
         count = prod(copy.shape) * element_bytes(copy.dtype)
         yield buffer[at : at + count].view(dtype_of(copy.dtype)).view(copy.shape)
-        at += _padded_bytes(copy)
+        at += padded_bytes(copy)
 
 
 class NcclExecutor(Executor):
@@ -202,52 +235,46 @@ class NcclExecutor(Executor):
     def connect(self, sources: Layouts, destinations: Layouts, remaining_s: RemainingTime) -> None:
         plan = make_plan(sources, destinations)
         self.plans, self.unused = split_plan(plan, sources), plan.unused
-        self.rounds = plan_rounds(plan)
-        hosts = {layout.host for layout in (*sources, *destinations)}
-        self.listen_at = LOOPBACK if len(hosts) == 1 else ""
-        self._join(remaining_s)
+        first = len(sources)  # engines come after the trainer's ranks
+        rounds = plan_rounds([replace(copy, rank=first + copy.rank) for copy in plan.copies])
+        sends = [NcclSendSpec(part, messages_of(rounds, rank, 0)) for rank, part in enumerate(self.plans.sources)]
+        receives = [
+            NcclReceiveSpec(self.plans.destination(rank), messages_of(rounds, first + rank, 1))
+            for rank in range(self.destination.world_size)
+        ]
+        self.open(self.source, sends, remaining_s)
+        self.open(self.destination, receives, remaining_s)
+        self.listen_at = LOOPBACK if len({layout.host for layout in (*sources, *destinations)}) == 1 else ""
 
     def push(self, version: int, remaining_s: RemainingTime) -> tuple[int, str]:
         if not self.joined:
-            self._join(remaining_s)
+            form_group((self.source, self.destination), self.options.timeout_s, remaining_s, host=self.listen_at)
         self.joined = False
         sent = self.source.execute_all_async("send_weights", version)
         received = self.destination.execute_all_async("receive_weights", version)
-        results = _wait_for_peers([*sent, *received], remaining_s)
+        results = wait_for_peers([*sent, *received], remaining_s)
         checksums = self.plans.merge(results[: len(sent)])
         self.step(self.destination, remaining_s, "finish", version, checksums)
         self.joined = True
         return sum(results[len(sent) :]), self.plans.digest(checksums)
 
-    def _join(self, remaining_s: RemainingTime) -> None:
-        """Form a new process group of all ranks, at first and after a failure."""
-        num_sources = self.source.world_size
-        world_size = num_sources + self.destination.world_size
-        created = Rendezvous(
-            "", secrets.token_hex(8), 0, world_size, num_sources, self.options.timeout_s, self.listen_at
-        )
-        there = replace(created, address=self.open(self.source, [self._spec(created)], remaining_s)[0])
-        specs = [self._spec(replace(there, rank=rank)) for rank in range(world_size)]
-        self.open(self.source, specs[1:num_sources], remaining_s, first_rank=1)
-        self.open(self.destination, specs[num_sources:], remaining_s)
-        joins = [group.execute_all_async("weight_step", "join") for group in (self.source, self.destination)]
-        _wait_for_peers([*chain.from_iterable(joins)], remaining_s)
-        self.joined = True
 
-    def _spec(self, rendezvous: Rendezvous) -> NcclSendSpec | NcclReceiveSpec:
-        """The part of one rank of the process group."""
-        engine = rendezvous.rank - rendezvous.num_sources
-        side, rank = (0, rendezvous.rank) if engine < 0 else (1, engine)
-        rounds = tuple(
-            tuple((link[1 - side], copies) for link, copies in messages.items() if link[side] == rank)
-            for messages in self.rounds
-        )
-        if side == 0:
-            return NcclSendSpec(self.plans.sources[rank], rounds, rendezvous)
-        return NcclReceiveSpec(self.plans.destination(rank), rounds, rendezvous)
+def form_group(groups: Sequence[WeightGroup], timeout_s: float, remaining_s: RemainingTime, *, host: str = "") -> None:
+    """Form a new process group of all ranks of some groups, at first and after a failure.
+
+    They wait for each other half of `timeout_s`, so that those that miss a peer answer before it is over.
+    """
+    ranks = [(group, rank) for group in groups for rank in range(group.world_size)]
+    met = Rendezvous("", secrets.token_hex(8), 0, len(ranks), timeout_s / 2, host)
+    met = replace(met, address=groups[0].execute_rank_async(0, "weight_step", "listen", met).get(remaining_s()))
+    joins = [
+        group.execute_rank_async(rank, "weight_step", "join", replace(met, rank=number))
+        for number, (group, rank) in enumerate(ranks)
+    ]
+    wait_for_peers(joins, remaining_s)
 
 
-def _wait_for_peers(futures: Sequence[RankFuture], remaining_s: RemainingTime) -> list[Any]:
+def wait_for_peers(futures: Sequence[RankFuture], remaining_s: RemainingTime) -> list[Any]:
     """The results of ranks that work together; of their errors the first that is not only about a lost peer."""
     results, errors = list[object](), list[Exception]()
     for future in futures:

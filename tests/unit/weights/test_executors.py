@@ -194,7 +194,7 @@ def test_weights_changed_during_a_push_are_detected(sides: tuple[list[Trainer], 
 def test_messages_are_bounded_and_complete(sides: tuple[list[Trainer], list[Engine]]) -> None:
     trainers, engines = sides
     plan = make_plan([t.layout for t in trainers], [e.secret for e in engines])
-    rounds = plan_rounds(plan, staging_bytes=1 << 13)
+    rounds = plan_rounds(plan.copies, staging_bytes=1 << 13)
     for messages in rounds:
         for side in (0, 1):
             for rank in {link[side] for link in messages}:

@@ -26,11 +26,13 @@ PLAN = split_plan(make_plan([LAYOUT], [LAYOUT]), [LAYOUT]).destination(0)
 CUDA = StorageHandle(512, cuda_handle=(0, b"\0h", 512, 0, b"r", 0, b"e", True), exporter="x", address=7)
 HANDLE = IpcHandle((CUDA, StorageHandle(48, path="/proc/1/fd/2")), {"w": TensorHandle(1, "int8", (4,), (1,), 0)})
 PACKED = {"w": TensorHandle(0, "float32", (4, 3), (3, 1), 16)}
-RENDEZVOUS = Rendezvous("127.0.0.1:1", "token", 1, 2, 1, 5.0, "")
+RENDEZVOUS = Rendezvous("127.0.0.1:1", "token", 1, 2, 5.0, "")
 RECORDS = [
     LAYOUT,
     IpcImportSpec(PLAN, {0: HANDLE}),
-    NcclReceiveSpec(PLAN, (((0, PLAN.copies),),), RENDEZVOUS),
+    IpcImportSpec(PLAN, {}, ((), PLAN.copies)),
+    NcclReceiveSpec(PLAN, (((0, PLAN.copies),),)),
+    RENDEZVOUS,
     DiskSpec("/tmp", b"{}", 112, PACKED, {"w": "w"}, writes=PLAN.copies),
     GatherSpec({"w": "float32"}, {"w": "w"}, 1 << 20),
     Bucket("/proc/1/fd/2", 112, PACKED, (1 << 63,)),
