@@ -49,6 +49,8 @@ ORDER = (
 )
 RESERVED, RESERVED_SHARE = {"cuda": 3 << 30, "cpu": 0}, 0.08
 """For CUDA contexts, NCCL, a sleeping engine and fragments."""
+RELAYED_BYTES = 256 << 20
+"""What a rank stages of a push between hosts (rlsys/weights/executors/relay.py)."""
 Facts = Mapping[str, Any]
 Device = Literal["cuda", "cpu"]
 
@@ -221,6 +223,8 @@ def _staging(job: PlanInputs, role: Role) -> int:
         staging += role.how.c * role.held_here.parameters
     if engine.backend == "gather":
         staging += min(engine.update_weights_bucket_megabytes << 20, fp.WIDE * d.parameters)
+    if job.plan.pools.colocated and job.cfg.trainer.nnodes > 1:
+        staging += min(engine.update_weights_bucket_megabytes << 20, RELAYED_BYTES)
     return staging
 
 

@@ -93,7 +93,7 @@ def training_phases(job: PlanInputs, roles: Sequence[DeviceRole], cluster: GpuCl
             away = sum(size for owner, size in one.role.held().items() if owner in one.leaves)
             offload = {"offload": 2 * away / PCIE_RATE}
             yield Phase(name, {cause: steps * one for cause, one in seconds.items()} | offload)
-    yield Phase("update_weights", _push(job, roles[0].role, cluster))
+    yield Phase("update_weights", _push(job, cluster))
 
 
 def step_seconds(cfg: PPOConfig, phases: Sequence[Phase]) -> float:
@@ -223,16 +223,12 @@ def response_quantiles(lengths: Lengths, sigma: float) -> list[float]:
     return [min(high * factor, lengths.response) for factor in factors]
 
 
-def _push(job: PlanInputs, actor: Role, cluster: GpuCluster) -> dict[str, float]:
-    """Each rollout rank takes its share of the weights; beside an actor on several nodes it gathers whole tensors."""
-    rollout, pools = job.cfg.actor_rollout_ref.rollout, job.plan.pools
-    parameters = fp.decoder_of(job.machine.actor).parameters
-    c, host = width_of(rollout.dtype, "cuda"), PUSH_S
-    taken = c * parameters / rollout.tensor_model_parallel_size
+def _push(job: PlanInputs, cluster: GpuCluster) -> dict[str, float]:
+    """Each rollout rank takes its share of the weights; a node of actors first takes what it lacks, once."""
+    rollout, pools, node = job.cfg.actor_rollout_ref.rollout, job.plan.pools, job.cfg.trainer.n_gpus_per_node
+    size = width_of(rollout.dtype, "cuda") * fp.decoder_of(job.machine.actor).parameters
+    taken = size / rollout.tensor_model_parallel_size
     sent = cluster.all_to_all_s(taken, pools.total_ranks)
     if pools.colocated and job.cfg.trainer.nnodes > 1:
-        taken = c * parameters
-        width = actor.master if isinstance(actor, FsdpRole) else actor.how.c
-        sent = cluster.ring_s(width * parameters, pools.train_ranks)
-        host += taken / PCIE_RATE if rollout_backend(rollout.name).weights_in != "process" else 0.0
-    return {"communication": sent, "memory": taken / CHECKSUM_RATE, "host": host}
+        sent = cluster.all_to_all_s(size / node, pools.total_ranks) + cluster.all_to_all_s(taken, node)
+    return {"communication": sent, "memory": taken / CHECKSUM_RATE, "host": PUSH_S}
