@@ -19,11 +19,7 @@ _OBJECTS: dict[str, Any] = {}
 
 
 def call(
-    data_source: str,
-    solution_str: str,
-    ground_truth: JsonObject,
-    extra_info: JsonObject,
-    cut: JsonObject,
+    data_source: str, solution_str: str, ground_truth: JsonObject, extra_info: JsonObject, cut: JsonObject
 ) -> dict[str, object]:
     """Call a function, or a method of an object; {"status": "lost"} where this process does not have the object."""
     key = extra_info.get("object", "")
@@ -54,11 +50,7 @@ def call(
 
 
 async def call_async(
-    data_source: str,
-    solution_str: str,
-    ground_truth: JsonObject,
-    extra_info: JsonObject,
-    cut: JsonObject,
+    data_source: str, solution_str: str, ground_truth: JsonObject, extra_info: JsonObject, cut: JsonObject
 ) -> dict[str, object]:
     """Call an async function; many of them run at once in one process."""
     return _answer(await load_target(data_source, key="tools")(**ground_truth), cut)

@@ -179,10 +179,7 @@ class Future:
     """
 
     def __init__(
-        self,
-        pending: Sequence[Pending],
-        collect: Callable[[Sequence[Pending]], object],
-        peers: Sequence[Pending] = (),
+        self, pending: Sequence[Pending], collect: Callable[[Sequence[Pending]], object], peers: Sequence[Pending] = ()
     ) -> None:
         self.pending, self._collect = list(pending), collect
         self._peers = [one for one in peers if one not in self.pending]
