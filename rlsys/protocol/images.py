@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+from torch import Tensor
+
 from rlsys.ipc.codec import allow_records
 
 if TYPE_CHECKING:
-    import numpy as np
-    from torch import Tensor
-
     from rlsys.protocol.data import DataProto
 
 IMAGES = "multi_modal_inputs"
@@ -25,8 +25,8 @@ class ImageInputs:
     """
 
     shas: tuple[str, ...]
-    pictures: "tuple[np.ndarray, ...]" = field(compare=False)
-    tensors: "Mapping[str, Tensor]" = field(compare=False)
+    pictures: tuple[np.ndarray, ...] = field(compare=False)
+    tensors: Mapping[str, Tensor] = field(compare=False)
 
 
 def images_of(batch: "DataProto") -> list[tuple[ImageInputs, ...]]:

@@ -16,7 +16,7 @@ import torch
 from msgspec.msgpack import Ext
 
 from rlsys.ipc.codec import Tag
-from rlsys.protocol import DataProto, WireError, object_array
+from rlsys.protocol import DataProto, ImageInputs, WireError, object_array
 from rlsys.protocol.disk import ALIGN_BYTES
 from rlsys.protocol.pieces import PIECE_BYTES, join_buffers, split_buffers
 from rlsys.types import Finish
@@ -55,6 +55,15 @@ def test_every_kind_of_tensor_crosses(tensor: torch.Tensor) -> None:
     assert received.dtype == tensor.dtype
     assert received.tolist() == tensor.tolist()
     assert not received.requires_grad
+
+
+def test_processed_images_cross() -> None:
+    image = ImageInputs(("sha",), (np.arange(3, dtype=np.uint8),), {"pixel_values": torch.randn(4, 6)})
+    (first,), (second, third) = column_of([(image,), (image, image)])
+    assert first.shas == ("sha",)
+    assert first.pictures[0].tolist() == [0, 1, 2]
+    for one in (first, second, third):
+        assert torch.equal(one.tensors["pixel_values"], image.tensors["pixel_values"])
 
 
 def test_batch_of_no_rows_and_no_columns() -> None:
