@@ -110,7 +110,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 def ppo_runs(toy: Toy, folder: Path) -> list[list[str]]:
     """Overrides of one run each."""
-    critic = ["algorithm.adv_estimator=gae", f"critic.model.path={toy.model}"]
+    critic = ["algorithm.adv_estimator=gae", f"critic.model.path={toy.model}", "critic.shuffle=true"]
     teacher = copytree(toy.model, folder / "teacher")
     loss, extensions = f"{ACTOR}policy_loss.loss_mode=", folder / "extensions.py"
     return [
