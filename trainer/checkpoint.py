@@ -11,12 +11,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
+from io import BytesIO
 from pathlib import Path
 
 import torch
 
 from rlsys.interfaces import State
-from rlsys.utils.atomic import commit_dir, fsync_file, read_checked_json, staging_dir, write_checked_json, write_whole
+from rlsys.utils.atomic import commit_dir, read_checked_json, staging_dir, write_checked_json, write_whole
 from rlsys.utils.errors import CheckpointError, DeadlineError
 from rlsys.utils.run_folders import LATEST, latest_step, pointer_text
 from trainer.remote_checkpoints import RemoteCheckpoints
@@ -131,8 +132,8 @@ def save_state(folder: Path, state: TrainerState) -> None:
     """Write the controller's part of a checkpoint."""
     record = asdict(state)
     source = record.pop("source")
-    torch.save(json.dumps(source), folder / DATA)
-    fsync_file(folder / DATA)
+    torch.save(json.dumps(source), buffer := BytesIO())  # to a file it would hide that the disk is full
+    write_whole(folder / DATA, buffer.getvalue(), durable=True)
     write_checked_json(folder / STATE, {**record, "data_blake2b": _digest(folder / DATA)})
 
 

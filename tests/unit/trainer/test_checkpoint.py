@@ -10,7 +10,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from rlsys.data.remote import local_copy
 from rlsys.utils.errors import CheckpointError, ConfigError
-from trainer.checkpoint import LATEST, STATE, CheckpointStore, TrainerState, load_state, save_state
+from trainer.checkpoint import DATA, LATEST, STATE, CheckpointStore, TrainerState, load_state, save_state
 
 
 def save(store: CheckpointStore, step: int) -> Path:
@@ -43,6 +43,12 @@ def test_every_changed_bit_of_a_state_is_noticed(tmp_path: Path) -> None:
         (tmp_path / STATE).write_bytes(changed)
         with pytest.raises(CheckpointError, match=r"trainer\.json"):
             load_state(tmp_path)
+
+
+def test_a_disk_that_is_full_when_the_state_is_written_is_one_error(tmp_path: Path) -> None:
+    (tmp_path / f"{DATA}.tmp").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left on device"):
+        save_state(tmp_path, TrainerState(1, source={"position": 1}))
 
 
 def test_states_of_earlier_releases_without_a_checksum_are_read(tmp_path: Path) -> None:
