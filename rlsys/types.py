@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+HFConfig = Mapping[str, Any]
+"""The contents of a config.json."""
 LOGITS_CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 28}
 """Logits that are computed at a time, by kind of device."""
 EXPORT_FILE_BYTES = 5 * 10**9

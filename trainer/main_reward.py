@@ -10,10 +10,10 @@ import sys
 from collections.abc import Sequence
 from itertools import islice
 
-from rlsys.agent.session import Row
 from rlsys.data.bad_rows import parse_rows
 from rlsys.data.files import read_rows
 from rlsys.rewards.pool.pool import Grader, RewardItem, RewardPool, RewardResult
+from rlsys.telemetry.jsonl import JsonObject
 from rlsys.utils.errors import ConfigError, DataError
 
 SHOWN_CHARS = 48
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if lost else 0
 
 
-def _item(row: Row, answer_key: str) -> RewardItem:
+def _item(row: JsonObject, answer_key: str) -> RewardItem:
     truths = (row.get("gts"), (row.get("reward_model") or {}).get("ground_truth"), row.get(answer_key))
     truth = next((truth for truth in truths if truth is not None), None)
     if truth is None:

@@ -31,11 +31,10 @@ from rlsys.models.hf import (
     saved_names,
     saved_tensors_of,
 )
-from rlsys.models.megatron.blocks import HFConfig
 from rlsys.models.megatron.convert import fill
 from rlsys.models.megatron.family import Head, family_of, find_family, tied
 from rlsys.models.megatron.rules import by_local
-from rlsys.types import EXPORT_FILE_BYTES, Shard
+from rlsys.types import EXPORT_FILE_BYTES, HFConfig, Shard
 from rlsys.utils.atomic import commit_dir, staging_dir, write_whole, written_whole
 from rlsys.utils.boxes import buckets
 from rlsys.utils.errors import CheckpointError

@@ -19,10 +19,9 @@ from rlsys.engines.tensor_files import (
 )
 from rlsys.models.hf import differing_tensors, open_safetensors
 from rlsys.models.lora import is_adapter
-from rlsys.models.megatron.blocks import HFConfig
 from rlsys.models.megatron.family import Family, Head, family_of
 from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
-from rlsys.types import Shard
+from rlsys.types import HFConfig, Shard
 from rlsys.utils.errors import CheckpointError
 from rlsys.utils.run_folders import step_folder
 

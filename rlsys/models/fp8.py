@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlsys.interfaces import StoredTensor
-from rlsys.models.megatron.blocks import HFConfig
+from rlsys.types import HFConfig
 from rlsys.utils.errors import CheckpointError
 
 SCALE = "_scale_inv"

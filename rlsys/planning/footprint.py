@@ -11,11 +11,10 @@ from functools import lru_cache, partial
 from math import prod
 from typing import TYPE_CHECKING
 
-from rlsys.models.megatron.blocks import HFConfig
 from rlsys.models.megatron.family import Head, family_of
 from rlsys.models.megatron.parallel import RankPlace
 from rlsys.models.megatron.rules import extents
-from rlsys.types import LOGITS_CHUNK_ELEMENTS
+from rlsys.types import LOGITS_CHUNK_ELEMENTS, HFConfig
 
 if TYPE_CHECKING:
     from rlsys.models.lora import LoraSettings

@@ -12,10 +12,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from rlsys.config.schema.model import OptimConfig
-from rlsys.models.megatron.blocks import HFConfig
 from rlsys.models.megatron.family import Head
 from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
 from rlsys.planning import footprint as fp
+from rlsys.types import HFConfig
 
 if TYPE_CHECKING:
     from rlsys.models.lora import LoraSettings

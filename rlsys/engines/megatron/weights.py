@@ -16,14 +16,13 @@ from rlsys.models.hf import TensorSource
 from rlsys.models.lora import LoraSettings, is_adapter
 from rlsys.models.megatron.adapter_factors import EXPERTS, AdapterPlan, Factors, factors_of, plan_adapters
 from rlsys.models.megatron.adapters import merged_weight
-from rlsys.models.megatron.blocks import HFConfig
 from rlsys.models.megatron.build import TokenGPT
 from rlsys.models.megatron.convert import load_shards
 from rlsys.models.megatron.family import Family, Head
 from rlsys.models.megatron.parallel import RankPlace
 from rlsys.models.megatron.spec import HAS_TRANSFORMER_ENGINE
 from rlsys.models.vision import is_tower
-from rlsys.types import Shard, WeightLayout
+from rlsys.types import HFConfig, Shard, WeightLayout
 from rlsys.utils.boxes import buckets, slices
 from rlsys.utils.hosts import host_id
 

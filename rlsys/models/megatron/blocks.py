@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlsys.models.megatron.rules import Rule, columns, grouped, stacked, whole, within
+from rlsys.types import HFConfig
 from rlsys.utils.errors import ConfigError
 
-HFConfig = Mapping[str, Any]
 QKV = (("q", "q"), ("k", "kv"), ("v", "kv"))
 
 ATTENTION = (

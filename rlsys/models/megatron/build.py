@@ -23,7 +23,6 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
-from rlsys.models.megatron.blocks import HFConfig
 from rlsys.models.megatron.family import Family, Head
 from rlsys.models.megatron.image_tower import ImagePacking, ImageTower
 from rlsys.models.megatron.parallel import ParallelSizes
@@ -31,6 +30,7 @@ from rlsys.models.megatron.spec import HAS_TRANSFORMER_ENGINE, block_spec, mend_
 from rlsys.models.packing import TokenRows
 from rlsys.models.token_model import token_numbers
 from rlsys.models.vision import feature_numbers
+from rlsys.types import HFConfig
 from rlsys.utils.errors import ConfigError
 
 

@@ -15,7 +15,6 @@ from rlsys.models.megatron.blocks import (
     ATTENTION,
     GATED_MLP,
     ONLY,
-    HFConfig,
     attention_dims,
     attention_settings,
     rope_args,
@@ -23,7 +22,7 @@ from rlsys.models.megatron.blocks import (
 )
 from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
 from rlsys.models.megatron.rules import Dims, Rule, ShardFn, ShardIndex, extents, padded_rows, whole
-from rlsys.types import Box, Shard
+from rlsys.types import Box, HFConfig, Shard
 from rlsys.utils.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -8,7 +8,6 @@ from rlsys.models.megatron.blocks import (
     ONLY,
     ROUTER,
     SPARSE_NORM,
-    HFConfig,
     attention_settings,
     expert_dims,
     expert_settings,
@@ -17,6 +16,7 @@ from rlsys.models.megatron.blocks import (
 )
 from rlsys.models.megatron.family import SPARSE_NEEDS, Family
 from rlsys.models.megatron.rules import Dims, Rule, columns, rows, stacked, whole, within
+from rlsys.types import HFConfig
 from rlsys.utils.errors import ConfigError
 
 LORA_NORM, SHARED = "linear_{}_up_proj.layer_norm_weight", "shared_ffn"

@@ -9,13 +9,13 @@ from rlsys.models.megatron.blocks import (
     ONLY,
     QK_NORM,
     QKV_BIAS,
-    HFConfig,
     attention_settings,
     expert_dims,
     rope_args,
 )
 from rlsys.models.megatron.families import deepseek_v3
 from rlsys.models.megatron.family import SPARSE_NEEDS
+from rlsys.types import HFConfig
 
 
 def dims(hf_config: HFConfig) -> dict[str, int]:

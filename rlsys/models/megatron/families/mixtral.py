@@ -5,7 +5,6 @@ from typing import Any
 from rlsys.models.megatron.blocks import (
     ONLY,
     SPARSE_NORM,
-    HFConfig,
     attention_settings,
     expert_dims,
     expert_rules,
@@ -13,6 +12,7 @@ from rlsys.models.megatron.blocks import (
 )
 from rlsys.models.megatron.family import NEEDS, Family
 from rlsys.models.megatron.rules import Rule, whole
+from rlsys.types import HFConfig
 
 
 def dims(hf_config: HFConfig) -> dict[str, int]:

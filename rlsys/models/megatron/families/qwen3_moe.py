@@ -8,12 +8,12 @@ from rlsys.models.megatron.blocks import (
     QK_NORM,
     ROUTER,
     SPARSE_NORM,
-    HFConfig,
     attention_settings,
     expert_dims,
     expert_settings,
 )
 from rlsys.models.megatron.family import SPARSE_NEEDS, Family
+from rlsys.types import HFConfig
 
 
 def settings(hf_config: HFConfig) -> dict[str, Any]:
