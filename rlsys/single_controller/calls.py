@@ -181,8 +181,7 @@ class Future:
     def __init__(
         self, pending: Sequence[Pending], collect: Callable[[Sequence[Pending]], object], peers: Sequence[Pending] = ()
     ) -> None:
-        self.pending, self._collect = list(pending), collect
-        self._peers = [one for one in peers if one not in self.pending]
+        self.pending, self._collect, self._peers = list(pending), collect, _without(peers, pending)
 
     def done(self) -> bool:
         """Whether every rank has answered or failed."""
@@ -227,7 +226,7 @@ def finish(
             break
         done = backend.wait_done([*missing, *others, *probes], min(POLL_S, end_s - now_s, give_up_s - now_s))
         failed += _failures(done)
-        missing, others, probes = ([one for one in left if one not in done] for left in (missing, others, probes))
+        missing, others, probes = (_without(left, done) for left in (missing, others, probes))
         if failed and give_up_s == float("inf"):
             give_up_s = time.monotonic() + SECONDARY_GRACE_S
         if any(not failure.is_secondary for _, failure in failed):
@@ -285,3 +284,8 @@ def _late(missing: Sequence[Pending], deadline_s: float) -> DeadlineError:
     states = [f"rank {one.rank}: {one.backend.diagnose(one.rank)}" for one in missing[:4]]
     hint = "\n  ".join(["see what it waits for; raise trainer.deadlines if the work is only slow", *states])
     return DeadlineError(who, first.stage, deadline_s, hint)
+
+
+def _without(pending: Sequence[Pending], done: Sequence[Pending]) -> list[Pending]:
+    gone = {id(one) for one in done}
+    return [one for one in pending if id(one) not in gone]
