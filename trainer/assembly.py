@@ -67,10 +67,6 @@ class TrainerParts:
     advisor: StalenessAdvisor | None
     close: Callable[[], None]
 
-    @property
-    def residency(self) -> Residency:
-        return self.steps.residency
-
 
 def assemble(
     cfg: PPOConfig,

@@ -22,9 +22,6 @@ from rlsys.utils.errors import ConfigError
 from rlsys.utils.plugins import import_libraries
 from trainer.job import exit_on_sigterm
 
-Pools = Mapping[str, list[int]]
-"""Processes of each pool, by node."""
-
 
 @dataclass(frozen=True)
 class WorkerBackend:

@@ -45,7 +45,6 @@ from rlsys.utils.errors import ConfigError, DataError, RolloutError, result_with
 from trainer.generation import GradedRollout, fleet_generate, meta_of_all_calls, training_sampling, validation_sampling
 from trainer.prompt_groups import OpenAnswers, PromptGroup, PromptGroups
 from trainer.rewards import reward_manager
-from trainer.source import Fleet
 
 ConfigT = TypeVar("ConfigT", PPOConfig, EvalConfig)
 EPISODES = "open_episodes.jsonl"
@@ -137,7 +136,7 @@ class OpenEpisodes(OpenAnswers):
     In an epoch they draw in rounds, each turn as a whole.
     """
 
-    def __init__(self, groups: PromptGroups, fleet: Fleet, rollout: EpisodeRollout) -> None:
+    def __init__(self, groups: PromptGroups, fleet: RolloutFleet, rollout: EpisodeRollout) -> None:
         super().__init__(groups, fleet)
         self._rollout = rollout
         self._starts: dict[PromptGroup, list[EpisodeStart]] = {}

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -22,7 +22,7 @@ log = get_logger(__name__)
 R = TypeVar("R")
 
 
-class Role(Enum):
+class Role(StrEnum):
     """What a worker group does."""
 
     Actor = "actor"
@@ -32,9 +32,6 @@ class Role(Enum):
     RewardModel = "rm"
     Teacher = "teacher"
     Judge = "judge"
-
-    def __str__(self) -> str:
-        return self.value
 
 
 class Group(Protocol):
@@ -163,21 +160,14 @@ class WorkerGroups:
 
 def stage_deadlines(deadlines: DeadlinesConfig) -> dict[str, float]:
     """Seconds by stage, that is by the name of the method called on a group."""
-    update, save, weights = deadlines.update_s, deadlines.save_s, deadlines.weights_s
-    return {
-        "default": deadlines.call_s,
-        "start": deadlines.start_s,
-        "init_model": deadlines.start_s,
-        "update_actor": update,
-        "update_critic": update,
-        "train_batch": update,
-        "save_checkpoint": save,
-        "finish_save": save,
-        "load_checkpoint": save,
-        "open_weight_transfer": weights,
-        "send_weights": weights,
-        "receive_weights": weights,
-    }
+    stages_of = (
+        (deadlines.call_s, ("default",)),
+        (deadlines.start_s, ("start", "init_model")),
+        (deadlines.update_s, ("update_actor", "update_critic", "train_batch")),
+        (deadlines.save_s, ("save_checkpoint", "finish_save", "load_checkpoint")),
+        (deadlines.weights_s, ("open_weight_transfer", "send_weights", "receive_weights")),
+    )
+    return {stage: seconds for seconds, stages in stages_of for stage in stages}
 
 
 def start_groups(

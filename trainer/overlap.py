@@ -4,7 +4,8 @@ import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 
-from trainer.source import Fleet, new_counts
+from rlsys.fleet.fleet import RolloutFleet
+from trainer.source import new_counts
 
 SHARES = ("perf/trainer_idle", "perf/rollout_idle", "perf/overlap")
 
@@ -12,7 +13,7 @@ SHARES = ("perf/trainer_idle", "perf/rollout_idle", "perf/overlap")
 class OverlapMeter:
     """Measures from one batch to the next."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: RolloutFleet) -> None:
         self._fleet = fleet
         self._counts: Mapping[str, float] = {}
         self._idle_s = 0.0

@@ -155,7 +155,7 @@ class RayPPOTrainer(CheckpointedLoop):
 
     def next_batch(self) -> DataProto:
         """The next graded batch from the rollouts."""
-        with self.parts.residency.hold(Role.Rollout, "source"):
+        with self.parts.steps.residency.hold(Role.Rollout, "source"):
             batch = self.source.next()
         return with_branches(batch, max_rows=self.cfg.actor_rollout_ref.rollout.agent.max_rows)
 
@@ -204,7 +204,7 @@ class RayPPOTrainer(CheckpointedLoop):
     def push_weights(self) -> TransferReport:
         """Reshard the actor's weights into the rollout engines; they serve version `global_step` afterwards."""
         self.source.settle()
-        with self.parts.residency.hold(SYNC, "update_weights"):
+        with self.parts.steps.residency.hold(SYNC, "update_weights"):
             report = self.parts.weights.push(self.global_step)
         self.weight_version = report.version
         self.source.published(report.version)
@@ -242,7 +242,7 @@ class RayPPOTrainer(CheckpointedLoop):
         if self.parts.validation is None:
             return {}
         self.source.settle()
-        with self.parts.residency.hold(Role.Rollout, "testing"):
+        with self.parts.steps.residency.hold(Role.Rollout, "testing"):
             metrics = self.parts.validation.run(self.global_step)
         self.reporter.add(metrics)
         self.reporter.report_validation(metrics, self.global_step)
@@ -265,7 +265,7 @@ class RayPPOTrainer(CheckpointedLoop):
     def resume(self) -> None:
         """Load the checkpoint that trainer.resume_mode asks for, if there is one; then offload what is configured."""
         super().resume()
-        self.parts.residency.offload_all()
+        self.parts.steps.residency.offload_all()
 
     def dump_validation(self, batch: DataProto, step: int) -> None:
         """Write the validation answers where the configuration asks for them."""

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from rlsys.config.schema.trainer import TrainerConfig
+from rlsys.fleet.fleet import RolloutFleet
 from rlsys.interfaces import State
 from rlsys.protocol import DataProto, WireError, object_array
 from rlsys.rollout.batch import SEEDS, from_responses, to_requests, with_request_seeds
@@ -22,7 +23,7 @@ from rlsys.rollout.partial import PartialResponse
 from rlsys.types import Finish, ModelRequest, ModelResponse
 from rlsys.utils.errors import CheckpointError, ConfigError, RolloutError
 from trainer.generation import GradedRollout, meta_of_all_calls
-from trainer.source import Fleet, GroupFilter, Prompts, is_time, too_few_kept
+from trainer.source import GroupFilter, Prompts, is_time, too_few_kept
 from trainer.staleness_window import StalenessWindow
 
 OPEN, WAITING, NUMBER = "open_prompts.dp", "waiting_groups.dp", "group_number"
@@ -240,7 +241,7 @@ class OpenAnswers:
     What calls it holds a lock if it has threads, but for `grade`.
     """
 
-    def __init__(self, groups: PromptGroups, fleet: Fleet) -> None:
+    def __init__(self, groups: PromptGroups, fleet: RolloutFleet) -> None:
         self.groups, self.fleet = groups, fleet
         self.running: dict[PromptGroup, AnswerFutures] = {}
 

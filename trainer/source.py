@@ -4,16 +4,13 @@ A batch is made by the weights that are served then. Asynchronous runs use train
 trainer.epochs.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from rlsys.interfaces import State
 from rlsys.protocol import DataProto
-from rlsys.rollout.partial import PartialResponse
-from rlsys.types import ModelRequest, ModelResponse
 from rlsys.utils.errors import CheckpointError, ConfigError
 
 
@@ -23,17 +20,6 @@ class Prompts(Protocol):
     def next(self) -> DataProto: ...
     def state_dict(self) -> dict[str, object]: ...
     def load_state_dict(self, state: State) -> None: ...
-
-
-class Fleet(Protocol):
-    """What a source needs of the rollout fleet; `metrics` and `idle_s` count since the start."""
-
-    def submit(
-        self, work: Sequence[ModelRequest | PartialResponse], *, together: bool = False
-    ) -> list[Future[ModelResponse]]: ...
-    def unfinished(self) -> list[PartialResponse]: ...
-    def metrics(self) -> dict[str, float]: ...
-    def idle_s(self) -> float: ...
 
 
 def new_counts(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
