@@ -1,7 +1,5 @@
 """A generative reward model: engines of the job that answer what the reward function asks, over HTTP on loopback."""
 
-import asyncio
-import threading
 from contextlib import ExitStack
 from functools import partial
 
@@ -12,6 +10,7 @@ from rlsys.config import PPOConfig
 from rlsys.config.schema.agent import AgentConfig, MultiTurnConfig
 from rlsys.fleet.group import group_fleet
 from rlsys.types import SamplingParams
+from rlsys.utils.loop_thread import LoopThread
 from trainer.backend import load_tokenizer
 from trainer.groups import RolloutGroup
 
@@ -34,8 +33,6 @@ def serve_judge(cfg: PPOConfig, group: RolloutGroup, stack: ExitStack) -> str:
         AgentConfig(),
         MultiTurnConfig(),
     )
-    loop, endpoint = asyncio.new_event_loop(), Endpoint(partial(Session, settings))
-    threading.Thread(target=loop.run_forever, name="judge", daemon=True).start()
-    stack.callback(loop.call_soon_threadsafe, loop.stop)
-    stack.callback(lambda: asyncio.run_coroutine_threadsafe(endpoint.close(), loop).result(START_S))
-    return asyncio.run_coroutine_threadsafe(endpoint.start(), loop).result(START_S)
+    thread, endpoint = LoopThread("judge"), Endpoint(partial(Session, settings))
+    stack.callback(lambda: thread.close(endpoint.close(), wait_s=START_S))
+    return thread.start(endpoint.start()).result(START_S)

@@ -52,7 +52,6 @@ class Endpoint:
         self._episodes: dict[str, OpenEpisode] = {}
         self._runner: web.AppRunner | None = None
         self._lock = asyncio.Lock()
-        self._port = 0
 
     async def open(self, session: Session) -> OpenEpisode:
         """Give an episode its URL; the server starts with the first one."""
@@ -76,22 +75,18 @@ class Endpoint:
         """Start the server unless it runs; its HOST:PORT."""
         async with self._lock:
             if self._runner is None:
-                await self._start()
-        return f"127.0.0.1:{self._port}"
-
-    async def _start(self) -> None:
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._checked])
-        for path in ("/e/{episode}/v1/chat/completions", "/v1/chat/completions"):
-            app.router.add_post(path, self._complete)
-        app.router.add_post("/e/{episode}/v1/responses", partial(self._translate, responses_api))
-        app.router.add_post("/e/{episode}/v1/messages", partial(self._translate, anthropic_messages))
-        app.router.add_get("/e/{episode}/v1/models", self._models)
-        app.router.add_post("/e/{episode}/v1/reward", self._reward)
-        self._runner = web.AppRunner(app, access_log=None)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
-        await site.start()
-        self._port = self._runner.addresses[0][1]
+                app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._checked])
+                for path in ("/e/{episode}/v1/chat/completions", "/v1/chat/completions"):
+                    app.router.add_post(path, self._complete)
+                app.router.add_post("/e/{episode}/v1/responses", partial(self._translate, responses_api))
+                app.router.add_post("/e/{episode}/v1/messages", partial(self._translate, anthropic_messages))
+                app.router.add_get("/e/{episode}/v1/models", self._models)
+                app.router.add_post("/e/{episode}/v1/reward", self._reward)
+                self._runner = web.AppRunner(app, access_log=None)
+                await self._runner.setup()
+                await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+            host, port = self._runner.addresses[0]
+        return f"{host}:{port}"
 
     @web.middleware
     async def _checked(self, request: web.Request, handler: Handler) -> web.StreamResponse:

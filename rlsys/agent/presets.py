@@ -129,22 +129,19 @@ class VisionRLVRWorkflow(RLVRWorkflow):
         return self.processor.image_token
 
     def _process_images(self, data: Row) -> "tuple[ImageInputs, ...]":
-        return self._template.with_images(None, data["messages"])[1]
+        return self._template.encode(None, data["messages"])[1]
 
     def _format_vision_prompt(self, data: Row) -> str:
-        return self.tokenizer.decode(list(self._template.with_images(None, data["messages"])[0]))
+        return self.tokenizer.decode(list(self._template.encode(None, data["messages"])[0]))
 
 
+@dataclass(eq=False)
 class MultiTurnWorkflow:
     """Answers until one is right, at most `max_turns`; each further turn multiplies the reward by `turn_discount`."""
 
-    def __init__(
-        self,
-        max_turns: int = 3,
-        turn_discount: float = 0.9,
-        feedback: str = "Your answer is wrong. Please check it and try again.",
-    ) -> None:
-        self.max_turns, self.turn_discount, self.feedback = max_turns, turn_discount, feedback
+    max_turns: int = 3
+    turn_discount: float = 0.9
+    feedback: str = "Your answer is wrong. Please check it and try again."
 
     async def run(self, row: Row, session: Session) -> Score:
         session.add(*row["prompt"])

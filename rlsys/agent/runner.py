@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import math
-import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -24,8 +23,10 @@ from rlsys.rewards.pool.worker import describe
 from rlsys.telemetry.jsonl import JsonObject
 from rlsys.types import SamplingParams
 from rlsys.utils.errors import ConfigError, DeadlineError, RolloutError, WeightTransferError
+from rlsys.utils.loop_thread import LoopThread, cancel_others
 
 log = logging.getLogger(__name__)
+CLOSE_S = 20.0
 FAILED = ("error", "deadline")
 
 
@@ -87,10 +88,8 @@ class EpisodeRunner:
         self.settings, self.workflow, self.pool = settings, workflow, pool
         self._tools, self._agents, self._rounds = tuple(tools), dict(agents or {}), rounds
         self.deadline_s = deadline_s
-        self._loop = asyncio.new_event_loop()
         self._slots = asyncio.Semaphore(max_concurrent)
-        self._thread = threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True)
-        self._thread.start()
+        self._thread = LoopThread("episodes")
 
     def submit(
         self,
@@ -106,8 +105,8 @@ class EpisodeRunner:
         In rounds, the last `num_spare` that are still open are cancelled.
         """
         if self._rounds is not None:
-            self._loop.call_soon_threadsafe(self._rounds.add, len(starts), rooms, num_spare)
-        futures = [asyncio.run_coroutine_threadsafe(self._run(start, sampling), self._loop) for start in starts]
+            self._thread.loop.call_soon_threadsafe(self._rounds.add, len(starts), rooms, num_spare)
+        futures = [self._thread.start(self._run(start, sampling)) for start in starts]
         for future in futures:
             future.add_done_callback(self._ended)
         return futures
@@ -115,24 +114,18 @@ class EpisodeRunner:
     def end_epoch(self) -> Future[None]:
         """Done when all open episodes have ended or wait for the room of another epoch."""
         assert self._rounds is not None
-        return asyncio.run_coroutine_threadsafe(self._rounds.end_epoch(), self._loop)
+        return self._thread.start(self._rounds.end_epoch())
 
     def _ended(self, _: Future[EpisodeResult]) -> None:
-        if self._rounds is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._rounds.end)
+        if self._rounds is not None and not self._thread.loop.is_closed():
+            self._thread.loop.call_soon_threadsafe(self._rounds.end)
 
     def close(self) -> None:
         """End all episodes and the thread."""
-        with suppress(Exception):
-            asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(10.0)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10.0)
+        self._thread.close(self._close(), wait_s=CLOSE_S)
 
     async def _close(self) -> None:
-        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_others()
         for workflow in (self.workflow, *self._agents.values()):
             if workflow.close is not None:
                 await workflow.close()

@@ -178,12 +178,12 @@ class Session:
             return cached, key
         template = self.settings.template
         if branch is not None and rest:
-            ids, images = template.with_images(branch, rest, tools)
+            ids, images = template.encode(branch, rest, tools)
             if images and template.has_drawn_placeholders(branch):
                 raise self._ended("image_token")
             span = self.trace.give(ids, branch, images)
         else:
-            ids, images = template.with_images(None, conversation, tools)
+            ids, images = template.encode(None, conversation, tools)
             before = last.context if last is not None and rendered and not images else ()
             prefix = last if before and ids[: len(before)] == before else None
             self.counts["branches"] += bool(self.trace.spans) and prefix is None

@@ -98,28 +98,24 @@ class ChatTemplate:
         for kind in kinds:
             self.prove(kind)
 
-    def start(self, messages: Messages, tools: Tools | None = None) -> tuple[int, ...]:
-        """The tokens of a whole conversation and the generation prompt. ValueError if the template rejects it."""
-        return self._encode(self._start_text(messages, tools), start=True)
-
-    def append(self, last: Span, messages: Messages, tools: Tools | None = None) -> tuple[int, ...]:
-        """The tokens between a drawn span and the next draw: the turn's end where it was not drawn, messages, prompt.
-
-        ConfigError if the template cannot append messages of their kind, ValueError if it rejects these.
-        """
-        return _behind(last, self._encode_appended(self._appended_text(messages, tools)))
-
-    def with_images(
+    def encode(
         self, last: Span | None, messages: Messages, tools: Tools | None = None
     ) -> "tuple[tuple[int, ...], tuple[ImageInputs, ...]]":
-        """What `append` gives, or `start` for None, and the messages' images. ValueError for a model of text."""
-        if not (urls := image_urls(messages)):
-            return (self.append(last, messages, tools) if last else self.start(messages, tools)), ()
-        if last and self.processor is not None:
+        """The tokens between a drawn span and the next draw: the turn's end where it was not drawn, messages, prompt;
+        for None those of a whole conversation and the prompt. And the messages' images.
+
+        ConfigError if the template cannot append messages of their kind, ValueError if it rejects these, or if there
+        are images for a model of text.
+        """
+        urls, images = image_urls(messages), ()
+        if urls and last and self.processor is not None:
             self.processor.check_limit(len(urls) + sum(len(one.shas) for one in last.all_images))
         messages = with_placeholders(messages)
         text = self._appended_text(messages, tools) if last else self._start_text(messages, tools)
-        ids, images = self._encode_images(text, urls)
+        if urls:
+            ids, images = self._encode_images(text, urls)
+        else:
+            ids = self._encode_appended(text) if last else self._encode(text, start=True)
         return (_behind(last, ids) if last else ids), images
 
     def _read_images(self, text: str, urls: tuple[str, ...]) -> "tuple[tuple[int, ...], tuple[ImageInputs, ...]]":
@@ -170,7 +166,8 @@ class ChatTemplate:
             history, answer = self._accepted(form, _random_history(random)), _word(random)
             new = [{"role": "user", "content": _word(random)}]
             if kind == "tool":
-                new = [_tool_message(n, _word(random)) for n in range(random.randint(1, 3))]
+                results = [(call_id(n), _word(random)) for n in range(random.randint(1, 3))]
+                new = [{"role": "tool", "name": "lookup", "tool_call_id": id, "content": word} for id, word in results]
             tools = [PROOF_TOOL] if kind == "tool" or random.random() < 0.5 else None
             learned = self._suffix(form, _HISTORY, kind, new, tools)
             if self._suffix(form, history, kind, new, tools) != learned:
@@ -255,10 +252,6 @@ def _behind(last: Span, ids: tuple[int, ...]) -> tuple[int, ...]:
 
 def _word(random: Random) -> str:
     return "".join(random.choices("abcdefghijklmnopqrstuvwxyz", k=6))
-
-
-def _tool_message(number: int, content: str) -> Message:
-    return {"role": "tool", "name": "lookup", "tool_call_id": call_id(number), "content": content}
 
 
 def _random_history(random: Random) -> Messages:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -23,27 +24,18 @@ class ToolPool:
     """
 
     def __init__(self, agent: AgentConfig, turns: MultiTurnConfig) -> None:
-        self._num_workers, self._timeout_s = agent.num_workers, agent.tool_timeout_s
+        self.num_workers, self._timeout_s = agent.num_workers, agent.tool_timeout_s
         self._cut = {"max_chars": turns.max_tool_response_length, "side": turns.tool_response_truncate_side}
         self._pools: dict[str, RewardPool] = {}
-        self._num_objects = 0
+        self.object_numbers = count(1)
 
     async def call(self, item: RewardItem, host: str) -> RewardResult:
         """The pool's result of one call in the processes of a host: `functions`, `async` or one of the objects'."""
         if host not in self._pools:
             grader = Grader(PROCESS, "call_async" if host == "async" else "call", {"cut": self._cut})
-            workers = 1 if host.startswith("objects") else self._num_workers
+            workers = 1 if host.startswith("objects") else self.num_workers
             self._pools[host] = RewardPool(grader, num_workers=workers, timeout_s=self._timeout_s)
         return (await asyncio.wrap_future(self._pools[host].submit([item])))[0]
-
-    def new_object(
-        self, target: str, config: Mapping[str, object] | None = None, *, log: EpisodeLog | None = None, name: str = ""
-    ) -> "ToolObject":
-        """A new object of a class; `create` makes it. Its calls are in `log` under `name`."""
-        self._num_objects += 1
-        extra = {"object": str(self._num_objects), "config": dict(config or {})}
-        host = f"objects-{self._num_objects % self._num_workers}"
-        return ToolObject(self, target, host, extra, log or EpisodeLog(), name or target)
 
     def close(self) -> None:
         """End all processes."""
@@ -54,15 +46,15 @@ class ToolPool:
 
 @dataclass
 class ToolObject:
-    """A user's object in a tool process.
+    """A user's object in a tool process, an instance of `target`; its calls are in `log` under `name`.
 
     When its process is replaced, or the log that had its calls ends, it is made again by repeating its calls.
     """
 
     pool: ToolPool
+    number: int
     target: str
-    host: str
-    extra: Mapping[str, object]
+    config: Mapping[str, object]
     log: EpisodeLog
     name: str
     _calls: list[tuple[str, Mapping[str, object]]] = field(default_factory=list)
@@ -87,7 +79,8 @@ class ToolObject:
         return result
 
     async def _send(self, method: str, arguments: Mapping[str, object]) -> RewardResult:
-        return await self.pool.call(RewardItem(self.target, method, dict(arguments), self.extra), self.host)
+        item = RewardItem(self.target, method, dict(arguments), {"object": str(self.number), "config": self.config})
+        return await self.pool.call(item, f"objects-{self.number % self.pool.num_workers}")
 
     async def close(self) -> None:
         """Release the object, if there is one."""
@@ -122,8 +115,9 @@ class EpisodeTools:
         return [tool.schema for tool in self._tools.values()]
 
     def add_object(self, target: str, config: Mapping[str, object] | None = None, *, name: str = "") -> ToolObject:
-        """An object of this class, which is released with the episode."""
-        made = self._objects[name or target] = self._pool.new_object(target, config, log=self._log, name=name)
+        """An object of this class, which `create` makes and which is released with the episode."""
+        number, name = next(self._pool.object_numbers), name or target
+        self._objects[name] = made = ToolObject(self._pool, number, target, config or {}, self._log, name)
         return made
 
     async def call(self, name: str, arguments: Mapping[str, object]) -> RewardResult:

@@ -27,12 +27,10 @@ def call(
         return _answer(load_target(data_source, key="tools")(**ground_truth), cut)
     if solution_str == CREATE:
         made = _OBJECTS[key] = load_target(data_source, key="tools")(**extra_info["config"])
-        if hasattr(made, "start_interaction"):
-            _wait(made.start_interaction(key, **ground_truth))
-            return _answer(None, cut)
-        if "tool_schema" not in extra_info["config"]:
+        if not extra_info["config"]:
             return _answer(_method(made, "reset", ground_truth), cut)
-        _wait(made.create(key, **ground_truth))
+        start = made.start_interaction if hasattr(made, "start_interaction") else made.create
+        _wait(start(key, **ground_truth))
         return _answer(None, cut)
     if key not in _OBJECTS:
         return {"score": 0.0, "status": LOST}

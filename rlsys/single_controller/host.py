@@ -1,6 +1,5 @@
 """The worker's side of a call: build the worker, fetch the arguments, run the method, answer with a header."""
 
-import asyncio
 import copy
 import inspect
 import os
@@ -15,6 +14,7 @@ from typing import Any
 from rlsys.single_controller.calls import CallSpec, Failure, Header
 from rlsys.single_controller.rows import is_rows
 from rlsys.telemetry.recorder import StageRecorder
+from rlsys.utils.loop_thread import LoopThread
 
 TRACE_CHARS = 4000
 
@@ -25,7 +25,7 @@ class WorkerHost:
     def __init__(self) -> None:
         self.worker: Any = None
         self._recorders: dict[str, StageRecorder] = {}
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop: LoopThread | None = None
         self._loop_lock = threading.Lock()
 
     def set_environment(self, values: Mapping[str, str]) -> None:
@@ -79,9 +79,8 @@ class WorkerHost:
         """Run an async method on the host's event loop, which lives as long as the host."""
         with self._loop_lock:
             if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._loop.run_forever, name="worker-event-loop", daemon=True).start()
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+                self._loop = LoopThread("worker-event-loop")
+        return self._loop.start(coroutine).result()
 
 
 def num_cores() -> int:

@@ -1,10 +1,10 @@
 """All external servers of a fleet: their event loop, and the weights that they are to hold."""
 
 import asyncio
-import threading
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from rlsys.fleet.external.backends import Backend, adapter_of
 from rlsys.fleet.external.http import ServerFault, open_session
@@ -12,6 +12,7 @@ from rlsys.fleet.external.server import ServerReplica
 from rlsys.fleet.external.settings import KEY, RemoteSettings
 from rlsys.types import WeightUpdateMeta
 from rlsys.utils.errors import DeadlineError, RolloutError, WeightTransferError
+from rlsys.utils.loop_thread import LoopThread, cancel_others
 
 T = TypeVar("T")
 SendWeights = Callable[[Sequence[ServerReplica], int], Awaitable[Sequence[ServerReplica]]]
@@ -28,42 +29,40 @@ class ServerPool:
         self.adapter, self.quarantined = "", False
         self.weights: WeightUpdateMeta | None = None
         self._adapters: list[str] = []
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=f"remote-{backend.kind}", daemon=True)
-        self._thread.start()
+        self._thread = LoopThread(f"remote-{backend.kind}")
         self.servers = [ServerReplica(url, self) for url in settings.urls]
         self.do(self._open())
 
     async def _open(self) -> None:
         self.session, self.updating = open_session(self.settings.token), asyncio.Lock()
 
-    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+    def start(self, work: Coroutine[object, None, T]) -> Future[T]:
         """Run a coroutine on the loop."""
-        if self._loop.is_closed():
+        if self._thread.loop.is_closed():
             work.close()
             raise RolloutError("the remote engine is closed")
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        return self._thread.start(work)
 
-    def do(self, work: Coroutine[Any, Any, T], deadline_s: float | None = None, who: str = "", stage: str = "") -> T:
-        """The coroutine's result; DeadlineError after `deadline_s`."""
+    def do(self, work: Coroutine[object, None, T], limit_s: float | None = None, who: str = "", stage: str = "") -> T:
+        """The coroutine's result; DeadlineError after `limit_s`."""
         waiting = self.start(work)
         try:
-            return waiting.result(deadline_s)
+            return waiting.result(limit_s)
         except DeadlineError:
             raise
         except TimeoutError as error:
             cause = next((server.cause for server in self.servers if server.url == who), "")
-            raise DeadlineError(who, stage, deadline_s or 0.0, cause) from error
+            raise DeadlineError(who, stage, limit_s or 0.0, cause) from error
         finally:
             waiting.cancel()
 
     async def connect(self) -> None:
         """Wait until a server is up; the others are admitted when they come up."""
-        end_s = self._loop.time() + self.settings.start_s
+        end_s = time.monotonic() + self.settings.start_s
         while not any(server.is_admitted for server in self.servers):
             out = [server.admit() for server in self.servers if not server.is_admitted]
             await asyncio.gather(*out, return_exceptions=True)
-            if self._loop.time() > end_s and not any(server.is_admitted for server in self.servers):
+            if time.monotonic() > end_s and not any(server.is_admitted for server in self.servers):
                 states = "; ".join(server.cause for server in self.servers)
                 who = " and ".join(self.settings.urls)
                 raise DeadlineError(who, "start", self.settings.start_s, f"start the servers first. {states}")
@@ -118,16 +117,9 @@ class ServerPool:
 
     def close(self) -> None:
         """End all streams and the loop; the servers stay as they are."""
-        if self._loop.is_closed():
-            return
-        self.do(self._close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(CLOSE_S)
-        self._loop.close()
+        if not self._thread.loop.is_closed():
+            self._thread.close(self._close(), wait_s=CLOSE_S)
 
     async def _close(self) -> None:
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+        await cancel_others()
         await self.session.close()

@@ -5,18 +5,18 @@ one. Timeouts, errors and zeros that a grader returned are counted separately. A
 children's event loop; `score` and `submit` may be called from any number of threads.
 """
 
-import asyncio
 import math
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 from rlsys.rewards.pool.children import END_S, MAX_FAILED_STARTS, START_S, Children, remove_abandoned_folders
 from rlsys.rewards.pool.messages import Grader, RewardItem, RewardResult, failed, reward_metrics
 from rlsys.rewards.pool.worker import describe, grade_item, load_grader
 from rlsys.utils.errors import ConfigError, result_within
+from rlsys.utils.loop_thread import LoopThread
 
 __all__ = ["Grader", "RewardItem", "RewardPool", "RewardResult", "failed", "reward_metrics"]
 
@@ -46,7 +46,7 @@ class RewardPool:
             raise ConfigError(f"custom_reward_function.path={self._grader.path}: local file not found")
         self._num_workers, self._timeout_s = num_workers, timeout_s
         self._lock = threading.Lock()
-        self._running: tuple[asyncio.AbstractEventLoop, Children, threading.Thread] | None = None
+        self._running: tuple[LoopThread, Children] | None = None
 
     def start(self) -> None:
         """Start the children now and wait until one of them has loaded the grader."""
@@ -77,23 +77,18 @@ class RewardPool:
         with self._lock:
             running, self._running = self._running, None
         if running is not None:
-            loop, children, thread = running
-            ended = asyncio.run_coroutine_threadsafe(children.close(), loop)
-            ended.add_done_callback(lambda _: loop.call_soon_threadsafe(loop.stop))
-            thread.join(timeout=5 * END_S)
+            thread, children = running
+            thread.close(children.close(), wait_s=5 * END_S)
 
-    def _run(self, work: Callable[[Children], Coroutine[Any, Any, T]]) -> Future[T]:
+    def _run(self, work: Callable[[Children], Coroutine[object, None, T]]) -> Future[T]:
         """Start a coroutine of the children, and first the thread of their event loop if it does not run."""
         with self._lock:
             if self._running is None:
                 remove_abandoned_folders()
                 children = Children(self._grader, num_workers=self._num_workers, timeout_s=self._timeout_s)
-                loop = asyncio.new_event_loop()
-                thread = threading.Thread(target=_run_forever, args=(loop,), name="reward-pool", daemon=True)
-                thread.start()
-                self._running = loop, children, thread
-            loop, children, _ = self._running
-            return asyncio.run_coroutine_threadsafe(work(children), loop)
+                self._running = LoopThread("reward-pool"), children
+            thread, children = self._running
+            return thread.start(work(children))
 
     def _grade_here(self, items: Sequence[RewardItem]) -> list[RewardResult]:
         grader = self._grader
@@ -108,8 +103,3 @@ class RewardPool:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _run_forever(loop: asyncio.AbstractEventLoop) -> None:
-    loop.run_forever()
-    loop.close()

@@ -24,8 +24,8 @@ def test_an_appended_conversation_is_the_rendered_one(name):
     tokenizer = tokenizer_with(APPENDING[name])
     template = ChatTemplate(tokenizer, kinds=("user", "tool"))
     last = drawn(tokenizer, "yes<|im_end|>")
-    ids = template.start(ASK) + last.ids + template.append(last, NEXT)
-    whole = template.start([*ASK, {"role": "assistant", "content": "yes"}, *NEXT])
+    ids = template.encode(None, ASK)[0] + last.ids + template.encode(last, NEXT)[0]
+    whole = template.encode(None, [*ASK, {"role": "assistant", "content": "yes"}, *NEXT])[0]
     if name == "thinking":  # the template drops the thinking that its prompt begins; what was drawn keeps it
         whole_text, text = tokenizer.decode(whole), tokenizer.decode(ids)
         assert text == whole_text.replace("assistant\nyes", "assistant\n<think>yes")
@@ -37,7 +37,7 @@ def test_tool_results_are_appended_behind_the_calls_that_the_model_wrote():
     tokenizer = tokenizer_with(HERMES)
     template = ChatTemplate(tokenizer, kinds=("tool",))
     results = [{"role": "tool", "name": "f", "tool_call_id": f"call0000{n}", "content": f"{n}"} for n in (1, 2)]
-    text = tokenizer.decode(template.append(drawn(tokenizer, "<tool_call>..</tool_call><|im_end|>"), results))
+    text = tokenizer.decode(template.encode(drawn(tokenizer, "<tool_call>..</tool_call><|im_end|>"), results)[0])
     assert text == (
         "\n<|im_start|>user<tool_response>\n1\n</tool_response><tool_response>\n2\n</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n"
@@ -47,7 +47,7 @@ def test_tool_results_are_appended_behind_the_calls_that_the_model_wrote():
 def test_a_turn_that_was_cut_off_is_ended_with_given_tokens():
     tokenizer = tokenizer_with(HERMES)
     template = ChatTemplate(tokenizer, kinds=("user",))
-    cut, ended = (template.append(drawn(tokenizer, text), NEXT) for text in ("yes", "yes<|im_end|>"))
+    cut, ended = (template.encode(drawn(tokenizer, text), NEXT)[0] for text in ("yes", "yes<|im_end|>"))
     assert cut == (tokenizer.eos_token_id, *ended)
 
 
@@ -55,7 +55,7 @@ def test_thinking_of_earlier_turns_stays():
     tokenizer = tokenizer_with(THINKING)
     template = ChatTemplate(tokenizer, kinds=("user",))
     last = drawn(tokenizer, "hmm</think>yes<|im_end|>")
-    text = tokenizer.decode(template.start(ASK) + last.ids + template.append(last, NEXT))
+    text = tokenizer.decode(template.encode(None, ASK)[0] + last.ids + template.encode(last, NEXT)[0])
     assert "<think>hmm</think>yes" in text
 
 
@@ -73,4 +73,4 @@ def test_the_start_tokenizer_and_a_tokenizer_without_template_append():
     ChatTemplate(build_tokenizer(), kinds=("user", "tool"))
     plain = tokenizer_with(None)
     template = ChatTemplate(plain, kinds=("user",))
-    assert plain.decode(template.append(drawn(plain, "yes"), NEXT)) == "\nmore"
+    assert plain.decode(template.encode(drawn(plain, "yes"), NEXT)[0]) == "\nmore"

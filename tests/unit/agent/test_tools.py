@@ -87,8 +87,8 @@ async def test_an_environment_keeps_its_state_when_its_process_is_replaced(pool)
     tools = tools_of_class(user_tools.Counter)
     assert [tool.name for tool in tools] == ["step"]
     of_one = EpisodeTools(pool, tools, environment=tools[0].target)
-    one, two = of_one.environment, pool.new_object(tools[0].target)
-    two.host = one.host
+    one = of_one.environment
+    _, two = (EpisodeTools(pool, tools, environment=tools[0].target).environment for _ in range(2))  # two of a process
     first = await one.call("create", {"goal": 5, "other": 1})
     await two.call("create", {"goal": 1})
     assert first.extra["text"] == " Count to 5."

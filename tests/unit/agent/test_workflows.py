@@ -153,7 +153,7 @@ async def test_areals_arun_episode_needs_no_job():
     tensors = await workflow.arun_episode(engine, data)
     assert [params.temperature for params in engine.params] == [0.5, 0.5]
     assert engine.params[0].seed != engine.params[1].seed
-    prompt = TEMPLATE.start(ROW["prompt"])
+    prompt = TEMPLATE.encode(None, ROW["prompt"])[0]
     assert asked == [(TOKENIZER.decode(prompt), len(prompt), f"{text}<|im_end|>") for text in ("42", "4")]
     assert tensors["rewards"].tolist() == [2.0, 0.0]
     (first, second), size = engine.draws, len(prompt)

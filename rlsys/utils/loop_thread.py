@@ -1,0 +1,39 @@
+"""An event loop in a thread of its own."""
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    """An event loop that runs in a daemon thread; coroutines come from any thread."""
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def start(self, work: Coroutine[object, None, T]) -> Future[T]:
+        """Run a coroutine on the loop."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def close(self, last: Coroutine[object, None, object], *, wait_s: float) -> None:
+        """Run a last coroutine and end the thread, which is waited for at most `wait_s`."""
+        self.start(last).add_done_callback(lambda _: self.loop.call_soon_threadsafe(self.loop.stop))
+        self._thread.join(wait_s)
+
+    def _run(self) -> None:
+        self.loop.run_forever()
+        self.loop.close()
+
+
+async def cancel_others() -> None:
+    """Cancel all other tasks of the running loop and wait until they have ended."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
