@@ -51,6 +51,8 @@ _BACKENDS = {
         _external("vllm_remote", "rlsys.fleet.external.engine:VLLMRemoteEngine"),
     )
 }
+IN_JOB_ENGINES = tuple(backend.name for backend in _BACKENDS.values() if not backend.is_external)
+"""Those built in that run in processes of the job."""
 
 
 def register_rollout_backend(backend: RolloutBackend) -> None:

@@ -7,7 +7,7 @@ from copy import copy
 from functools import cache
 from typing import Annotated, Any, get_origin
 
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 from pydantic.fields import FieldInfo
 
 from rlsys.config.overrides import format_value
@@ -159,9 +159,7 @@ def choices(field: FieldInfo) -> tuple[str, ...]:
 
 def _json_schema(field: FieldInfo) -> dict[str, Any]:
     annotation: Any = field.annotation
-    for rule in field.metadata:
-        annotation = Annotated[annotation, rule]
-    return TypeAdapter(annotation).json_schema()
+    return TypeAdapter(Annotated[annotation, Field(), *field.metadata]).json_schema()
 
 
 def _words(schema: dict[str, Any], value: object) -> str:

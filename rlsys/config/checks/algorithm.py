@@ -17,13 +17,8 @@ OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
 
 def check_algorithm(cfg: PPOConfig) -> Iterator[str]:
     """Groups, critic, KL terms, policy loss, correction and rewards."""
-    yield from _groups(cfg)
-    yield from _critic(cfg)
-    yield from _kl(cfg)
-    yield from _policy_loss(cfg)
-    yield from _correction(cfg)
-    yield from _overlong(cfg)
-    yield from _input_tokenizer(cfg)
+    for check in (_groups, _critic, _kl, _policy_loss, _correction, _overlong, _input_tokenizer):
+        yield from check(cfg)
     if cfg.distillation.enabled:
         yield from _teachers(cfg)
     if cfg.reward.has_judge:

@@ -44,8 +44,7 @@ def check_files(cfg: PPOConfig | SupervisedConfig | EvalConfig) -> Iterator[str]
             yield from _model(cfg, "actor_rollout_ref.ref.model", frozen, longest, ANSWERED)
         teachers = cfg.distillation.teacher_models if isinstance(cfg, PPOConfig) and cfg.distillation.enabled else {}
         for name, teacher in teachers.items():
-            why = _no_folder(teacher.model_path) if teacher.model_path else ""
-            if why:
+            if teacher.model_path and (why := _no_folder(teacher.model_path)):
                 yield wrong(cfg, f"distillation.teacher_models.{name}.model_path", why, value=teacher.model_path)
         yield from _reward(cfg)
     yield from _output(cfg)

@@ -9,8 +9,9 @@ from rlsys.config.checks.findings import note, wrong
 from rlsys.config.checks.rollout import check_elastic, check_rollout
 from rlsys.config.engines import rollout_backend
 from rlsys.config.pools import generates_ahead, resolve_pools
+from rlsys.config.schema.actor import TrainedRoleConfig
 from rlsys.config.schema.jobs import EvalConfig, PPOConfig, SupervisedConfig
-from rlsys.config.schema.model import CheckpointConfig, ModelConfig, OptimConfig
+from rlsys.config.schema.model import ModelConfig
 from rlsys.config.vocabulary import ALWAYS_WRITTEN, TRACKERS
 from rlsys.utils.hub import is_rows_id
 
@@ -26,9 +27,8 @@ def check_run(cfg: PPOConfig | SupervisedConfig | EvalConfig) -> Iterator[str]:
         if name not in known:
             yield wrong(cfg, "trainer.logger", f"unknown tracker '{name}'; choose from {', '.join(known)}")
         elif extra and importlib.util.find_spec(name) is None:
-            yield wrong(
-                cfg, "trainer.logger", f"{name} is not installed; pip install -e '.[{extra}]', or remove {name}"
-            )
+            why = f"{name} is not installed; pip install -e '.[{extra}]', or remove {name}"
+            yield wrong(cfg, "trainer.logger", why)
     for key in ("project_name", "experiment_name"):
         name = getattr(trainer, key)
         if not re.fullmatch(r"[\w.@+=,:-][\w.@+=,: -]*", name) or name in (".", ".."):
@@ -57,23 +57,15 @@ def check_ppo_run(cfg: PPOConfig) -> Iterator[str]:
     """Pools and staleness, checkpoints of both roles, validation and adapters."""
     trainer, policy, data = cfg.trainer, cfg.actor_rollout_ref, cfg.data
     yield from check_rollout(cfg, resolve_pools(cfg).rollout_ranks)
-    yield from check_elastic(cfg)
-    yield from _pools(cfg)
-    yield from _staleness(cfg)
-    yield from _weights(cfg)
-    yield from _servers(cfg)
-    yield from check_checkpoint(cfg, "actor_rollout_ref.actor.checkpoint", policy.actor.checkpoint)
-    yield from check_optimizer(cfg, "actor_rollout_ref.actor.optim", policy.actor.optim, policy.actor.strategy)
+    for check in (check_elastic, _pools, _staleness, _weights, _servers):
+        yield from check(cfg)
+    yield from check_training(cfg, "actor_rollout_ref.actor.", policy.actor, policy.actor.strategy)
     yield from _adapters(cfg, "actor_rollout_ref.model", policy.model)
     if cfg.use_critic:
-        yield from check_checkpoint(cfg, "critic.checkpoint", cfg.critic.checkpoint)
-        yield from check_optimizer(cfg, "critic.optim", cfg.critic.optim, cfg.critic.strategy)
+        yield from check_training(cfg, "critic.", cfg.critic, cfg.critic.strategy)
         yield from _adapters(cfg, "critic.model", cfg.critic.model)
-    if (
-        data.val_files is None
-        and data.train_files is not None
-        and (trainer.val_only or trainer.test_freq not in (-1, 0))
-    ):
+    validates = trainer.val_only or trainer.test_freq not in (-1, 0)
+    if data.val_files is None and data.train_files is not None and validates:
         report, key = (wrong, "trainer.val_only") if trainer.val_only else (note, "trainer.test_freq")
         yield report(cfg, key, "there are no validation rows; set data.val_files=<file>")
 
@@ -120,18 +112,15 @@ def _reproducible(cfg: PPOConfig) -> Iterator[str]:
     rows = (trainer.max_staleness - trainer.lookahead) * cfg.data.train_batch_size * rollout.n
     replicas = resolve_pools(cfg).rollout_ranks // rollout.tensor_model_parallel_size
     if replicas > 1 and rollout.max_num_seqs * (replicas - 1) >= rows:
-        why = (
-            f"fixed batches of this size leave some of {replicas} replicas without work; set {max(1, rows // replicas)}"
-        )
-        yield note(cfg, f"{ROLLOUT}.max_num_seqs", why)
+        why = f"fixed batches of this size leave some of {replicas} replicas without work"
+        yield note(cfg, f"{ROLLOUT}.max_num_seqs", f"{why}; set {max(1, rows // replicas)}")
     if trainer.sync_freq > 1:
         yield wrong(cfg, key, "weights must be pushed after every step; set trainer.sync_freq=1")
     if resolve_pools(cfg).external:
         yield wrong(cfg, key, f"external servers batch requests as they arrive; set {key}=false")
     elif rollout.name != "hf" and not rollout.full_determinism:
-        yield wrong(
-            cfg, key, f"it needs engines whose results do not depend on batching; set {ROLLOUT}.full_determinism=true"
-        )
+        why = "it needs engines whose results do not depend on batching"
+        yield wrong(cfg, key, f"{why}; set {ROLLOUT}.full_determinism=true")
 
 
 def _weights(cfg: PPOConfig) -> Iterator[str]:
@@ -167,23 +156,25 @@ def _servers(cfg: PPOConfig) -> Iterator[str]:
         yield note(cfg, key, f"the server only returns log-probs of the {kind} distribution")
 
 
-def check_checkpoint(cfg: PPOConfig | SupervisedConfig, key: str, checkpoint: CheckpointConfig) -> Iterator[str]:
-    """Whether a checkpoint holds the parts that are loaded from it."""
-    saved, mode = checkpoint.save_contents, cfg.trainer.resume_mode
-    for name, parts in (("save_contents", saved), ("load_contents", checkpoint.load_contents)):
+def check_training(
+    cfg: PPOConfig | SupervisedConfig, prefix: str, role: TrainedRoleConfig | SupervisedConfig, strategy: str
+) -> Iterator[str]:
+    """Whether checkpoints of a trained model hold what is loaded, and its optimizer is installed and suits the engine.
+
+    `prefix` begins the names of the role's keys.
+    """
+    key, saved, loaded = f"{prefix}checkpoint", role.checkpoint.save_contents, role.checkpoint.load_contents
+    for name, parts in (("save_contents", saved), ("load_contents", loaded)):
         if doubled := [part for part in parts if parts.count(part) > 1]:
             yield wrong(cfg, f"{key}.{name}", f"'{doubled[0]}' is listed twice; list it once")
-    missing = [part for part in checkpoint.load_contents if part not in saved]
+    missing, mode = [part for part in loaded if part not in saved], cfg.trainer.resume_mode
     if missing and mode == "auto":
         why = f"{', '.join(missing)} would not be in {key}.save_contents={list(saved)}; set the same parts"
         yield wrong(cfg, f"{key}.load_contents", why)
     if mode != "disable" and not missing and {"model", "optimizer", "extra"} - set(saved):
         why = "a resumed run will differ from an uninterrupted one; for equal runs save model, optimizer and extra"
         yield note(cfg, f"{key}.save_contents", why)
-
-
-def check_optimizer(cfg: PPOConfig | SupervisedConfig, key: str, optim: OptimConfig, strategy: str) -> Iterator[str]:
-    """Whether the optimizer is installed, and steps the parameters of the training engine."""
+    key, optim = f"{prefix}optim", role.optim
     impl = "bitsandbytes.optim" if optim.optimizer == "AdamW8bit" else "torch.optim"
     if optim.optimizer_impl != impl:
         yield wrong(cfg, f"{key}.optimizer_impl", f"{optim.optimizer} is in {impl}", impl)

@@ -93,8 +93,7 @@ class TrainedRoleConfig(Section):
     @property
     def training(self) -> t.MicroBatches:
         """The micro-batches of updates."""
-        rows, max_tokens = self.ppo_micro_batch_size_per_gpu, self.ppo_max_token_len_per_gpu
-        return t.MicroBatches.of(self.use_dynamic_bsz, rows, max_tokens)
+        return t.micro_batches(self.use_dynamic_bsz, self.ppo_micro_batch_size_per_gpu, self.ppo_max_token_len_per_gpu)
 
 
 class ActorConfig(TrainedRoleConfig):
@@ -226,4 +225,4 @@ class CriticConfig(TrainedRoleConfig):
     def scoring(self) -> t.MicroBatches:
         """The micro-batches in which values are computed."""
         rows, max_tokens = self.forward_micro_batch_size_per_gpu, self.forward_max_token_len_per_gpu
-        return t.MicroBatches.of(self.use_dynamic_bsz, rows, max_tokens)
+        return t.micro_batches(self.use_dynamic_bsz, rows, max_tokens)

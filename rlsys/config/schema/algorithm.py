@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, Strict
 
-from rlsys.config.engines import rollout_backends
+from rlsys.config.engines import IN_JOB_ENGINES
 from rlsys.config.schema import types as t
 from rlsys.config.schema.base import ActiveIf, Registered, Requires, Section, linked, open_dict, section
 from rlsys.config.schema.model import ServedModelConfig
@@ -22,7 +22,6 @@ ONLY_GDPO = Requires(".adv_estimator", ("gdpo",), why="only gdpo uses it")
 IF_GRPO = ActiveIf(".adv_estimator", ("grpo", "grpo_vectorized", "grpo_passk", "gdpo"))
 HAS_TURNS = Requires(".adv_estimator", ("gae", "grpo", "rloo", "rloo_vectorized"), why="others ignore turns", to="grpo")
 ONLY_CUSTOM = Requires(".path", why="there is no custom function", to="<file>")
-IN_JOB_ENGINES = tuple(backend.name for backend in rollout_backends() if not backend.is_external)
 IF_FUNCTION = ActiveIf("reward.custom_reward_function.path")
 GRADER_NEEDS_MODEL = Requires(".model_path", why="it needs a model", to="<folder of the reward model>")
 POOL_NEEDS_NODES = Requires(".nnodes", why="its own pool needs nodes", to="1")
@@ -351,8 +350,7 @@ class RewardModelConfig(Section):
     @property
     def scoring(self) -> t.MicroBatches:
         """The micro-batches in which it scores."""
-        rows, max_tokens = self.micro_batch_size_per_gpu, self.forward_max_token_len_per_gpu
-        return t.MicroBatches.of(self.use_dynamic_bsz, rows, max_tokens)
+        return t.micro_batches(self.use_dynamic_bsz, self.micro_batch_size_per_gpu, self.forward_max_token_len_per_gpu)
 
     @property
     def model(self) -> ServedModelConfig:

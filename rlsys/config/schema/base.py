@@ -63,12 +63,8 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True, allow_inf_nan=False)
 
 
-_link_roots: list[type[Section]] = []
-
-
-def resolve_links_from(*roots: type[Section]) -> None:
-    """Name the schemas that absolute links point into."""
-    _link_roots[:] = roots
+class RootConfig(Section):
+    """All keys of a job, as absolute links name them."""
 
 
 def linked(path: str) -> Any:
@@ -82,7 +78,7 @@ def linked(path: str) -> Any:
 
 def _default_at(path: str, values: dict[str, Any]) -> Any:
     *parents, last = path.split(".")
-    section: Any = next(root for root in _link_roots if parents[0] in root.model_fields)
+    section: Any = next(root for root in RootConfig.__subclasses__() if parents[0] in root.model_fields)
     for parent in parents:
         section = section.model_fields[parent].annotation
     return section.model_fields[last].get_default(call_default_factory=True, validated_data=values)

@@ -129,8 +129,7 @@ class SupervisedDataConfig(TrainingRowsConfig):
     @property
     def training(self) -> t.MicroBatches:
         """The micro-batches of a step."""
-        rows, max_tokens = self.micro_batch_size_per_gpu, self.max_token_len_per_gpu
-        return t.MicroBatches.of(self.use_dynamic_bsz, rows, max_tokens)
+        return t.micro_batches(self.use_dynamic_bsz, self.micro_batch_size_per_gpu, self.max_token_len_per_gpu)
 
 
 class SFTDataConfig(SupervisedDataConfig):

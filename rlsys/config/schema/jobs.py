@@ -4,23 +4,18 @@ from typing import Annotated, Literal
 
 from pydantic import Field, Strict
 
+from rlsys.config.engines import IN_JOB_ENGINES
 from rlsys.config.schema import types as t
 from rlsys.config.schema.actor import ActorRolloutRefConfig, CriticConfig
-from rlsys.config.schema.algorithm import (
-    IN_JOB_ENGINES,
-    AlgorithmConfig,
-    DistillationConfig,
-    GradingConfig,
-    RewardConfig,
-)
+from rlsys.config.schema.algorithm import AlgorithmConfig, DistillationConfig, GradingConfig, RewardConfig
 from rlsys.config.schema.base import (
     IF_CRITIC,
     IF_MEGATRON,
     ActiveIf,
     Registered,
     Requires,
+    RootConfig,
     Section,
-    resolve_links_from,
     section,
 )
 from rlsys.config.schema.data import (
@@ -32,13 +27,7 @@ from rlsys.config.schema.data import (
     SupervisedDataConfig,
 )
 from rlsys.config.schema.megatron import MegatronTrainConfig
-from rlsys.config.schema.model import (
-    CheckpointConfig,
-    OptimConfig,
-    PolicyModelConfig,
-    ServedModelConfig,
-    ShardConfig,
-)
+from rlsys.config.schema.model import CheckpointConfig, OptimConfig, PolicyModelConfig, ServedModelConfig, ShardConfig
 from rlsys.config.schema.rollout import GenerationConfig, ValKwargsConfig
 from rlsys.config.schema.trainer import (
     IF_PROFILED,
@@ -60,7 +49,7 @@ FOLLOWED_BY_CRITIC = (
 )
 
 
-class PPOConfig(Section):
+class PPOConfig(RootConfig):
     """trainer.main_ppo: PPO, GRPO and related algorithms."""
 
     data: DataConfig = section(DataConfig)
@@ -125,7 +114,7 @@ class SupervisedOptimConfig(OptimConfig):
     """Largest gradient norm; 0 disables clipping."""
 
 
-class SupervisedConfig(Section):
+class SupervisedConfig(RootConfig):
     """Keys shared by SFT, reward-model training and DPO."""
 
     data: SupervisedDataConfig = section(SupervisedDataConfig)
@@ -137,9 +126,6 @@ class SupervisedConfig(Section):
     ray_kwargs: RayKwargsConfig = section(RayKwargsConfig)
     nccl_timeout: t.Seconds = 600.0
     """Longest a collective operation may take, in seconds."""
-
-
-resolve_links_from(PPOConfig, SupervisedConfig)
 
 
 class SFTConfig(SupervisedConfig):
@@ -191,7 +177,7 @@ class EvalModelConfig(Section):
     rollout: EvalRolloutConfig = section(EvalRolloutConfig)
 
 
-class EvalConfig(Section):
+class EvalConfig(RootConfig):
     """trainer.main_eval: graded answers to validation prompts, with pass@k and maj@k per data source."""
 
     data: PromptsConfig = section(PromptsConfig)

@@ -188,7 +188,7 @@ class LogProbConfig(Section):
     def scoring(self) -> t.MicroBatches:
         """The micro-batches of these passes."""
         rows, max_tokens = self.log_prob_micro_batch_size_per_gpu, self.log_prob_max_token_len_per_gpu
-        return t.MicroBatches.of(self.log_prob_use_dynamic_bsz, rows, max_tokens)
+        return t.micro_batches(self.log_prob_use_dynamic_bsz, rows, max_tokens)
 
 
 class CheckpointConfig(Section):

@@ -78,7 +78,7 @@ class MicroBatches:
         if len(sizes) > 1 or min(sizes, default=1) < 1:
             raise ValueError(f"a micro-batch needs either rows or max_tokens, at least 1; got {self}")
 
-    @classmethod
-    def of(cls, dynamic: bool, rows: int | None, max_tokens: int) -> "MicroBatches":
-        """By tokens if `dynamic`, else by rows."""
-        return cls(max_tokens=max_tokens) if dynamic else cls(rows=rows)
+
+def micro_batches(dynamic: bool, rows: int | None, max_tokens: int) -> MicroBatches:
+    """Micro-batches by tokens if `dynamic`, else by rows."""
+    return MicroBatches(max_tokens=max_tokens) if dynamic else MicroBatches(rows=rows)
