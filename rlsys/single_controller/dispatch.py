@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from typing import Any, ClassVar, NoReturn, Protocol, TypedDict, TypeVar
+from typing import Any, NoReturn, Protocol, TypedDict, TypeVar
 
 from rlsys.single_controller.rows import is_future, is_rows, join_rows, split_rows
 
@@ -41,26 +41,13 @@ PartsFn = Callable[["RankGroup"], Sequence[int]]
 F = TypeVar("F", bound=Callable[..., object])
 
 
-@dataclass(unsafe_hash=True)
-class Dispatch:
-    """How to spread a call and gather its results; `parts_fn` names the ranks whose rows, in order, are the result.
+@dataclass
+class DispatchMode:
+    """How to spread a call and gather its results; `parts_fn` names the ranks whose rows, in order, are the result."""
 
-    Modes are attributes, to which `register_dispatch_mode` adds; they are equal by their names.
-    """
-
-    name: str
-    dispatch_fn: DispatchFn = field(compare=False)
-    collect_fn: CollectFn = field(compare=False)
-    parts_fn: PartsFn | None = field(default=None, compare=False)
-
-    RANK_ZERO: "ClassVar[Dispatch]"
-    ONE_TO_ALL: "ClassVar[Dispatch]"
-    ALL_TO_ALL: "ClassVar[Dispatch]"
-    DP_COMPUTE: "ClassVar[Dispatch]"
-    DP_COMPUTE_PROTO: "ClassVar[Dispatch]"
-    DP_COMPUTE_PROTO_WITH_FUNC: "ClassVar[Dispatch]"
-    DP_COMPUTE_METRIC: "ClassVar[Dispatch]"
-    DIRECT_ROLLOUT_METHOD: "ClassVar[Dispatch]"
+    dispatch_fn: DispatchFn
+    collect_fn: CollectFn
+    parts_fn: PartsFn | None = None
 
 
 class Execute(Enum):
@@ -73,7 +60,7 @@ class Execute(Enum):
 class Registration(TypedDict):
     """What `register` says about a method."""
 
-    dispatch_mode: Dispatch
+    dispatch_mode: DispatchMode
     execute_mode: Execute
     blocking: bool
 
@@ -88,7 +75,7 @@ class SplitArguments:
 
 
 def register(
-    dispatch_mode: Dispatch | Mapping[str, Callable[..., Any]] | None = None,
+    dispatch_mode: DispatchMode | Mapping[str, Callable[..., Any]] | None = None,
     execute_mode: Execute = Execute.ALL,
     blocking: bool = True,
     materialize_futures: bool = True,
@@ -104,8 +91,8 @@ def register(
     if isinstance(mode, Mapping):
         if missing := {"dispatch_fn", "collect_fn"} - set(mode):
             raise ValueError(f"a dispatch mode given as a dict needs {' and '.join(sorted(missing))}")
-        mode = Dispatch("of its own", mode["dispatch_fn"], mode["collect_fn"], mode.get("parts_fn"))
-    if not isinstance(mode, Dispatch):
+        mode = DispatchMode(mode["dispatch_fn"], mode["collect_fn"], mode.get("parts_fn"))
+    if not isinstance(mode, DispatchMode):
         raise ValueError(f"dispatch_mode is {mode!r}; it must be a member of Dispatch or a dict of two functions")
     if not isinstance(execute_mode, Execute):
         raise ValueError(f"execute_mode is {execute_mode!r}; it must be Execute.ALL or Execute.RANK_ZERO")
@@ -124,22 +111,22 @@ def registered_methods(cls: type) -> dict[str, Registration]:
     return {name: registration for name, registration in marks.items() if registration is not None}
 
 
-def register_dispatch_mode(dispatch_mode_name: str, dispatch_fn: DispatchFn, collect_fn: CollectFn) -> Dispatch:
+def register_dispatch_mode(dispatch_mode_name: str, dispatch_fn: DispatchFn, collect_fn: CollectFn) -> DispatchMode:
     """Add a custom mode, afterwards available as `Dispatch.<NAME>`; ValueError if the name is taken."""
     if hasattr(Dispatch, dispatch_mode_name):
         raise ValueError(f"dispatch mode {dispatch_mode_name} already exists; use update_dispatch_mode to change it")
-    mode = Dispatch(dispatch_mode_name, dispatch_fn, collect_fn)
+    mode = DispatchMode(dispatch_fn, collect_fn)
     setattr(Dispatch, dispatch_mode_name, mode)
     return mode
 
 
-def update_dispatch_mode(dispatch_mode: Dispatch, dispatch_fn: DispatchFn, collect_fn: CollectFn) -> None:
+def update_dispatch_mode(dispatch_mode: DispatchMode, dispatch_fn: DispatchFn, collect_fn: CollectFn) -> None:
     """Give an existing mode other functions."""
     dispatch_mode.dispatch_fn, dispatch_mode.collect_fn, dispatch_mode.parts_fn = dispatch_fn, collect_fn, None
 
 
 def split_call(
-    mode: Dispatch, group: RankGroup, args: Sequence[object], kwargs: Mapping[str, object]
+    mode: DispatchMode, group: RankGroup, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> SplitArguments:
     """Run a mode's dispatch function and check that it gave one value per rank."""
     answer = mode.dispatch_fn(group, *args, **kwargs)
@@ -287,9 +274,6 @@ def collect_all_to_all(worker_group: RankGroup, output: list[object]) -> list[ob
     return list(output)
 
 
-collect_dp_compute = collect_all_to_all
-
-
 def collect_dp_compute_data_proto(worker_group: RankGroup, output: list[object]) -> object:
     """The rows of all ranks as one batch; results that are not rows stay a list."""
     return join(output)
@@ -299,14 +283,14 @@ def _all_ranks(group: RankGroup) -> Sequence[int]:
     return range(group.world_size)
 
 
-for _mode in (
-    Dispatch("RANK_ZERO", dispatch_one_to_all, _first),
-    Dispatch("ONE_TO_ALL", dispatch_one_to_all, collect_all_to_all),
-    Dispatch("ALL_TO_ALL", dispatch_all_to_all, collect_all_to_all),
-    Dispatch("DP_COMPUTE", dispatch_dp_compute, collect_all_to_all),
-    Dispatch("DP_COMPUTE_PROTO", dispatch_dp_compute_data_proto, collect_dp_compute_data_proto, _all_ranks),
-    Dispatch("DP_COMPUTE_PROTO_WITH_FUNC", _proto_with_func, collect_dp_compute_data_proto, _all_ranks),
-    Dispatch("DP_COMPUTE_METRIC", partial(_dp_compute_proto, False), collect_all_to_all),
-    Dispatch("DIRECT_ROLLOUT_METHOD", _forbidden, _forbidden),
-):
-    setattr(Dispatch, _mode.name, _mode)
+class Dispatch:
+    """The modes, to which `register_dispatch_mode` adds."""
+
+    RANK_ZERO = DispatchMode(dispatch_one_to_all, _first)
+    ONE_TO_ALL = DispatchMode(dispatch_one_to_all, collect_all_to_all)
+    ALL_TO_ALL = DispatchMode(dispatch_all_to_all, collect_all_to_all)
+    DP_COMPUTE = DispatchMode(dispatch_dp_compute, collect_all_to_all)
+    DP_COMPUTE_PROTO = DispatchMode(dispatch_dp_compute_data_proto, collect_dp_compute_data_proto, _all_ranks)
+    DP_COMPUTE_PROTO_WITH_FUNC = DispatchMode(_proto_with_func, collect_dp_compute_data_proto, _all_ranks)
+    DP_COMPUTE_METRIC = DispatchMode(partial(_dp_compute_proto, False), collect_all_to_all)
+    DIRECT_ROLLOUT_METHOD = DispatchMode(_forbidden, _forbidden)

@@ -7,6 +7,7 @@ from typing import Any, Self
 from rlsys.single_controller.calls import Backend, CallSpec, Future, Pending, finish, of_rank
 from rlsys.single_controller.dispatch import (
     Dispatch,
+    DispatchMode,
     Execute,
     MeshRank,
     Registration,
@@ -36,7 +37,7 @@ class WorkerGroup:
     """
 
     def __init__(self, backend: Backend, cls: type, *, role: str, target: str | None = None) -> None:
-        self._backend, self._cls, self._target, self.role = backend, cls, target, role
+        self.backend, self._cls, self._target, self.role = backend, cls, target, role
         self._meshes: dict[str, list[MeshRank]] = {}
         self._views: dict[str, WorkerGroup] = {}
         self._close: Callable[[], None] = backend.close
@@ -52,17 +53,12 @@ class WorkerGroup:
 
     @property
     def world_size(self) -> int:
-        return self._backend.world_size
-
-    @property
-    def backend(self) -> Any:
-        """The processes behind the group."""
-        return self._backend
+        return self.backend.world_size
 
     @property
     def workers(self) -> list[Any]:
         """One handle per rank: Ray actors, or the worker objects themselves on the local backend."""
-        return self._backend.workers
+        return self.backend.workers
 
     def execute_all_async(self, method: str, *args: object, **kwargs: object) -> list[Future]:
         """Start a method on every rank; lists with one entry per rank are handed out, other values go to all."""
@@ -90,7 +86,7 @@ class WorkerGroup:
             raise ValueError(f"{self.role} has ranks 0..{self.world_size - 1}, not {rank}")
         spec = CallSpec(method, self.role, self._target, tuple(kwargs))
         values = _resolved((*args, *kwargs.values()))
-        return of_rank(self._backend.submit(self.role, stage or method, [(rank, spec, values)])[0])
+        return of_rank(self.backend.submit(self.role, stage or method, [(rank, spec, values)])[0])
 
     def execute_rank(
         self,
@@ -129,11 +125,11 @@ class WorkerGroup:
 
     def restart_rank(self, rank: int, deadline_s: float | None = None) -> None:
         """Replace one rank by a new process in the same place, built from the same arguments and environment."""
-        self._backend.restart(rank, deadline_s)
+        self.backend.restart(rank, deadline_s)
 
     def drain_stages(self) -> StageReport:
         """Spans and memory of the calls waited for since the last time, of all roles that share the processes."""
-        return self._backend.drain_stages()
+        return self.backend.drain_stages()
 
     def close(self) -> None:
         """End the workers and give their resources back; a role's view ends them when the last view is closed."""
@@ -148,7 +144,7 @@ class WorkerGroup:
         self.close()
 
     def _view(self, prefix: str, cls: type) -> "WorkerGroup":
-        view = WorkerGroup(self._backend, cls, role=prefix, target=prefix)
+        view = WorkerGroup(self.backend, cls, role=prefix, target=prefix)
 
         def close() -> None:
             self._views.pop(prefix, None)
@@ -168,7 +164,7 @@ class WorkerGroup:
             return self._future(mode, pending)
         return self._results(pending, partial(self._collected, mode))
 
-    def _future(self, mode: Dispatch, pending: Sequence[Pending]) -> object:
+    def _future(self, mode: DispatchMode, pending: Sequence[Pending]) -> object:
         """A `DataProtoFuture` over the ranks that hold the rows, or a plain future for other results."""
         if mode.parts_fn is None:
             return Future(pending, partial(self._collected, mode))
@@ -176,7 +172,7 @@ class WorkerGroup:
 
         return DataProtoFuture(DataProto.concat, [of_rank(pending[rank], pending) for rank in mode.parts_fn(self)])
 
-    def _collected(self, mode: Dispatch, pending: Sequence[Pending]) -> object:
+    def _collected(self, mode: DispatchMode, pending: Sequence[Pending]) -> object:
         """The call's result; of ranks that only repeat another's rows, nothing is fetched."""
         if mode.parts_fn is None:
             return mode.collect_fn(self, [one.value() for one in pending])
@@ -185,16 +181,16 @@ class WorkerGroup:
     def _start(self, method: str, split: SplitArguments) -> list[Pending]:
         names = tuple(split.kwargs)
         calls = []
-        for rank in self._backend.present:
+        for rank in self.backend.present:
             num_padding = split.num_padding[rank] if split.num_padding else 0
             values = tuple(value[rank] for value in (*split.args, *split.kwargs.values()))
             spec = CallSpec(method, self.role, self._target, names, num_padding)
             calls.append((rank, spec, _resolved(values)))
-        return self._backend.submit(self.role, method, calls)
+        return self.backend.submit(self.role, method, calls)
 
     def _results(self, pending: Sequence[Pending], collect: Callable[[Sequence[Pending]], object] | None = None) -> Any:
         busy = {one.rank for one in pending}
-        finish(pending, idle=[rank for rank in self._backend.present if rank not in busy])
+        finish(pending, idle=[rank for rank in self.backend.present if rank not in busy])
         return [one.value() for one in pending] if collect is None else collect(pending)
 
 
