@@ -129,7 +129,7 @@ def _build(
     grader = config.reward.reward_model
     judge = (grader.model, grader.rollout.generation, replace(for_workers, offload_on_sleep=True), "auto")
     loss = config.distillation.distillation_loss if config.distillation.enabled else None
-    teachers = (tuple(config.teachers.values()), config.actor_rollout_ref, loss.topk if loss and loss.is_topk else 0)
+    teachers = (tuple(config.teachers.values()), config.teacher_policy, loss.topk if loss and loss.is_topk else 0)
     worker_args: dict[Role, tuple[object, ...]] = {
         Role.Actor: (actor, config.actor_rollout_ref, config.algorithm, for_workers, loss),
         Role.Rollout: (None if plan.pools.external else worker_class(rollout.name), model, rollout, for_workers),
@@ -179,8 +179,10 @@ def check_models(config: PPOConfig, plan: BatchPlan) -> None:
     policy, critic = config.actor_rollout_ref, config.critic
     section = "megatron" if policy.actor.strategy == "megatron" else "fsdp_config"
     check_model(f"actor_rollout_ref.actor.{section}", policy.model, policy.actor.shard)
-    for model in [policy.reference_model] * plan.use_reference + list(config.teachers.values()):
-        check_model(f"actor_rollout_ref.ref.{section}", model, policy.ref_shard)
+    if plan.use_reference:
+        check_model(f"actor_rollout_ref.ref.{section}", policy.reference_model, policy.ref_shard)
+    for model in config.teachers.values():
+        check_model("distillation.teacher_models", model, config.teacher_policy.ref_shard)
     if plan.critic is not None:
         section = "megatron" if critic.strategy == "megatron" else "fsdp"
         check_model(f"critic.{section}", critic.model, critic.shard, head="scalar")

@@ -103,6 +103,9 @@ class Layers:
         values = {path: default_of(field) for path, field in self._leaves.items()}
         values |= {path: plain(given.value) for path, given in self.given.items()}
         for path in [path for path, value in values.items() if isinstance(value, str) and value == "???"]:
+            if any(values.get(f"{section}.enable") is False for section in prefixes(path)):
+                values[path] = default_of(self._leaves[path])
+                continue
             self.problems.append(f"{path} = ???: it must be set; set {path}=<value>")
             self.unresolved.add(path)
         paths = [path for path, value in values.items() if "${" in json.dumps(value)]

@@ -85,6 +85,22 @@ def test_each_of_several_teachers_scores_its_own_rows(
     assert "no teacher has the key 'own'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+def test_teachers_on_their_own_processes_have_megatron_sizes_of_their_own(
+    toy: Toy, teacher: Path, tmp_path: Path, ray_cluster: object
+) -> None:
+    """The student is split over two ranks, the teacher is whole on one of its own; the loss is that of one process."""
+    common = ("distillation.enabled=true", f"{TEACHER}{teacher}", "trainer.total_training_steps=1")
+    common += ("actor_rollout_ref.actor.ppo_mini_batch_size=8", f"{LOSS}loss_mode=abs", "data.shuffle=false")
+    alone = run(toy, tmp_path / "alone", *common)
+    own = ("distillation.nnodes=1", "distillation.n_gpus_per_node=1", "trainer.n_gpus_per_node=2")
+    own += ("trainer.backend=ray", "trainer.device=cpu")
+    sizes = ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",)
+    sizes += ("distillation.teacher_models.teacher_model.inference.tensor_model_parallel_size=1",)
+    split = run(toy, tmp_path / "split", "--config-name=ppo_megatron_trainer", *common, *own, *sizes)
+    assert split[-1]["distillation/abs_loss"] == pytest.approx(alone[-1]["distillation/abs_loss"], rel=1e-4)
+
+
 def words(folder: Path) -> Path:
     """A tokenizer of whole characters in another order, with a chat template of its own."""
     vocabulary = {token: number for number, token in enumerate(["<pad>", "</s>", "?", *"0987654321+-*= "])}

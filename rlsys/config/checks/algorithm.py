@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from rlsys.config.bounds import KEY as CORRECTION
 from rlsys.config.bounds import rejection_bounds, weight_bounds
-from rlsys.config.checks.findings import note, wrong
+from rlsys.config.checks.findings import Note, note, wrong
 from rlsys.config.pools import resolve_pools
 from rlsys.config.schema.jobs import PPOConfig
 from rlsys.config.vocabulary import ADV_ESTIMATORS, GROUP_ESTIMATORS
@@ -124,9 +124,10 @@ def _teachers(cfg: PPOConfig) -> Iterator[str]:
         elif not is_single and (teacher.key is None or keys.count(teacher.key) > 1):
             why = f"several teachers need different keys, values of the column {cfg.distillation.teacher_key}"
             yield wrong(cfg, key, f"{why}; set {key}.{name}.key=<value>", value=name)
-    if any(teacher.inference or teacher.num_replicas for teacher in teachers.values()):
-        why = "inference and num_replicas: teachers are scored by a training engine, as actor_rollout_ref.ref sets"
-        yield note(cfg, key, why)
+    if any(teacher.inference.model_fields_set or teacher.num_replicas for teacher in teachers.values()):
+        why = "inference and num_replicas: a training engine scores, as actor_rollout_ref.ref sets; only Megatron's"
+        why += " tensor and pipeline sizes count, if distillation.nnodes > 0"
+        yield Note(wrong(cfg, key, why, value=list(teachers)))
 
 
 def _overlong(cfg: PPOConfig) -> Iterator[str]:

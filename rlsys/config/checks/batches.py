@@ -1,6 +1,7 @@
 """Whether batches divide evenly and sequences fit into token budgets."""
 
 from collections.abc import Iterator
+from math import gcd
 
 from rlsys.config.checks.findings import wrong
 from rlsys.config.plan import shared_by
@@ -44,7 +45,7 @@ def _role(cfg: PPOConfig, role: str, section: TrainedRoleConfig) -> Iterator[str
     samples = mini * answers
     if samples % groups:
         why = f"times actor_rollout_ref.rollout.n={answers} gives {samples} samples, which {groups} data-parallel ranks"
-        yield wrong(cfg, key, f"{why} cannot share evenly; set a multiple of {groups}")
+        yield wrong(cfg, key, f"{why} cannot share evenly; set a multiple of {groups // gcd(groups, answers)}")
     elif not section.use_dynamic_bsz and (section.ppo_micro_batch_size_per_gpu or 1) > (share := samples // groups):
         why = f"a rank's share of a mini-batch is only {share} samples"
         yield wrong(cfg, f"{role}.ppo_micro_batch_size_per_gpu", why, share)
@@ -69,7 +70,7 @@ def _budgets(cfg: PPOConfig) -> Iterator[str]:
         (f"{ROLLOUT}.{LOG_PROB}", rollout.scoring, shared),
     ]
     if cfg.use_ref_settings:
-        cp, ulysses = ref.megatron.context_parallel_size, ref.ulysses_sequence_parallel_size
+        cp, ulysses = cfg.teacher_policy.ref.megatron.context_parallel_size, ref.ulysses_sequence_parallel_size
         budgets.append((f"{REF}.{LOG_PROB}", ref.scoring, cp if actor.strategy == "megatron" else ulysses))
     if cfg.use_critic:
         for name, size in (("ppo", cfg.critic.training), ("forward", cfg.critic.scoring)):

@@ -25,8 +25,12 @@ def check_megatron(cfg: PPOConfig | SupervisedConfig) -> Iterator[str]:
     policy, ranks = cfg.actor_rollout_ref, resolve_pools(cfg).train_ranks
     if policy.actor.strategy == "megatron":
         yield from _role(cfg, ACTOR, policy.actor, "actor_rollout_ref.model", policy.model, ranks)
-        for own in {ranks, resolve_pools(cfg).teacher_ranks or ranks} if cfg.use_ref_settings else ():
-            yield from _sizes(cfg, f"{REF}.megatron", policy.ref.megatron, own)
+        if cfg.use_reference:
+            yield from _sizes(cfg, f"{REF}.megatron", policy.ref.megatron, ranks)
+        if cfg.distillation.enabled:
+            teachers, own = cfg.teacher_policy, resolve_pools(cfg).teacher_ranks or ranks
+            key = f"{REF}.megatron" if teachers is policy else "distillation.teacher_models.*.inference"
+            yield from _sizes(cfg, key, teachers.ref.megatron, own)
     yield from _router_replay(cfg)
     if cfg.use_critic and cfg.critic.strategy == "megatron":
         yield from _role(cfg, CRITIC, cfg.critic, "critic.model", cfg.critic.model, ranks)
@@ -71,15 +75,15 @@ def _role(
 def _sizes(cfg: Section, key: str, section: MegatronShardConfig, ranks: int) -> Iterator[str]:
     tensor, stages = section.tensor_model_parallel_size, section.pipeline_model_parallel_size
     context, experts = section.context_parallel_size, section.expert_model_parallel_size
-    why = f"tensor {tensor} x pipeline {stages}{{}} does not divide the {ranks} training processes"
+    expert_tensor = section.expert_tensor_parallel_size or tensor
+    why = f"tensor {tensor} x pipeline {stages}{{}} does not divide the {ranks} processes"
     if ranks % (tensor * stages):
-        yield wrong(cfg, f"{key}.tensor_model_parallel_size", why.format(f" = {tensor * stages}"), 1)
+        yield wrong(cfg, f"{key}.tensor_model_parallel_size", why.format(f" = {tensor * stages}"), 1, value=tensor)
     elif ranks % (size := tensor * stages * context):
         yield wrong(cfg, f"{key}.context_parallel_size", why.format(f" x context {context} = {size}"), 1)
-    expert_tensor = section.expert_tensor_parallel_size or tensor
-    if ranks % (size := expert_tensor * experts * stages):
+    elif ranks % (size := expert_tensor * experts * stages):
         product = f"expert tensor {expert_tensor} x expert {experts} x pipeline {stages} = {size}"
-        why = f"{product} does not divide the {ranks} training processes"
+        why = f"{product} does not divide the {ranks} processes"
         yield wrong(cfg, f"{key}.expert_model_parallel_size", why, 1)
     if experts > 1 and tensor > 1 and not section.sequence_parallel:
         yield wrong(cfg, f"{key}.sequence_parallel", "experts and matrices are both sharded over ranks", True)

@@ -160,6 +160,15 @@ class DistillationLossConfig(Section):
         return self.distillation_loss_coef if self.use_task_rewards else 1.0
 
 
+class TeacherInferenceConfig(Section, extra="allow"):
+    """verl's settings of the engine that serves a teacher, of which its sizes count."""
+
+    tensor_model_parallel_size: t.Count | None = None
+    """With Megatron and distillation.nnodes, ranks that each matrix is sharded over."""
+    pipeline_model_parallel_size: t.Count | None = None
+    """With Megatron and distillation.nnodes, pipeline stages that the layers are split into."""
+
+
 class TeacherConfig(Section):
     """A teacher's model, with the policy's vocabulary."""
 
@@ -171,8 +180,8 @@ class TeacherConfig(Section):
     """Allow Python code in the model folder to run."""
     num_replicas: t.CountOrZero | None = None
     """verl's number of copies; here the processes of the teachers share each model."""
-    inference: t.OpenDict = open_dict()
-    """verl's settings of the engine that serves it; here actor_rollout_ref.ref sets how it is computed."""
+    inference: TeacherInferenceConfig = section(TeacherInferenceConfig)
+    """Sizes of its engine; all else is as actor_rollout_ref.ref sets."""
 
 
 class DistillationConfig(Section):

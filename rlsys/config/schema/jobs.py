@@ -26,7 +26,7 @@ from rlsys.config.schema.data import (
     SFTDataConfig,
     SupervisedDataConfig,
 )
-from rlsys.config.schema.megatron import MegatronTrainConfig
+from rlsys.config.schema.megatron import MegatronShardConfig, MegatronTrainConfig
 from rlsys.config.schema.model import CheckpointConfig, OptimConfig, PolicyModelConfig, ServedModelConfig, ShardConfig
 from rlsys.config.schema.rollout import GenerationConfig, ValKwargsConfig
 from rlsys.config.schema.trainer import (
@@ -81,6 +81,20 @@ class PPOConfig(RootConfig):
         if not self.distillation.enabled:
             return {}
         return {model.key or "": policy.frozen_model(model.model_path, model.trust_remote_code) for model in models}
+
+    @property
+    def teacher_policy(self) -> ActorRolloutRefConfig:
+        """`actor_rollout_ref` for teachers: on processes of their own, Megatron's sizes are the largest of `inference`
+        if any teacher sets them there."""
+        policy, given = self.actor_rollout_ref, [model.inference for model in self.distillation.teacher_models.values()]
+        tensor = max((one.tensor_model_parallel_size or 0 for one in given), default=0)
+        stages = max((one.pipeline_model_parallel_size or 0 for one in given), default=0)
+        if not self.distillation.nnodes or not tensor + stages:
+            return policy
+        sizes = MegatronShardConfig(tensor_model_parallel_size=tensor or 1, pipeline_model_parallel_size=stages or 1)
+        every = {name: size for name, size in sizes.model_dump().items() if name.endswith("_size")}
+        megatron = policy.ref.megatron.model_copy(update=every)
+        return policy.model_copy(update={"ref": policy.ref.model_copy(update={"megatron": megatron})})
 
     @property
     def use_ref_settings(self) -> bool:

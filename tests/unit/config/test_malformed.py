@@ -262,6 +262,15 @@ FOREIGN = [
         ],
         "verl drops this name beside others",
     ),
+    bad(
+        [
+            *(f"{A}.strategy=megatron", "distillation.enabled=true", "distillation.nnodes=1"),
+            "distillation.teacher_models.math.model_path=.",
+            "distillation.teacher_models.math.inference.tensor_model_parallel_size=3",
+        ],
+        "teacher_models.*.inference.tensor_model_parallel_size = 3: tensor 3 x pipeline 1 = 3 does not divide the 8",
+    ),
+    bad(["data.train_batch_size=6", f"{A}.ppo_mini_batch_size=2", "trainer.n_gpus_per_node=3"], "set a multiple of 3"),
     bad("distillation.distillation_loss.policy_loss_mode=gspo", "policy_loss_mode = gspo", "must be vanilla"),
     bad("trainer.default_hdfs_dir=s4://x", "trainer.default_hdfs_dir", "Protocol not known: s4"),
     bad("trainer.default_hdfs_dir=copies", "trainer.default_hdfs_dir", "s3://BUCKET/RUN"),
@@ -310,6 +319,7 @@ REFERENCES = [
     bad("data.seed=${oc.env:RLSYS_SURELY_NOT_SET}", "data.seed", "RLSYS_SURELY_NOT_SET"),
     bad("data.seed=${trainer.project_name}", "data.seed = rlsys", "whole number"),
     bad("trainer.project_name=???", "trainer.project_name", "must be set"),
+    bad(["reward.reward_model.enable=true", "reward.reward_model.rollout.name=???"], "rollout.name", "must be set"),
 ]
 
 BATCHES = [
@@ -501,7 +511,10 @@ RUNS = [
     *(
         bad(["engine=megatron", "trainer.n_gpus_per_node=2", *argv], *says, schema=SFTConfig)
         for argv, says in [
-            (["engine.tensor_model_parallel_size=3"], ("engine.megatron.tensor_model_parallel_size = 3", "2 training")),
+            (
+                ["engine.tensor_model_parallel_size=3"],
+                ("engine.megatron.tensor_model_parallel_size = 3", "2 processes"),
+            ),
             (["engine.ulysses_sequence_parallel_size=2"], ("ulysses_sequence_parallel_size", "context_parallel_size")),
             (
                 ["engine.context_parallel_size=2", "data.use_dynamic_bsz=true", "data.max_token_len_per_gpu=500"],
@@ -514,9 +527,9 @@ RUNS = [
         for argv, says in [
             (
                 [f"{MEGATRON}.tensor_model_parallel_size=3"],
-                (f"{MEGATRON}.tensor_model_parallel_size = 3", "2 training"),
+                (f"{MEGATRON}.tensor_model_parallel_size = 3", "2 processes"),
             ),
-            ([f"{MEGATRON}.pipeline_model_parallel_size=4"], ("pipeline 4", "2 training")),
+            ([f"{MEGATRON}.pipeline_model_parallel_size=4"], ("pipeline 4", "2 processes")),
             (
                 [f"{MEGATRON}.expert_model_parallel_size=4"],
                 (f"{MEGATRON}.expert_model_parallel_size = 4", "x expert 4 x pipeline", "does not divide the", "set"),
@@ -524,7 +537,7 @@ RUNS = [
             ([f"{MEGATRON}.virtual_pipeline_model_parallel_size=2"], ("one stage", "pipeline_model_parallel_size=2")),
             (
                 [f"{MEGATRON}.context_parallel_size=4"],
-                (f"{MEGATRON}.context_parallel_size = 4", "2 training", f"{MEGATRON}.context_parallel_size=1"),
+                (f"{MEGATRON}.context_parallel_size = 4", "2 processes", f"{MEGATRON}.context_parallel_size=1"),
             ),
             ([f"{A}.ulysses_sequence_parallel_size=2"], ("ulysses_sequence_parallel_size", "context_parallel_size")),
             ([f"{M}.lora_rank=8", f"{MEGATRON}.fp8=hybrid"], (f"{M}.lora_rank = 8", f"{MEGATRON}.fp8=null")),
