@@ -67,10 +67,7 @@ def encode_text(tokenizer: "PreTrainedTokenizerBase", text: str, *, special_toke
 
 
 def encode_prompt(
-    tokenizer: "PreTrainedTokenizerBase",
-    prompt: str | Sequence[Message],
-    *,
-    template_kwargs: Mapping[str, Any] | None = None,
+    tokenizer: "PreTrainedTokenizerBase", prompt: str | Sequence[Message], *, template_kwargs: Mapping[str, Any]
 ) -> list[int]:
     """Token ids of a prompt; with a chat template a text is one user message."""
     text = render(tokenizer, as_messages(prompt), add_generation_prompt=True, template_kwargs=template_kwargs)

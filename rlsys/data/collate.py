@@ -53,11 +53,7 @@ def uid(epoch: int, index: int) -> str:
 
 
 def collate_prompts(
-    rows: Sequence[PromptRow],
-    *,
-    pad_token_id: int,
-    epoch: int = 0,
-    prompt_length: int | None = None,
+    rows: Sequence[PromptRow], *, pad_token_id: int, epoch: int = 0, prompt_length: int | None = None
 ) -> DataProto:
     """Prompts to generate from: tensors prompts, attention_mask, position_ids (B, P).
 

@@ -5,15 +5,17 @@ when it has no full batch left; the remaining rows are shuffled into the next on
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from rlsys.config.plan import check_enough_rows
 from rlsys.interfaces import State
-from rlsys.utils.errors import CheckpointError, ConfigError
+from rlsys.utils.errors import CheckpointError
 
 
+@lru_cache(maxsize=1)
 def permutation(num_rows: int, *, seed: int, epoch: int) -> np.ndarray:
     """A permutation (num_rows,) int64; uses only PCG64's raw stream, which numpy guarantees not to change."""
     keys = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(num_rows)
@@ -35,37 +37,22 @@ class Cursor:
     """
 
     def __init__(
-        self,
-        num_rows: int,
-        *,
-        batch_size: int,
-        seed: int = 1,
-        shuffle: bool = True,
-        dataset: str = "",
+        self, num_rows: int, *, batch_size: int, seed: int = 1, shuffle: bool = True, dataset: str = ""
     ) -> None:
-        if batch_size < 1:
-            raise ConfigError(f"data.train_batch_size={batch_size}: must be at least 1")
         check_enough_rows(num_rows, batch_size)
         self._num_rows, self._batch_size, self._shuffle, self._dataset = num_rows, batch_size, shuffle, dataset
         self._seed, self._epoch, self._position = seed, 0, 0
-        self._order_of_epoch: tuple[int, np.ndarray] | None = None
 
     def next(self) -> BatchRows:
         """The next batch."""
         if self._position + self._batch_size > self._num_rows:
             self._epoch, self._position = self._epoch + 1, 0
-        order = self._order()
+        order = np.arange(self._num_rows)
+        if self._shuffle:
+            order = permutation(self._num_rows, seed=self._seed, epoch=self._epoch)
         rows = order[self._position : self._position + self._batch_size]
         self._position += self._batch_size
         return BatchRows(self._epoch, tuple(rows.tolist()))
-
-    def _order(self) -> np.ndarray:
-        if self._order_of_epoch is None or self._order_of_epoch[0] != self._epoch:
-            order = np.arange(self._num_rows)
-            if self._shuffle:
-                order = permutation(self._num_rows, seed=self._seed, epoch=self._epoch)
-            self._order_of_epoch = self._epoch, order
-        return self._order_of_epoch[1]
 
     def state_dict(self) -> dict[str, object]:
         """Plain values; the position counts rows, so a run with another batch size can continue from it."""

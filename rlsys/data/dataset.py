@@ -121,9 +121,10 @@ def parse_prompt(
     processor: "VisionProcessor | None" = None,
 ) -> PromptRow | None:
     """The prompt of one row, or None if it is too long and filtered. Raises ValueError for a bad row."""
-    row = read_prompt_row(values.values, config, source=source)
+    row, template_kwargs = read_prompt_row(values.values, config, source=source), config.apply_chat_template_kwargs
     if processor is not None:
-        encode = partial(_encode_images, processor, row, config, dirname(values.file))
+        root = dirname(values.file)
+        encode = partial(processor.encode, row.raw_prompt, row.images, root=root, template_kwargs=template_kwargs)
         ids, inputs = encode()
         shas = tuple(sha for one in inputs for sha in one.shas)
         row = replace(row, image_shas=shas, load_images=partial(_load_images, encode, shas, values))
@@ -131,20 +132,13 @@ def parse_prompt(
         known = ", ".join((*GRIDS, *TILES))
         raise ValueError(f"it has images, which only models of type {known} take")
     else:
-        ids = encode_prompt(tokenizer, row.raw_prompt, template_kwargs=config.apply_chat_template_kwargs)
+        ids = encode_prompt(tokenizer, row.raw_prompt, template_kwargs=template_kwargs)
     if not ids:
         raise ValueError("the prompt has no tokens")
     if config.filter_overlong_prompts and len(ids) > config.max_prompt_length:
         return None
     truncation = "error" if row.images else config.truncation
     return replace(row, token_ids=array("i", truncate(ids, config.max_prompt_length, truncation)))
-
-
-def _encode_images(
-    processor: "VisionProcessor", row: PromptRow, config: PromptsConfig, root: str
-) -> "tuple[list[int], tuple[ImageInputs, ...]]":
-    images = processor.load(row.images, root)
-    return processor.encode(row.raw_prompt, images, template_kwargs=config.apply_chat_template_kwargs)
 
 
 def _load_images(

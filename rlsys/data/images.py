@@ -39,18 +39,24 @@ def load_image(value: object, *, root: str | Path | None = None) -> "Image.Image
     base64, or a mapping that has one of these under one of KEYS. Nothing is fetched. Raises ImageError.
     """
     try:
-        from PIL import Image, ImageOps
+        from PIL import Image, ImageOps, UnidentifiedImageError
     except ImportError as error:
         raise ConfigError("images need Pillow: pip install -e '.[vision]'") from error
 
+    data = b""
     try:
         value = _unwrapped(value)
-        image = value if isinstance(value, Image.Image) else _opened(_encoded(value, root))
-        _check_size(*image.size)
-        image.load()
-        return _rgb(ImageOps.exif_transpose(image))
+        if not isinstance(value, Image.Image):
+            data = _encoded(value, root)
+            value = Image.open(io.BytesIO(data), formats=FORMATS)
+        _check_size(*value.size)
+        value.load()
+        return _rgb(ImageOps.exif_transpose(value))
     except ImageError:
         raise
+    except UnidentifiedImageError as error:
+        start = f"it starts with {data[:16]!r}, and {', '.join(FORMATS)} are read"
+        raise ImageError(f"it is not a readable image: {start}") from error
     except Exception as error:  # decoders raise whatever a broken file makes them run into
         raise ImageError(f"the image cannot be decoded: {type(error).__name__}: {error}") from error
 
@@ -114,16 +120,6 @@ def _base64_bytes(text: str) -> bytes:
         return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
     except ValueError as error:
         raise ImageError(f"its base64 cannot be decoded: {error}") from error
-
-
-def _opened(data: bytes) -> "Image.Image":
-    from PIL import Image, UnidentifiedImageError
-
-    try:
-        return Image.open(io.BytesIO(data), formats=FORMATS)
-    except UnidentifiedImageError as error:
-        start = f"it starts with {data[:16]!r}, and {', '.join(FORMATS)} are read"
-        raise ImageError(f"it is not a readable image: {start}") from error
 
 
 def _check_size(width: int, height: int) -> None:

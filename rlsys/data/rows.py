@@ -81,14 +81,11 @@ def default_source(reward: GradingConfig) -> str | None:
     return "custom" if is_own else None
 
 
-def read_prompt_row(
-    values: Mapping[str, Any], config: PromptsConfig | None = None, *, source: str | None = None
-) -> PromptRow:
+def read_prompt_row(values: Mapping[str, Any], config: PromptsConfig, *, source: str | None = None) -> PromptRow:
     """A verl row, checked; `source` is its data source if it has none. Raises ValueError saying what is wrong with it.
 
     The column `data.answer_key`, or `ground_truth`, stands for a rule-based `reward_model`.
     """
-    config = config or PromptsConfig()
     values, images = take_images(values, config.prompt_key, config.image_key)
     values = plain_values(values)
     prompt_key, source_key, answer_key = config.prompt_key, config.reward_fn_key, config.answer_key

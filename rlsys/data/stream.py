@@ -86,8 +86,7 @@ class RowStream(PromptDataset):
         return {**place, **self._order()}
 
     def _order(self) -> dict[str, object]:
-        data = self._data
-        given = {"seed": data.seed, "shuffle": data.shuffle, "shuffle_buffer_size": data.shuffle_buffer_size}
+        given = self._data.model_dump(include={"seed", "shuffle", "shuffle_buffer_size"})
         return {**given, "train_files": self._names}
 
     def load_state_dict(self, state: State) -> None:

@@ -127,10 +127,8 @@ def encode(
 
     Raises ValueError when nothing to learn is left.
     """
-    template_kwargs, limit = config.apply_chat_template_kwargs, config.max_length
-    prompt, response, mask = encode_conversation(
-        tokenizer, messages, num_prompt=num_prompt, template_kwargs=template_kwargs
-    )
+    limit, kwargs = config.max_length, config.apply_chat_template_kwargs
+    prompt, response, mask = encode_conversation(tokenizer, messages, num_prompt=num_prompt, template_kwargs=kwargs)
     num_tokens = len(prompt) + len(response)
     if num_tokens > limit:
         if config.truncation == "error":

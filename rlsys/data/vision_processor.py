@@ -86,14 +86,16 @@ class VisionProcessor:
     def encode(
         self,
         prompt: str | Sequence[Message],
-        images: "Sequence[Image.Image]",
+        values: Sequence[object],
         *,
+        root: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> tuple[list[int], tuple[ImageInputs, ...]]:
-        """Token ids of a prompt with `<image>` where each image stands, and the images. ValueError if both do not fit.
+        """Token ids of a prompt with `<image>` where each image stands, and the images of `values`, as in `load`.
 
-        Without images `<image>` is text.
+        Without images `<image>` is text. ValueError if both do not fit.
         """
+        images = self.load(values, root)
         messages = [self._with_parts(message) for message in as_messages(prompt)] if images else as_messages(prompt)
         text = render(self.tokenizer, messages, add_generation_prompt=True, template_kwargs=template_kwargs)
         text, inputs = self.expand(text, images)

@@ -239,8 +239,8 @@ def test_a_custom_dataset_class_is_read_row_by_row(tmp_path: Path) -> None:
 def test_text_without_a_template_gets_the_tokenizers_own_special_tokens() -> None:
     own = build_tokenizer()
     own.chat_template = None
-    assert encode_prompt(own, "ab") == own("ab")["input_ids"]
+    assert encode_prompt(own, "ab", template_kwargs={}) == own("ab")["input_ids"]
     assert (
-        encode_prompt(own, [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}])
+        encode_prompt(own, [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}], template_kwargs={})
         == own("a\nb")["input_ids"]
     )
