@@ -4,6 +4,7 @@ Letters: B rows, P prompt columns (padded left), R response columns (padded righ
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -54,11 +55,10 @@ def to_requests(batch: DataProto) -> list[ModelRequest]:
     batch = with_request_seeds(batch)
     prompts, attention = prompts_of(batch)
     lengths = attention.sum(1).tolist()
-    make = _params_of(batch.meta_info)
-    seeds = tensors_of(batch.batch)[SEEDS].tolist()
+    params, seeds = _params_of(batch.meta_info), tensors_of(batch.batch)[SEEDS].tolist()
     rows, images = prompts.tolist(), images_of(batch)
     return [
-        ModelRequest(tuple(row[len(row) - length :]), make(seed), rid=f"{number}", images=images[number])
+        ModelRequest(tuple(row[len(row) - length :]), replace(params, seed=seed), f"{number}", images=images[number])
         for number, (row, length, seed) in enumerate(zip(rows, lengths, seeds, strict=True))
     ]
 
@@ -130,22 +130,16 @@ def score_sequences(batch: DataProto, score_fn: ScoreFn) -> Tensor:
     return torch.where(counted > 0, scores, 0.0)
 
 
-def _params_of(meta: dict[str, Any]) -> Callable[[int], SamplingParams]:
-    """How the batch is sampled, given each row's seed."""
+def _params_of(meta: dict[str, Any]) -> SamplingParams:
+    """How the batch is sampled but for the rows' seeds."""
     eos = meta.get("eos_token_id")
     ends = () if eos is None or meta.get("ignore_eos") else (eos,) if isinstance(eos, int) else tuple(eos)
-    temperature = float(meta.get("temperature", 1.0)) if meta.get("do_sample", True) else 0.0
-
-    def make(seed: int) -> SamplingParams:
-        return SamplingParams(
-            max_new_tokens=int(meta["response_length"]),
-            temperature=temperature,
-            top_p=float(meta.get("top_p", 1.0)),
-            top_k=int(meta.get("top_k", -1)),
-            min_new_tokens=int(meta.get("min_new_tokens", 0)),
-            stop_token_ids=(*meta.get("stop_token_ids", ()), *ends),
-            ignore_eos=bool(meta.get("ignore_eos", False)),
-            seed=seed,
-        )
-
-    return make
+    return SamplingParams(
+        max_new_tokens=int(meta["response_length"]),
+        temperature=float(meta.get("temperature", 1.0)) if meta.get("do_sample", True) else 0.0,
+        top_p=float(meta.get("top_p", 1.0)),
+        top_k=int(meta.get("top_k", -1)),
+        min_new_tokens=int(meta.get("min_new_tokens", 0)),
+        stop_token_ids=(*meta.get("stop_token_ids", ()), *ends),
+        ignore_eos=bool(meta.get("ignore_eos", False)),
+    )

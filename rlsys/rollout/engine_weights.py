@@ -16,8 +16,8 @@ NamedTensors = Mapping[str, Tensor]
 class EngineWeights:
     """An engine's own parameters, written in place by a learned layout or filled through the engine's own loader.
 
-    `expected` are the HF tensors by shape and type; `derive_fn` has the engine derive again what it keeps beside its
-    parameters. Weights cannot be pushed by plan before `adopt`.
+    `expected` are the HF tensors by shape and type; `derive_fn`, also `finish`, has the engine derive again what it
+    keeps beside its parameters. Weights cannot be pushed by plan before `adopt`.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class EngineWeights:
     ) -> None:
         self.shapes = {name: tuple(tensor.shape) for name, tensor in expected.items()}
         self.dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in expected.items()}
-        self.aliases, self._model_fn, self._derive_fn = aliases, model_fn, derive_fn
+        self.aliases, self._model_fn, self.finish = aliases, model_fn, derive_fn
         self._layout: WeightLayout | None = None
         self._views: Callable[[NamedTensors], NamedTensors] = dict
 
@@ -54,10 +54,6 @@ class EngineWeights:
         for name, tensor in bucket:
             _check_shape(name, tensor, self.shapes.get(self.aliases.get(name, name)))
         self._model_fn().load_weights((name, tensor) for name, tensor in bucket if name not in self.aliases)
-
-    def finish(self) -> None:
-        """Have the engine derive again what it keeps beside the tensors, which are in place."""
-        self._derive_fn()
 
 
 class HostWeights:

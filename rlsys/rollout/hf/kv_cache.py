@@ -100,17 +100,15 @@ class ColumnCache(Cache):
             layer.copy_rows(sources, targets, slice(first, self.column))
 
 
-def hidden_score(dtype: torch.dtype) -> float:
-    """What is added to the score of a hidden column: far below any score, far from overflow."""
-    return torch.finfo(dtype).min / 2
-
-
 def causal_mask(starts: Tensor, queries: slice, keys: slice, dtype: torch.dtype) -> Tensor:
-    """Additive mask (N, 1, Q, K): a query column sees the key columns from its row's start to itself."""
+    """Additive mask (N, 1, Q, K): a query column sees the key columns from its row's start to itself.
+
+    What is added to the score of a hidden column is far below any score, and far from overflow.
+    """
     key = torch.arange(keys.start, keys.stop, device=starts.device)
     query = torch.arange(queries.start, queries.stop, device=starts.device)
     seen = (key >= starts[:, None, None]) & (key <= query[:, None])
-    return torch.where(seen, 0.0, hidden_score(dtype)).to(dtype)[:, None]
+    return torch.where(seen, 0.0, torch.finfo(dtype).min / 2).to(dtype)[:, None]
 
 
 def grouped_attention(

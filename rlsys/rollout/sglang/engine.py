@@ -88,7 +88,8 @@ class SGLangRollout(BaseRolloutEngine):
             max_model_len=length,
             eos_token_ids=eos_ids_of(path),
         )
-        self.config, self.replica, self._num_layers = config, replica, text.num_hidden_layers
+        self.config, self._num_layers = config, text.num_hidden_layers
+        self.is_leader = replica.rank == 0
         if has_images(hf_config):
             with torch.device("meta"):
                 self._positions = auto_model(hf_config).from_config(hf_config)
@@ -101,11 +102,6 @@ class SGLangRollout(BaseRolloutEngine):
         self.remote = RpcClient(socket, peer, callbacks, error=RolloutError)
         self._pending: dict[Pending, RunningRequest] = {}
         self._check_cache_size()
-
-    @property
-    def is_leader(self) -> bool:
-        """Whether this rank serves its replica's requests."""
-        return self.replica.rank == 0
 
     @property
     def server_args(self) -> Any:
@@ -245,17 +241,14 @@ class SGLangRollout(BaseRolloutEngine):
         self.check_weights_awake()
         super().begin_update()
         if self.is_leader and not self._pending:
-            end_s = time.monotonic() + STEP_WAIT_S
-            while not self._flush():
+            thread, end_s = self._engine_thread, time.monotonic() + STEP_WAIT_S
+            flush = thread.engine.tokenizer_manager.flush_cache
+            while not thread.wait(flush(), "flush_cache", STEP_WAIT_S).success:
                 if time.monotonic() > end_s:
                     raise WeightTransferError(f"SGLang did not become idle within {STEP_WAIT_S:g} s")
                 time.sleep(POLL_S)
         self.remote.call("wait_idle", deadline_s=CALL_WAIT_S)
         self._report(stops=True)
-
-    def _flush(self) -> bool:
-        manager = self._engine_thread.engine.tokenizer_manager
-        return self._engine_thread.wait(manager.flush_cache(), "flush_cache", STEP_WAIT_S).success
 
     def _unpark(self) -> None:
         """The next exchange continues, when the other ranks of the replica have been updated too."""
@@ -300,7 +293,8 @@ class SGLangRollout(BaseRolloutEngine):
 
     def _check_cache_size(self) -> None:
         """ConfigError if the cache is too small for the longest request, whose answer SGLang would truncate."""
-        num_tokens = self._engine_thread.num_cache_tokens
+        infos = self._engine_thread.engine._scheduler_init_result.scheduler_infos
+        num_tokens = infos[0].get("max_total_num_tokens") if infos else None
         if num_tokens is not None and num_tokens < self.max_model_len:
             self.close()
             raise ConfigError(

@@ -47,12 +47,6 @@ class EngineThread:
                 raise RolloutError("SGLang's scheduler exited before it opened its socket; see its log for the cause")
             time.sleep(0.05)
 
-    @property
-    def num_cache_tokens(self) -> int | None:
-        """The number of tokens that the cache holds; None if SGLang does not report it."""
-        infos = self.engine._scheduler_init_result.scheduler_infos
-        return infos[0].get("max_total_num_tokens") if infos else None
-
     def submit(self, work: Coroutine[object, object, object]) -> Future[Any]:
         """Run a coroutine on the engine's event loop."""
         return asyncio.run_coroutine_threadsafe(work, self.loop)

@@ -3,42 +3,34 @@
 A request's SampleSpec is encoded in its id (`request_id`), which SGLang carries to every rank and into every batch.
 """
 
-import json
 import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
 from rlsys.rollout.sampling.hook import RowSampler, SampleSpec
 from rlsys.rollout.sampling.log import SampleLog
-from rlsys.types import SamplingParams
 
 SEPARATOR = "|"
-SENT = ("seed", "temperature", "top_p", "top_k", "min_new_tokens")
 
 
 def request_id(spec: SampleSpec) -> str:
     """An id that starts with the spec's number, at a fixed width because SGLang aborts by prefix."""
-    params = spec.params
-    stop_ids = spec.stop_ids if params.min_new_tokens else ()
-    values = [spec.prompt_length, stop_ids, *(getattr(params, name) for name in SENT)]
-    return f"{spec.number:012d}{SEPARATOR}{json.dumps(values, separators=(',', ':'))}"
+    return f"{spec.number:012d}{SEPARATOR}{msgspec.json.encode(spec).decode()}"
 
 
 @lru_cache(maxsize=1 << 16)
 def spec_of(rid: str) -> SampleSpec | None:
-    """The spec in a request id, as far as sampling needs it; None for requests that are not ours."""
+    """The spec in a request id; None for requests that are not ours."""
     number, separator, text = rid.partition(SEPARATOR)
     if not separator or not number.isdigit():
         return None
-    prompt_length, stop_ids, *values = json.loads(text)
-    return SampleSpec(
-        int(number), prompt_length, SamplingParams(1, **dict(zip(SENT, values, strict=True))), tuple(stop_ids)
-    )
+    return msgspec.json.decode(text, type=SampleSpec)
 
 
 class SchedulerSampler:

@@ -79,8 +79,8 @@ class VLLMRollout(BaseRolloutEngine):
         self._decision = torch.zeros(2, dtype=torch.int64) if is_parallel else None
         loads = context.load_format == "auto" and on_cpu
         expected = hf_tensors(path, dtype=context.dtype_name(config.dtype), has_values=loads, has_memory=on_cpu)
-        derive = partial(self._rpc, "rlsys_derive")
-        self.weights = HostWeights(*expected, self._reload) if on_cpu else EngineWeights(*expected, self._model, derive)
+        reload, derive = partial(self._rpc, "rlsys_reload"), partial(self._rpc, "rlsys_derive")
+        self.weights = HostWeights(*expected, reload) if on_cpu else EngineWeights(*expected, self._model, derive)
 
     def _decode(self) -> bool:
         try:
@@ -233,9 +233,6 @@ class VLLMRollout(BaseRolloutEngine):
     def _free(self) -> None:
         end_groups(self.engine.engine_core.shutdown, shared=self._shares_groups)
         del self.engine
-
-    def _reload(self, tensors: Mapping[str, Tensor]) -> None:
-        self._rpc("rlsys_reload", list(tensors.items()))
 
     def _model(self) -> object:
         return self.engine.model_executor.driver_worker.worker.model_runner.get_model()

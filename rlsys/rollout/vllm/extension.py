@@ -1,6 +1,6 @@
 """Methods added to vLLM's workers, called by name through collective_rpc."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,9 +23,9 @@ class RolloutExtension:
         processor = next(one for one in processors if isinstance(one, SamplingProcessor))
         return processor.sampler.log.take(numbers, starts)
 
-    def rlsys_reload(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def rlsys_reload(self, tensors: Mapping[str, Tensor]) -> None:
         """Load full HF tensors through vLLM's own loader, which packs them for its kernels."""
-        self.model_runner.reload_weights(weights_iterator=iter(tensors))
+        self.model_runner.reload_weights(weights_iterator=iter(tensors.items()))
         pack_again(self.model_runner.get_model())
 
     def rlsys_derive(self) -> None:
