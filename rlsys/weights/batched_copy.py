@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import gcd
-from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -54,7 +53,7 @@ class BatchedCopy:
     def run(self) -> None:
         """Issue all copies; on a GPU they are done when the current stream has been waited for."""
         for table, word_bytes, pitched in self._tables:
-            _kernels().copy_tiles(table, word_bytes=word_bytes, pitched=pitched)
+            self._copy_tiles(table, word_bytes=word_bytes, pitched=pitched)
         for targets, sources in self._groups:
             torch._foreach_copy_(targets, sources, non_blocking=True)
         for target, source in self._cast:
@@ -87,8 +86,11 @@ class BatchedCopy:
             for (word_bytes, pitched), rows in sorted(tiles.items())
         ]
         try:
+            from rlsys.weights.kernels import copy_tiles
+
+            self._copy_tiles = copy_tiles
             for table, word_bytes, pitched in self._tables:
-                _kernels().copy_tiles(table[:1], word_bytes=word_bytes, pitched=pitched)
+                copy_tiles(table[:1], word_bytes=word_bytes, pitched=pitched)
         except Exception as error:  # triton missing, or no compiler for it: foreach serves too
             log.warning("copying weights with foreach, because the copy kernel does not work here: %s", error)
             self.uses_kernel, self._tables, self._cast = False, [], []
@@ -143,9 +145,3 @@ def tiles_of(block: StridedBytes, tile_bytes: int) -> Iterator[tuple[int, bool, 
         n = min(step, block.rows - row)
         source, target = block.source + row * block.source_pitch, block.target + row * block.target_pitch
         yield word, True, (source, target, n * width, width, block.source_pitch // word, block.target_pitch // word)
-
-
-def _kernels() -> ModuleType:
-    from rlsys.weights import kernels
-
-    return kernels

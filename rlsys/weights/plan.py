@@ -5,7 +5,7 @@ near ones share them by the bytes that each has to give already.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -69,7 +69,7 @@ class Plan:
 
     @cached_property
     def copies(self) -> tuple[Copy, ...]:
-        return tuple(self._copies(self.moves))
+        return self.select(slice(None))
 
     @cached_property
     def copy_bytes(self) -> Ints:
@@ -80,10 +80,6 @@ class Plan:
     @cached_property
     def num_bytes(self) -> int:
         return int(self.copy_bytes.sum())
-
-    def select(self, chosen: Ints) -> tuple[Copy, ...]:
-        """The copies at these positions, or where a mask says so."""
-        return tuple(self._copies(self.moves[chosen]))
 
     def bytes_by_link(self) -> dict[tuple[int, int], int]:
         """Bytes from each source rank to each destination rank."""
@@ -100,17 +96,18 @@ class Plan:
         _, first, ids = np.unique(keys, return_index=True, return_inverse=True)
         return ids.reshape(-1), first
 
-    def _copies(self, moves: Ints) -> Iterator[Copy]:
-        part, source_shard, shard, source_rank, rank = moves.T
+    def select(self, chosen: Ints | slice) -> tuple[Copy, ...]:
+        """The copies at these positions, or where a mask says so."""
+        part, source_shard, shard, source_rank, rank = self.moves[chosen].T
         start, shape, dims = self.start[part], self.shape[part], self.start.shape[1]
         source, destination = self.source_shards.places(source_shard, start), self.shards.places(shard, start)
         columns = (self.part_tensor[part], start, shape, source_rank, *source[:3], rank, *destination)
-        for t, at, n, s, sl, ss, sd, r, ln, ls, ld, lt in zip(*(column.tolist() for column in columns), strict=True):
-            own = dims - int(self.tensor_dims[t])
-            yield Copy(
+        own = (dims - self.tensor_dims).tolist()
+        return tuple(
+            Copy(
                 self.tensors[t],
-                tuple(at[own:]),
-                tuple(n[own:]),
+                tuple(at[own[t] :]),
+                tuple(n[own[t] :]),
                 s,
                 self.locals[sl],
                 tuple(ss[dims - sd :]),
@@ -119,6 +116,8 @@ class Plan:
                 tuple(ls[dims - ld :]),
                 self.dtypes[lt],
             )
+            for t, at, n, s, sl, ss, sd, r, ln, ls, ld, lt in zip(*(column.tolist() for column in columns), strict=True)
+        )
 
 
 def distance_by_host(source: WeightLayout, destination: WeightLayout) -> int:
@@ -169,7 +168,8 @@ def make_plan(sources: Sequence[WeightLayout], destinations: Sequence[WeightLayo
     names, shapes = resolve_names(sources, destinations), full_shapes(sources)
     source_templates, source_template = tables.find_templates(sources)
     templates, template = tables.find_templates(destinations)
-    dims, ids = tables.num_dims([*source_templates, *templates]), NameIds()
+    starts = (shard.local_start for layout in [*source_templates, *templates] for shard in layout.shards)
+    dims, ids = max([1, *map(len, starts)]), NameIds()
     shards = tables.shard_table(templates, names, dims, ids)
     source_shards = tables.shard_table(source_templates, {name: name for name in shapes}, dims, ids)
     wanted, given = (tables.distinct_boxes(side.tensor, side.start, side.stop) for side in (shards, source_shards))

@@ -6,7 +6,6 @@ checksum, every engine that receives them compares its own.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -71,15 +70,11 @@ class RankPlans:
     def digest(self, checksums: np.ndarray) -> str:
         """One checksum for all tensors, the same for any layouts."""
         boxes: dict[str, dict[Box, int]] = {}
-        for copy, number in self._checksummed:
+        copies = (copy for source in self.sources for copy in source.checksummed)
+        for copy, number in zip(copies, np.concatenate(self.checksum_ids).tolist(), strict=True):
             boxes.setdefault(copy.tensor, {}).setdefault(copy.box, int(checksums[number]))
         shapes = self.sources[0].full_shapes
         return digest({name: merge_box_checksums(name, tuple(shapes[name]), held) for name, held in boxes.items()})
-
-    @cached_property
-    def _checksummed(self) -> list[tuple[Copy, int]]:
-        copies = [copy for source in self.sources for copy in source.checksummed]
-        return list(zip(copies, np.concatenate(self.checksum_ids).tolist(), strict=True))
 
 
 def split_plan(plan: Plan, sources: Sequence[WeightLayout]) -> RankPlans:

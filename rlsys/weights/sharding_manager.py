@@ -114,7 +114,12 @@ class ShardingManager:
         between a push and the trainer's next step.
         """
         with self._stage("validation") as remaining_s:
-            checks = self._checks(remaining_s)
+            self._connected()
+            sources, destinations = self._layouts
+            dtypes = source_dtypes(resolve_names(sources, destinations), destinations)
+            sent = wait_all(self.source.execute_all_async("weight_checksum", dtypes), remaining_s)
+            received = wait_all(self.destination.execute_all_async("weight_checksum"), remaining_s)
+            checks = compare_checksums([*zip(sources, sent, strict=True)], [*zip(destinations, received, strict=True)])
         if self.report_dir is not None:
             write_report(self.report_dir / f"weights_v{self.version}.json", checks, version=self.version or 0)
         if unequal := [check.name for check in checks if not check.equal]:
@@ -129,14 +134,6 @@ class ShardingManager:
         with self._stage("close") as remaining_s:
             for group in (self.destination, self.source):
                 wait_all(group.execute_all_async("close_weight_transfer"), remaining_s)
-
-    def _checks(self, remaining_s: RemainingTime) -> list[TensorCheck]:
-        self._connected()
-        sources, destinations = self._layouts
-        dtypes = source_dtypes(resolve_names(sources, destinations), destinations)
-        sent = wait_all(self.source.execute_all_async("weight_checksum", dtypes), remaining_s)
-        received = wait_all(self.destination.execute_all_async("weight_checksum"), remaining_s)
-        return compare_checksums([*zip(sources, sent, strict=True)], [*zip(destinations, received, strict=True)])
 
     def _connected(self) -> Executor:
         if self._transport is None:

@@ -86,11 +86,6 @@ def find_templates(layouts: Sequence[WeightLayout]) -> tuple[list[WeightLayout],
     return list(templates.values()), np.array([number_of[key] for key in keys], dtype=np.int64)
 
 
-def num_dims(templates: Sequence[WeightLayout]) -> int:
-    """The most dimensions of any local tensor, at least one."""
-    return max([1, *(len(shard.local_start) for layout in templates for shard in layout.shards)])
-
-
 def shard_table(templates: Sequence[WeightLayout], names: Mapping[str, str], dims: int, ids: NameIds) -> ShardTable:
     """The shards of the templates as columns without empty ones; `names` are the source's names of tensors."""
     parts = []

@@ -69,15 +69,10 @@ class Executor:
         """Bring one restarted rollout rank to the version that was pushed last."""
         raise WeightTransferError(f"this executor cannot restore rollout rank {rank}: push again")
 
-    def open(
-        self, group: WeightGroup, specs: Sequence[object], remaining_s: RemainingTime, *, first_rank: int = 0
-    ) -> list[Any]:
-        """Let ranks from `first_rank` on join, each with its spec; returns what their peers need to reach them."""
-        futures = [
-            group.execute_rank_async(rank, "open_weight_transfer", spec)
-            for rank, spec in enumerate(specs, start=first_rank)
-        ]
-        return wait_all(futures, remaining_s)
+    def open(self, group: WeightGroup, specs: Sequence[object], remaining_s: RemainingTime) -> list[Any]:
+        """Let all ranks join, each with its spec; returns what their peers need to reach them."""
+        calls = [group.execute_rank_async(rank, "open_weight_transfer", spec) for rank, spec in enumerate(specs)]
+        return wait_all(calls, remaining_s)
 
     def step(self, group: WeightGroup, remaining_s: RemainingTime, step: str, *args: object) -> list[Any]:
         """Run one of the executor's own steps on all ranks of a group."""
@@ -91,5 +86,5 @@ class Executor:
 
     def reopen(self, rank: int, version: int, spec: object, remaining_s: RemainingTime) -> None:
         """Let one rollout rank join again and receive a version that is still there."""
-        self.open(self.destination, [spec], remaining_s, first_rank=rank)
-        self.destination.execute_rank_async(rank, "receive_weights", version).get(remaining_s())
+        for method, argument in (("open_weight_transfer", spec), ("receive_weights", version)):
+            self.destination.execute_rank_async(rank, method, argument).get(remaining_s())

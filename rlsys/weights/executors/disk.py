@@ -7,7 +7,7 @@ Engines of this run read the boxes they hold; external servers load the director
 import json
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -51,11 +51,8 @@ class DiskSpec:
     @contextmanager
     def mapped(self, folder: Path) -> Iterator[dict[str, Tensor]]:
         """The tensors of the file in a folder."""
-        memory = SharedMemory.open(str(folder / FILE), self.num_bytes)
-        try:
+        with closing(SharedMemory.open(str(folder / FILE), self.num_bytes)) as memory:
             yield unpack_tensors(memory.bytes, self.tensors)
-        finally:
-            memory.close()
 
 
 class DiskWriter:

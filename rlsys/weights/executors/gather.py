@@ -6,6 +6,7 @@ of all other executors and their fallback.
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 
 import torch
@@ -100,8 +101,7 @@ class GatherLoader:
         """Load a bucket and check the elements that this rank holds of it."""
         if self.version != version:
             raise WeightTransferError(f"this engine is not receiving weight version {version}")
-        memory = SharedMemory.open(bucket.path, bucket.num_bytes)
-        try:
+        with closing(SharedMemory.open(bucket.path, bucket.num_bytes)) as memory:
             tensors = unpack_tensors(memory.bytes, bucket.tensors)
             for (name, tensor), checksum in zip(tensors.items(), bucket.checksums, strict=True):
                 if tensor_checksum(tensor) != checksum:
@@ -109,8 +109,6 @@ class GatherLoader:
             self.engine.load(list(tensors.items()))
             self._check(tensors)
             tensors.clear()
-        finally:
-            memory.close()
 
     def _check(self, tensors: Mapping[str, Tensor]) -> None:
         layout, local = self.engine.weight_layout(), self.engine.local_tensors()

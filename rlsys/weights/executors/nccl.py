@@ -9,7 +9,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from rlsys.interfaces import RolloutEngine, TrainEngine
 from rlsys.ipc.process_group import LOOPBACK, PeerLostError, ProcessGroup, Rendezvous
 from rlsys.utils.boxes import buckets
 from rlsys.weights.executors.base import Executor, Layouts, RankFuture, RemainingTime, WeightGroup
-from rlsys.weights.layout import device_of, dtype_of, element_bytes, view_of
+from rlsys.weights.layout import device_of, dtype_of, view_of
 from rlsys.weights.plan import Copy, make_plan
 from rlsys.weights.rank_plan import (
     DestinationPlan,
@@ -221,8 +220,7 @@ def unpacked(buffer: Tensor, copies: Sequence[Copy]) -> Iterator[Tensor]:
     """The values of each copy in a message."""
     at = 0
     for copy in copies:
-        count = prod(copy.shape) * element_bytes(copy.dtype)
-        yield buffer[at : at + count].view(dtype_of(copy.dtype)).view(copy.shape)
+        yield buffer[at : at + copy.num_bytes].view(dtype_of(copy.dtype)).view(copy.shape)
         at += padded_bytes(copy)
 
 
