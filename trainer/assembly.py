@@ -8,7 +8,7 @@ from functools import partial
 from torch.utils.data import Sampler
 from transformers import PreTrainedTokenizerBase
 
-from rlsys.algorithms.kl import get_kl_controller
+from rlsys.algorithms.kl import KLController
 from rlsys.algorithms.stages import filter_groups
 from rlsys.config import PPOConfig
 from rlsys.config.plan import BatchPlan
@@ -118,7 +118,7 @@ def assemble(
         )
         rows = inputs.val_dataset
         validation = None if rows is None else Validation(cfg, rows, graded, on_validation, cfg.data.seed)
-        grader, kl_ctrl, reward_rows = cfg.reward.reward_model, get_kl_controller(cfg.algorithm.kl_ctrl), None
+        grader, kl_ctrl, reward_rows = cfg.reward.reward_model, KLController(cfg.algorithm.kl_ctrl), None
         if grader.input_tokenizer is not None:
             reward_rows = partial(collate_answers, tokenizer=inputs.tokenizer, own=load_tokenizer(grader.model))
         return TrainerParts(

@@ -1,12 +1,9 @@
 """KL divergence between policies: estimators per token, the penalty in the reward, and its controllers."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from rlsys.algorithms.masked import masked_mean
 from rlsys.config.schema.algorithm import KLControlConfig
 from rlsys.config.vocabulary import KL_KINDS
 
@@ -41,44 +38,25 @@ def _kl_value(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
     raise ValueError(f"unknown KL kind '{kind}', one of {', '.join(KL_KINDS)}, each with or without '+'")
 
 
-@dataclass
 class KLController:
     """The coefficient of the KL in the reward; part of a checkpoint.
 
-    With a `target_kl` the KL is steered towards it (arXiv:1909.08593) over a `horizon` in rows; else it is constant.
+    An adaptive one steers the KL towards `target_kl` (arXiv:1909.08593) over a `horizon` in rows; else it is constant.
     """
 
-    value: float
-    target_kl: float | None = None
-    horizon: float = 1.0
+    def __init__(self, config: KLControlConfig) -> None:
+        self.config, self.value = config, config.kl_coef
 
     def update(self, current_kl: float, n_steps: int) -> None:
         """Adapt the coefficient to the KL of `n_steps` rows."""
-        if self.target_kl is not None:
-            error = min(max(current_kl / self.target_kl - 1, -0.2), 0.2)
-            self.value *= 1 + error * n_steps / self.horizon
+        if self.config.type == "adaptive":
+            error = min(max(current_kl / self.config.target_kl - 1, -0.2), 0.2)
+            self.value *= 1 + error * n_steps / self.config.horizon
 
     def state_dict(self) -> dict[str, float]:
         return {"value": self.value}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """A constant coefficient is the configured one: a resumed run may change it."""
-        if self.target_kl is not None:
+        if self.config.type == "adaptive":
             self.value = float(state["value"])
-
-
-def get_kl_controller(config: KLControlConfig) -> KLController:
-    """The controller of `config.type`."""
-    if config.type == "fixed":
-        return KLController(config.kl_coef)
-    return KLController(config.kl_coef, config.target_kl, config.horizon)
-
-
-@torch.no_grad()
-def kl_in_reward(
-    *, token_level_scores: Tensor, log_prob: Tensor, ref_log_prob: Tensor, response_mask: Tensor, beta: float, kind: str
-) -> tuple[Tensor, float]:
-    """Rewards `scores - beta * KL` (B, R) (arXiv:1909.08593) and the mean over rows of their mean KL."""
-    kl = kl_penalty(log_prob, ref_log_prob, kind)
-    kl = torch.where(response_mask.bool(), kl, torch.zeros_like(kl))
-    return token_level_scores - beta * kl, masked_mean(kl, response_mask, dim=1).mean().item()

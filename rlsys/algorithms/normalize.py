@@ -1,10 +1,10 @@
-"""AReaL's reward and advantage shaping: bias, scale, clip and normalisation by batch or group."""
+"""AReaL's normalisation of rewards and advantages by batch or group."""
 
 import torch
 from torch import Tensor
 
 from rlsys.algorithms.groups import group_sum
-from rlsys.config.schema.algorithm import AlgorithmConfig, NormConfig
+from rlsys.config.schema.algorithm import NormConfig
 
 
 @torch.no_grad()
@@ -46,20 +46,3 @@ def _deviation(centred: Tensor, counted: Tensor, ids: Tensor, unbiased: bool) ->
     degrees = count - 1 if unbiased else count
     std = (square / degrees.clamp(min=1)).sqrt()
     return torch.where(degrees > 0, std, torch.ones_like(std))
-
-
-@torch.no_grad()
-def shape_rewards(scores: Tensor, config: AlgorithmConfig, *, group_ids: Tensor, truncated: Tensor) -> Tensor:
-    """Outcomes (B,) after AReaL's reward stage, in its order: bias and scaling, clip, norm, truncation.
-
-    `truncated` (B,) bool marks responses cut off before an end token; with `mask_no_eos_with_zero` those get 0, after
-    they took part in the normalisation.
-    """
-    shaped = (scores.double() + config.reward_bias) * config.reward_scaling
-    if config.reward_clip is not None:
-        shaped = shaped.clamp(min=-config.reward_clip, max=config.reward_clip)
-    if config.reward_norm.enabled:
-        shaped = normalize(shaped, config.reward_norm, group_ids=group_ids)
-    if config.mask_no_eos_with_zero:
-        shaped = torch.where(truncated, torch.zeros_like(shaped), shaped)
-    return shaped.to(scores.dtype)

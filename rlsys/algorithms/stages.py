@@ -18,9 +18,10 @@ from rlsys.algorithms.correction import rollout_correction
 from rlsys.algorithms.covariance_loss import select_tokens
 from rlsys.algorithms.filters import informative_groups, pf_ppo_rows
 from rlsys.algorithms.groups import group_ids_of
-from rlsys.algorithms.kl import KLController, kl_in_reward
-from rlsys.algorithms.masked import at_last_token
-from rlsys.algorithms.normalize import normalize, shape_rewards
+from rlsys.algorithms.kl import KLController
+from rlsys.algorithms.kl import kl_penalty as kl_value
+from rlsys.algorithms.masked import at_last_token, masked_mean
+from rlsys.algorithms.normalize import normalize
 from rlsys.algorithms.registry import SectionView
 from rlsys.algorithms.turns import episode_inputs, spread_turns, turn_inputs
 from rlsys.config.schema.actor import ActorConfig
@@ -61,22 +62,19 @@ def rewards_from_scores(batch: DataProto) -> DataProto:
     return with_columns(batch, token_level_rewards=column(batch, "token_level_scores"))
 
 
+@torch.no_grad()
 def apply_kl_penalty(
     batch: DataProto, controller: KLController, *, kl_penalty: str = "kl"
 ) -> tuple[DataProto, dict[str, float]]:
-    """token_level_rewards := token_level_scores - beta * KL(old || reference); the controller is then updated.
+    """token_level_rewards := token_level_scores - beta * KL(old || reference) (arXiv:1909.08593).
 
-    Metrics: actor/reward_kl_penalty (before), actor/reward_kl_penalty_coeff (the beta that was applied).
+    The controller is then updated by the mean over rows of their mean KL.
+    Metrics: actor/reward_kl_penalty (that KL), actor/reward_kl_penalty_coeff (the beta that was applied).
     """
-    beta = controller.value
-    rewards, current_kl = kl_in_reward(
-        token_level_scores=column(batch, "token_level_scores"),
-        log_prob=column(batch, "old_log_probs"),
-        ref_log_prob=column(batch, "ref_log_prob"),
-        response_mask=column(batch, "response_mask"),
-        beta=beta,
-        kind=kl_penalty,
-    )
+    beta, mask = controller.value, column(batch, "response_mask")
+    kl = kl_value(column(batch, "old_log_probs"), column(batch, "ref_log_prob"), kl_penalty)
+    kl = torch.where(mask.bool(), kl, torch.zeros_like(kl))
+    rewards, current_kl = column(batch, "token_level_scores") - beta * kl, masked_mean(kl, mask, dim=1).mean().item()
     controller.update(current_kl, len(batch))
     metrics = {"actor/reward_kl_penalty": current_kl, "actor/reward_kl_penalty_coeff": beta}
     return with_columns(batch, token_level_rewards=rewards), metrics
@@ -91,17 +89,22 @@ def is_truncated(batch: DataProto) -> Tensor:
 
 
 def shape_batch_rewards(batch: DataProto, config: AlgorithmConfig, *, num_repeat: int = 1) -> DataProto:
-    """token_level_scores := AReaL's reward stage of each row's outcome, placed at its last counting token.
+    """token_level_scores := each row's outcome after AReaL's reward stage, placed at its last counting token.
 
-    The batch itself where every reward key has its default.
+    In AReaL's order: bias and scaling, clip, norm, truncation: with `mask_no_eos_with_zero` responses that were cut off
+    get 0, after they took part in the normalisation. The batch itself where every reward key has its default.
     """
     if not config.shapes_rewards:
         return batch
     scores, ids = column(batch, "token_level_scores").sum(dim=1), group_ids(batch, num_repeat=num_repeat)
     truncated = is_truncated(batch) if config.mask_no_eos_with_zero else torch.zeros(len(batch), dtype=torch.bool)
     size = batch.meta_info.get("rows_per_episode", 1)
-    shaped = shape_rewards(scores[::size], config, group_ids=ids[::size], truncated=truncated[::size])
-    shaped = shaped.repeat_interleave(size)
+    shaped = (scores[::size].double() + config.reward_bias) * config.reward_scaling
+    if config.reward_clip is not None:
+        shaped = shaped.clamp(min=-config.reward_clip, max=config.reward_clip)
+    if config.reward_norm.enabled:
+        shaped = normalize(shaped, config.reward_norm, group_ids=ids[::size])
+    shaped = shaped.masked_fill(truncated[::size], 0.0).repeat_interleave(size).to(scores.dtype)
     return with_columns(batch, token_level_scores=at_last_token(shaped, column(batch, "response_mask")))
 
 

@@ -1,7 +1,8 @@
 """The actor: log-probabilities of responses, and policy updates by any registered loss."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from pathlib import Path
 
 from tensordict import TensorDict
@@ -84,35 +85,34 @@ class PPOActor:
         wanted["entropy"] = config.calculate_entropy or config.entropy_coeff != 0
         first_seed = config.data_loader_seed * 1_000_003 + global_step(batch) * 1009
 
-        def make_loss(part: DataProto, index: int) -> tuple[DataProto, LossFn]:
-            if "selected_tokens" not in part.tensors.keys():  # noqa: SIM118
-                part = add_selected_tokens(part, config, seed=first_seed + index)
+        def loss(part: DataProto, outputs: Mapping[str, Tensor], rows: TensorDict) -> LossSum:
+            teacher = None
+            if distillation is not None:
+                teacher = TeacherScores(distillation, outputs[taught], rows["teacher_log_probs"])
+            return actor_loss(
+                config,
+                log_prob=outputs["log_probs"],
+                old_log_prob=rows["old_log_probs"],
+                advantages=rows["advantages"],
+                response_mask=rows["response_mask"],
+                rollout_is_weights=rows.get("rollout_is_weights", None),
+                rollout_correction=self.rollout_correction,
+                selected=rows.get("selected_tokens", None),
+                ref_log_prob=rows.get("ref_log_prob", None),
+                entropy=outputs.get("entropy"),
+                batch_rows=len(part) * self.engine.dp_size,
+                teacher=teacher,
+            )
 
-            def loss(outputs: Mapping[str, Tensor], rows: TensorDict) -> LossSum:
-                teacher = None
-                if distillation is not None:
-                    teacher = TeacherScores(distillation, outputs[taught], rows["teacher_log_probs"])
-                return actor_loss(
-                    config,
-                    log_prob=outputs["log_probs"],
-                    old_log_prob=rows["old_log_probs"],
-                    advantages=rows["advantages"],
-                    response_mask=rows["response_mask"],
-                    rollout_is_weights=rows.get("rollout_is_weights", None),
-                    rollout_correction=self.rollout_correction,
-                    selected=rows.get("selected_tokens", None),
-                    ref_log_prob=rows.get("ref_log_prob", None),
-                    entropy=outputs.get("entropy"),
-                    batch_rows=len(part) * self.engine.dp_size,
-                    teacher=teacher,
-                )
-
-            return part, loss
+        def losses() -> Iterator[tuple[DataProto, LossFn]]:
+            for index, part in enumerate(parts):
+                if "selected_tokens" not in part.tensors.keys():  # noqa: SIM118
+                    part = add_selected_tokens(part, config, seed=first_seed + index)
+                yield part, partial(loss, part)
 
         metrics = run_updates(
             self.engine,
-            parts,
-            make_loss,
+            losses(),
             outputs=[name for name in wanted if wanted[name]],
             prefix="actor",
             temperature=_temperature(batch),

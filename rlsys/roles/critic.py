@@ -1,14 +1,15 @@
 """The critic: values of states, and their regression on returns."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from tensordict import TensorDict
 from torch import Tensor
 
 from rlsys.algorithms.value_loss import compute_value_loss
 from rlsys.config.schema.actor import CriticConfig
-from rlsys.interfaces import LossFn, LossSum, TrainEngine
+from rlsys.interfaces import LossSum, TrainEngine
 from rlsys.protocol import DataProto
 from rlsys.roles.update import mini_batches, run_updates, with_scale
 
@@ -31,26 +32,17 @@ class PPOCritic:
     def ppo_update(self, batch: DataProto) -> dict[str, float]:
         """Train on the rows in mini-batches (values, returns, response_mask); returns verl's `critic/*` metrics."""
         parts = mini_batches(batch, self.config, rollout_n=self.rollout_n, dp_size=self.engine.dp_size)
-        return self._update(batch, parts)
-
-    def train_batch(self, batch: DataProto) -> dict[str, float]:
-        """One optimizer step on all rows."""
-        return self._update(batch, [batch])
-
-    def _update(self, batch: DataProto, parts: Iterable[DataProto]) -> dict[str, float]:
         config = with_scale(self.config, batch)
 
-        def make_loss(part: DataProto, _: int) -> tuple[DataProto, LossFn]:
-            def loss(outputs: Mapping[str, Tensor], rows: TensorDict) -> LossSum:
-                return compute_value_loss(
-                    vpreds=outputs["values"],
-                    returns=rows["returns"],
-                    values=rows["values"],
-                    response_mask=rows["response_mask"],
-                    config=config,
-                    batch_rows=len(part) * self.engine.dp_size,
-                )
+        def loss(part: DataProto, outputs: Mapping[str, Tensor], rows: TensorDict) -> LossSum:
+            return compute_value_loss(
+                vpreds=outputs["values"],
+                returns=rows["returns"],
+                values=rows["values"],
+                response_mask=rows["response_mask"],
+                config=config,
+                batch_rows=len(part) * self.engine.dp_size,
+            )
 
-            return part, loss
-
-        return run_updates(self.engine, parts, make_loss, outputs=("values",), prefix="critic")
+        losses = ((part, partial(loss, part)) for part in parts)
+        return run_updates(self.engine, losses, outputs=("values",), prefix="critic")

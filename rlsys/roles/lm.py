@@ -37,9 +37,7 @@ class LMEngine:
 
     def train_lm(self, batch: DataProto) -> dict[str, float]:
         """One optimizer step on all rows: train/loss, train/ppl, train/grad_norm, train/lr, train/skipped_steps."""
-        metrics = run_updates(
-            self.engine, [batch], lambda rows, _: (rows, lm_loss), outputs=("log_probs",), prefix="train"
-        )
+        metrics = run_updates(self.engine, [(batch, lm_loss)], outputs=("log_probs",), prefix="train")
         return {**metrics, "train/ppl": _perplexity(metrics["train/loss"])}
 
     train_batch = train_lm

@@ -57,5 +57,4 @@ def train_pairwise(
         sums = {f"train/{name}": (rows[f"sum of {name}"].sum(), rows[f"count of {name}"].sum()) for name in metrics}
         return to_loss_sum((outputs[output] * rows["slope"]).sum(), rows["counted"].sum(), sums)
 
-    parts = [with_columns(batch, **columns)]
-    return run_updates(engine, parts, lambda rows, _: (rows, linear), outputs=(output,), prefix="train")
+    return run_updates(engine, [(with_columns(batch, **columns), linear)], outputs=(output,), prefix="train")

@@ -1,7 +1,7 @@
 """Updates of every role: mini-batches in a fixed order, one optimizer step each."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -49,22 +49,20 @@ def global_step(batch: DataProto) -> int:
 
 def run_updates(
     engine: TrainEngine,
-    parts: Iterable[DataProto],
-    make_loss: Callable[[DataProto, int], tuple[DataProto, LossFn]],
+    parts: Iterable[tuple[DataProto, LossFn]],
     *,
     outputs: Sequence[Output],
     prefix: str,
     temperature: float = 1.0,
 ) -> dict[str, float]:
-    """One optimizer step per mini-batch, by what `make_loss` makes of it and its number; metrics are means over them.
+    """One optimizer step per mini-batch with its loss; metrics are means over them.
 
     Adds `{prefix}/grad_norm` (over the steps applied), `{prefix}/lr` (the last) and `{prefix}/skipped_steps`: the
     number of steps skipped because their gradient norm was not finite.
     """
     metrics: list[Mapping[str, float]] = []
     reports: list[StepReport] = []
-    for index, part in enumerate(parts):
-        rows, loss_fn = make_loss(part, index)
+    for rows, loss_fn in parts:
         metrics.append(engine.forward_backward(rows, loss_fn, outputs=outputs, temperature=temperature))
         reports.append(engine.optim_step())
     norms = [report.grad_norm for report in reports if report.applied]

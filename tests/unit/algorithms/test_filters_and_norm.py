@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from rlsys.algorithms.filters import informative_groups, overlong_penalty, pf_ppo_rows
-from rlsys.algorithms.normalize import normalize, shape_rewards
-from rlsys.config.schema.algorithm import AlgorithmConfig, NormConfig, OverlongConfig, PFPPOConfig
+from rlsys.algorithms.normalize import normalize
+from rlsys.config.schema.algorithm import NormConfig, OverlongConfig, PFPPOConfig
 
 
 def test_groups_with_equal_rewards_are_dropped_exactly() -> None:
@@ -94,13 +94,3 @@ def test_a_group_of_one_is_left_in_peace() -> None:
     assert normalize(torch.tensor([3.0]), plain, group_ids=torch.tensor([0])).item() == 0
     with pytest.raises(ValueError, match="std_level"):
         NormConfig(std_level="row")  # pyrefly: ignore[bad-argument-type]
-
-
-def test_rewards_are_shaped_in_areals_order() -> None:
-    """Bias before scaling, clip before norm, truncation last."""
-    settings = AlgorithmConfig(reward_bias=-0.5, reward_scaling=10.0, reward_clip=4.0)
-    keys = {"group_ids": torch.tensor([0, 0, 0]), "truncated": torch.tensor([False, False, True])}
-    assert shape_rewards(torch.tensor([1.0, 0.5, 0.0]), settings, **keys).tolist() == pytest.approx([4, 0, -4])
-    scores = torch.tensor([1.0, 1.0, 0.6])
-    zeroed = AlgorithmConfig(reward_norm=NormConfig(mean_level="batch"), mask_no_eos_with_zero=True)
-    assert shape_rewards(scores, zeroed, **keys).tolist() == pytest.approx([1 - 2.6 / 3, 1 - 2.6 / 3, 0])

@@ -5,10 +5,12 @@ import math
 import pytest
 import torch
 
-from rlsys.algorithms.kl import KLController, get_kl_controller, kl_in_reward, kl_penalty
+from rlsys.algorithms.kl import KLController, kl_penalty
+from rlsys.algorithms.stages import apply_kl_penalty
 from rlsys.algorithms.value_loss import compute_value_loss
 from rlsys.config.schema.actor import CriticConfig
 from rlsys.config.schema.algorithm import KLControlConfig
+from rlsys.protocol import DataProto
 
 
 @pytest.mark.parametrize(
@@ -71,32 +73,32 @@ def test_k3_is_bounded_and_unknown_kinds_are_refused() -> None:
 
 
 def test_kl_in_reward_by_hand() -> None:
-    rewards, current = kl_in_reward(
-        token_level_scores=torch.tensor([[0.0, 1.0], [2.0, 0.0]]),
-        log_prob=torch.tensor([[-1.0, -1.0], [-1.0, -9.0]]),
-        ref_log_prob=torch.tensor([[-1.5, -2.0], [-1.0, torch.nan]]),
-        response_mask=torch.tensor([[1, 1], [1, 0]]),
-        beta=0.1,
-        kind="kl",
-    )
-    torch.testing.assert_close(rewards, torch.tensor([[-0.05, 0.9], [2.0, 0.0]]))
-    assert current == pytest.approx((0.75 + 0) / 2)
+    columns = {
+        "token_level_scores": torch.tensor([[0.0, 1.0], [2.0, 0.0]]),
+        "old_log_probs": torch.tensor([[-1.0, -1.0], [-1.0, -9.0]]),
+        "ref_log_prob": torch.tensor([[-1.5, -2.0], [-1.0, torch.nan]]),
+        "response_mask": torch.tensor([[1, 1], [1, 0]]),
+    }
+    batch, metrics = apply_kl_penalty(DataProto.from_dict(columns), KLController(KLControlConfig(kl_coef=0.1)))
+    torch.testing.assert_close(batch.tensors["token_level_rewards"], torch.tensor([[-0.05, 0.9], [2.0, 0.0]]))
+    assert metrics["actor/reward_kl_penalty"] == pytest.approx((0.75 + 0) / 2)
 
 
 def test_adaptive_controller_by_hand_and_through_a_checkpoint() -> None:
-    controller = get_kl_controller(KLControlConfig(type="adaptive", kl_coef=0.2, target_kl=6.0, horizon=100))
+    config = KLControlConfig(type="adaptive", kl_coef=0.2, target_kl=6.0, horizon=100)
+    controller = KLController(config)
     controller.update(current_kl=6.6, n_steps=10)
     assert controller.value == pytest.approx(0.2 * (1 + 0.1 * 10 / 100))
     controller.update(current_kl=600.0, n_steps=10)
     value = 0.2 * 1.01 * (1 + 0.2 * 0.1)
     assert controller.value == pytest.approx(value)
-    resumed = KLController(0.2, 6.0, 100)
+    resumed = KLController(config)
     resumed.load_state_dict(controller.state_dict())
     assert resumed.value == controller.value
 
 
 def test_fixed_controller_stays() -> None:
-    controller = get_kl_controller(KLControlConfig(kl_coef=0.3))
+    controller = KLController(KLControlConfig(kl_coef=0.3))
     controller.update(current_kl=100.0, n_steps=10)
     assert controller.value == 0.3
     for wrong in ({"type": "adaptve"}, {"type": "adaptive", "horizon": 0}):

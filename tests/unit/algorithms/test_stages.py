@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rlsys.algorithms.advantage import adv_estimator_names
-from rlsys.algorithms.kl import get_kl_controller
+from rlsys.algorithms.kl import KLController
 from rlsys.algorithms.stages import (
     add_selected_tokens,
     apply_kl_penalty,
@@ -136,7 +136,7 @@ def test_pf_ppo_resamples_rows_with_everything_that_belongs_to_them() -> None:
 
 
 def test_kl_penalty_lowers_the_reward_and_moves_the_controller() -> None:
-    controller = get_kl_controller(KLControlConfig(type="adaptive", kl_coef=0.1, target_kl=0.01, horizon=100))
+    controller = KLController(KLControlConfig(type="adaptive", kl_coef=0.1, target_kl=0.01, horizon=100))
     batch = make()
     done, metrics = apply_kl_penalty(batch, controller)
     kl = (values(batch, "old_log_probs") - values(batch, "ref_log_prob")) * values(batch, "response_mask")
@@ -167,6 +167,21 @@ def test_areal_rewards_are_placed_at_the_last_token() -> None:
     done = shape_batch_rewards(batch, AlgorithmConfig(reward_scaling=2.0, mask_no_eos_with_zero=True))
     assert values(done, "token_level_scores").tolist() == [[0, 0, 2], [0, 0, 0], [0, 0, 0], [0, 0, 0]]
     assert shape_batch_rewards(batch, AlgorithmConfig()) is batch
+
+
+def test_rewards_are_shaped_in_areals_order() -> None:
+    """Bias before scaling, clip before norm, truncation last."""
+
+    def shaped(scores: list[float], **keys: Any) -> list[float]:
+        tensors = {"token_level_scores": torch.tensor(scores)[:, None], "response_mask": torch.ones(3, 1).long()}
+        reasons = np.array(["stop", "stop", "length"], dtype=object)
+        batch = DataProto.from_dict(tensors, {"uid": np.array(["a"] * 3, dtype=object), "finish_reason": reasons})
+        return values(shape_batch_rewards(batch, AlgorithmConfig(**keys)), "token_level_scores")[:, 0].tolist()
+
+    plain = shaped([1.0, 0.5, 0.0], reward_bias=-0.5, reward_scaling=10.0, reward_clip=4.0)
+    assert plain == pytest.approx([4, 0, -4])
+    zeroed = shaped([1.0, 1.0, 0.6], reward_norm=NormConfig(mean_level="batch"), mask_no_eos_with_zero=True)
+    assert zeroed == pytest.approx([1 - 2.6 / 3, 1 - 2.6 / 3, 0])
 
 
 def test_truncation_is_read_from_the_finish_reason() -> None:

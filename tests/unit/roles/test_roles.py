@@ -190,7 +190,7 @@ def test_the_critic_regresses_on_returns() -> None:
         "critic/skipped_steps",
     }
     for _ in range(20):
-        last = critic.train_batch(batch)
+        last = critic.ppo_update(batch)
     assert last["critic/vf_loss"] < 0.7 * first["critic/vf_loss"]
     with pytest.raises(ValueError, match="cliprange_value"):
         CriticConfig(cliprange_value=0.0)

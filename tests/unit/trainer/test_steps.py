@@ -9,6 +9,7 @@ import torch
 
 from rlsys.algorithms.kl import KLController
 from rlsys.config import PPOConfig, load_config, plan_batches
+from rlsys.config.schema.algorithm import KLControlConfig
 from rlsys.protocol import DataProto
 from rlsys.telemetry.metrics import StageTimer
 from trainer.groups import Role, WorkerGroups
@@ -80,7 +81,7 @@ def steps_of(cfg: PPOConfig, **roles: Any) -> tuple[Steps, Scorer, dict[str, flo
         ),
     )
     groups = WorkerGroups(actor=cast(Any, scorer), **dict.fromkeys(roles, scorer))
-    controller = KLController(0.1)
+    controller = KLController(KLControlConfig(kl_coef=0.1))
     return Steps(cfg, plan_batches(cfg), groups, Residency({}, StageTimer()), reporter, controller), scorer, metrics
 
 
@@ -142,7 +143,7 @@ def test_balancing_counts_tokens_and_keeps_the_temperature() -> None:
 def test_grpo_advantages_by_hand() -> None:
     batch = rows()
     batch.tensors["old_log_probs"] = torch.full((4, 2), -1.0)
-    batch, _ = rewards_to_advantages(batch, config(), KLController(0.1))
+    batch, _ = rewards_to_advantages(batch, config(), KLController(KLControlConfig(kl_coef=0.1)))
     deviation = 0.5**0.5  # of 1 and 0 with n - 1
     expected = 0.5 / (deviation + 1e-6)
     assert batch.tensors["advantages"][:, 0].tolist() == pytest.approx([expected, -expected, 0, 0])
@@ -152,7 +153,7 @@ def test_a_kl_penalty_lowers_rewards_where_the_policy_left_the_reference() -> No
     batch = rows()
     batch.tensors["old_log_probs"], batch.tensors["ref_log_prob"] = torch.full((4, 2), -1.0), torch.full((4, 2), -3.0)
     cfg = config("algorithm.use_kl_in_reward=true", "algorithm.kl_penalty=kl")
-    batch, metrics = rewards_to_advantages(batch, cfg, KLController(0.1))
+    batch, metrics = rewards_to_advantages(batch, cfg, KLController(KLControlConfig(kl_coef=0.1)))
     assert batch.tensors["token_level_rewards"][0].tolist() == pytest.approx([-0.2, 0.8])
     assert metrics["actor/reward_kl_penalty"] == pytest.approx(2.0)
     assert metrics["training/rollout_probs_diff_mean"] == pytest.approx(0.0)
