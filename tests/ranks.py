@@ -17,10 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.shown_gpus import SHOWN, VISIBLE, show_gpus
 from tests.timing import scaled_s
 
 DEADLINE_S = 120.0
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 MODELS = tuple(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen2", "qwen3"))
 """What most tests build: imported once instead of by every rank."""
 
@@ -34,9 +34,7 @@ def run_ranks(world_size: int, work: Callable[..., Any], *args: Any, backend: st
     with tempfile.TemporaryDirectory() as place:
         ranks = [
             context.Process(
-                target=_rank,
-                args=(rank, world_size, Path(place), backend, os.environ.get(VISIBLE), deadline_s / 2, work, args),
-                daemon=True,
+                target=_rank, args=(rank, world_size, Path(place), backend, deadline_s / 2, work, args), daemon=True
             )
             for rank in range(world_size)
         ]
@@ -56,30 +54,17 @@ def run_ranks(world_size: int, work: Callable[..., Any], *args: Any, backend: st
 
 
 def _start_server(context: Any) -> None:
-    """Start the server that ranks with GPUs are forked from; it sees no GPU, so that its imports leave CUDA alone."""
-    context.set_forkserver_preload(["torch", "rlsys.engines.fsdp.engine", *MODELS])
-    visible = os.environ.get(VISIBLE)
-    os.environ.update({VISIBLE: "", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"})
+    """Start the server that ranks with GPUs are forked from; its imports see no GPU, so that they leave CUDA alone."""
+    context.set_forkserver_preload(["torch", "rlsys.engines.fsdp.engine", *MODELS, "tests.shown_gpus"])
+    hidden = {VISIBLE: "", SHOWN: os.environ.get(VISIBLE, "")}
+    os.environ.update({**hidden, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"})
     forkserver.ensure_running()
-    _show_gpus(visible)
-
-
-def _show_gpus(visible: str | None) -> None:
-    os.environ.pop(VISIBLE, None)
-    os.environ.update({} if visible is None else {VISIBLE: visible})
+    show_gpus()
 
 
 def _rank(
-    rank: int,
-    world_size: int,
-    place: Path,
-    backend: str,
-    visible: str | None,
-    deadline_s: float,
-    work: Callable[..., Any],
-    args: Any,
+    rank: int, world_size: int, place: Path, backend: str, deadline_s: float, work: Callable[..., Any], args: Any
 ) -> None:
-    _show_gpus(visible)
     torch.set_num_threads(1)
     os.environ.pop("RANK", None)
     store = dist.FileStore(str(place / "store"), world_size)

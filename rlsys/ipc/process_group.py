@@ -117,12 +117,12 @@ class ProcessGroup:
         group: Any = self.group
         batched = device.type == "cuda" and len(sends) + len(receives) > 0
         if batched:
-            group._start_coalescing(device)
+            group._start_coalescing()
         self._waiting = True
         works = [group.send([tensor], rank, TAG) for rank, tensor in sends]
         works += [group.recv([tensor], rank, TAG) for rank, tensor in receives]
         if batched:
-            works = [group._end_coalescing(device)]
+            works = [group._end_coalescing()]
         for work in works:
             work.wait()
         self._waiting = False
