@@ -35,7 +35,7 @@ from rlsys.utils.errors import DeadlineError, RolloutError, WeightTransferError
 
 log = logging.getLogger(__name__)
 MAX_SESSIONS = 100_000
-TURN_S = 0.0005  # how long one thread of the controller keeps the others waiting for the interpreter
+TURN_S = 0.00002  # how long a thread of the controller keeps the others waiting, which torch does at every operation
 EXCHANGED_S = 1.0  # a replica that answered an exchange in these seconds is healthy
 COUNTS = ("issued", "answered", "failures", "retries", "restarts", "refused_versions", "continued")
 
