@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, TextIO, TypeVar
 
 from rlsys.config import DPOConfig, EvalConfig, PPOConfig, RMConfig, SFTConfig, main_config
 from rlsys.config.arguments import Arguments
-from rlsys.data.first_rows import check_first_rows
 from rlsys.telemetry.log import FILE_ONLY, get_logger, setup_logging
 from rlsys.utils import errors
 from rlsys.utils.gpus import GPUS
@@ -65,6 +64,8 @@ def _check(config: C, arguments: Arguments) -> tuple[list[str], dict[str, str]]:
     """
     if sys.flags.optimize > 1:
         raise errors.ConfigError("PYTHONOPTIMIZE=2 removes docstrings that transformers needs; unset it")
+    from rlsys.data.first_rows import check_first_rows  # numpy, which a wrong key need not wait for
+
     data_sources, facts = check_first_rows(config)
     if isinstance(config, PPOConfig | EvalConfig):
         from trainer.rewards import check_data_sources, check_reward_function

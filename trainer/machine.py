@@ -14,7 +14,7 @@ import psutil
 from rlsys.config import EvalConfig, PPOConfig
 from rlsys.config.checks.files import no_score_head
 from rlsys.config.pools import min_nodes, process_pools, resolve_pools
-from rlsys.data.first_rows import JobConfig
+from rlsys.config.schema.jobs import JobConfig
 from rlsys.fleet.external.settings import settings_of
 from rlsys.rollout.versions import SGLANG, VLLM
 from rlsys.telemetry.tracker_adapters import flat_settings

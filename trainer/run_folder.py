@@ -19,8 +19,8 @@ from tempfile import TemporaryFile
 import yaml
 
 from rlsys.config.introspect import shown
+from rlsys.config.schema.jobs import JobConfig
 from rlsys.config.schema.trainer import RunConfig, TrainingConfig
-from rlsys.data.first_rows import JobConfig
 from rlsys.telemetry.log import FILE_ONLY, get_logger, log_to_file, redact, redact_tree
 from rlsys.telemetry.tracker_adapters import flat_settings
 from rlsys.utils.atomic import write_whole

@@ -9,7 +9,7 @@ from typing import Any
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rlsys.config.plan import check_enough_rows
-from rlsys.config.schema.jobs import DPOConfig, EvalConfig, PPOConfig, RMConfig, SFTConfig
+from rlsys.config.schema.jobs import EvalConfig, JobConfig, PPOConfig
 from rlsys.data.chat import Message, as_messages
 from rlsys.data.files import BadRow, Row, count_rows, read_rows
 from rlsys.data.remote import is_remote
@@ -21,7 +21,6 @@ from rlsys.utils.run_folders import config_folder
 
 NUM_ROWS = 20
 SHOWN_CHARS = 100
-JobConfig = PPOConfig | SFTConfig | RMConfig | DPOConfig | EvalConfig
 
 
 def check_first_rows(config: JobConfig) -> tuple[set[str], dict[str, str]]:

@@ -199,3 +199,6 @@ class EvalConfig(RootConfig):
     reward: GradingConfig = section(GradingConfig)
     trainer: EvalRunConfig = section(EvalRunConfig)
     ray_kwargs: RayKwargsConfig = section(RayKwargsConfig)
+
+
+JobConfig = PPOConfig | SFTConfig | RMConfig | DPOConfig | EvalConfig
