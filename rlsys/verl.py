@@ -19,8 +19,8 @@ from rlsys.algorithms.stages import column
 from rlsys.batching.partition import balanced_partitions
 from rlsys.config.schema.jobs import PPOConfig
 from rlsys.config.vocabulary import ADV_ESTIMATORS
-from rlsys.data.collate import position_ids
 from rlsys.protocol import DataProto
+from rlsys.protocol.rows import position_ids
 from rlsys.rewards.registry import compute_score
 
 AdvantageEstimator = StrEnum("AdvantageEstimator", {name.upper(): name for name in ADV_ESTIMATORS})  # pyrefly: ignore

@@ -10,7 +10,7 @@ from rlsys.config import PPOConfig
 from rlsys.config.schema.agent import AgentConfig, MultiTurnConfig
 from rlsys.fleet.group import group_fleet
 from rlsys.types import SamplingParams
-from rlsys.utils.loop_thread import LoopThread
+from rlsys.utils.daemon_threads import LoopThread
 from trainer.backend import load_tokenizer
 from trainer.groups import RolloutGroup
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch.distributed as dist
 
 from rlsys.ipc.codec import allow_records
-from rlsys.ipc.process_group import PeerLostError, Rendezvous
-from rlsys.ipc.rpc import Method, allow_errors
+from rlsys.ipc.process_group import Rendezvous
+from rlsys.ipc.rpc import Method
 from rlsys.rollout.sglang.arguments import ReplicaRank
 from rlsys.rollout.sglang.engine import SGLangRollout
 from rlsys.rollout.sglang.scheduler_hooks import SchedulerEngine
@@ -31,7 +31,6 @@ WEIGHTS_WAIT_S = 1800.0
 
 allow_records(IpcImportSpec, IpcHandle, StorageHandle, TensorHandle, NcclReceiveSpec, Rendezvous, DiskSpec, GatherSpec)
 allow_records(Bucket, DestinationPlan, Copy, WeightLayout, Shard, Box)
-allow_errors(PeerLostError)
 
 
 def replica_of(rank: int, size: int, *, ranks_per_host: int) -> ReplicaRank:

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from rlsys.agent.runner import EpisodeResult
 from rlsys.agent.trace import TraceRow
-from rlsys.data.collate import pad_rows, position_ids
+from rlsys.data.collate import pad_rows, padded_prompts
 from rlsys.protocol import IMAGES, DataProto, object_array
+from rlsys.protocol.rows import sequence_columns
 from rlsys.types import Finish
 
 
@@ -83,18 +84,11 @@ def first_rows(batch: DataProto) -> DataProto:
 def _tensors(
     rows: Sequence[TraceRow], pad_token_id: int, prompt_length: int, response_length: int
 ) -> dict[str, Tensor]:
-    left = partial(pad_rows, length=prompt_length, side="left")
-    prompt_ids = left([row.prompt_ids for row in rows], value=pad_token_id)
-    prompt_mask = left([[1] * len(row.prompt_ids) for row in rows], value=0)
+    prompts, prompt_mask = padded_prompts([row.prompt_ids for row in rows], pad_token_id, prompt_length)
     right = partial(pad_rows, length=response_length)
     responses = right([row.response_ids for row in rows], value=pad_token_id)
-    attention = torch.cat([prompt_mask, right([[1] * len(row.mask) for row in rows], value=0)], -1)
     return {
-        "prompts": prompt_ids,
-        "responses": responses,
-        "input_ids": torch.cat([prompt_ids, responses], -1),
-        "attention_mask": attention,
-        "position_ids": position_ids(attention),
+        **sequence_columns(prompts, prompt_mask, responses, right([[1] * len(row.mask) for row in rows], value=0)),
         "response_mask": right([row.mask for row in rows], value=0),
         "weight_versions": right([row.versions for row in rows], value=-1),
         "turn_ids": right([row.turn_ids for row in rows], value=-1),

@@ -7,16 +7,15 @@ import os
 import signal
 import tempfile
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from threading import Thread
 
 from rlsys.agent.endpoint import Endpoint, OpenEpisode
 from rlsys.agent.presets import Workflow
 from rlsys.agent.session import Row, Score, Session
 from rlsys.agent.tools import load_target
 from rlsys.telemetry.jsonl import plain_json
+from rlsys.utils.daemon_threads import in_daemon_thread
 from rlsys.utils.errors import ConfigError
 from rlsys.utils.plugins import named_arguments
 
@@ -87,21 +86,6 @@ def function_workflow(path: str) -> Workflow:
         arguments = named_arguments(function, given)
         if inspect.iscoroutinefunction(function):
             return await function(**arguments)
-        return await asyncio.wrap_future(_in_thread(partial(function, **arguments)))
+        return await asyncio.wrap_future(in_daemon_thread(partial(function, **arguments), name="agent"))
 
     return _workflow(call)
-
-
-def _in_thread(call: Callable[[], float | None]) -> Future[float | None]:
-    """The result of a call in a thread for which the end of the process does not wait: it may hang."""
-    result: Future[float | None] = Future()
-
-    def run() -> None:
-        try:
-            result.set_result(call())
-        except BaseException as error:
-            result.set_exception(error)
-
-    result.set_running_or_notify_cancel()
-    Thread(target=run, name="agent", daemon=True).start()
-    return result

@@ -22,8 +22,8 @@ from rlsys.agent.trace import TraceRow
 from rlsys.rewards.pool.worker import describe
 from rlsys.telemetry.jsonl import JsonObject
 from rlsys.types import SamplingParams
+from rlsys.utils.daemon_threads import LoopThread, cancel_others
 from rlsys.utils.errors import ConfigError, DeadlineError, RolloutError, WeightTransferError
-from rlsys.utils.loop_thread import LoopThread, cancel_others
 
 log = logging.getLogger(__name__)
 CLOSE_S = 20.0

@@ -14,6 +14,7 @@ from rlsys.data.chat import as_messages, encode_conversation
 from rlsys.data.rows import PromptRow
 from rlsys.data.supervised import TokenizedText
 from rlsys.protocol import IMAGES, DataProto, ImageInputs, object_array
+from rlsys.protocol.rows import position_ids, sequence_columns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,11 +43,6 @@ def pad_rows(
     return padded
 
 
-def position_ids(attention_mask: Tensor) -> Tensor:
-    """Positions of the real tokens, 0 at pads."""
-    return (attention_mask.cumsum(-1) - 1).clamp(min=0) * attention_mask
-
-
 def uid(epoch: int, index: int) -> str:
     """The name that all answers to one prompt share; a resumed run gives the same."""
     return f"{epoch}-{index}"
@@ -61,7 +57,7 @@ def collate_prompts(
     extra_info, tools_kwargs, interaction_kwargs, raw_prompt, and all other columns of the rows; with a vision-language
     model also multi_modal_inputs.
     """
-    prompts, mask = _padded_prompts([row.token_ids for row in rows], pad_token_id, prompt_length)
+    prompts, mask = padded_prompts([row.token_ids for row in rows], pad_token_id, prompt_length)
     columns: dict[str, list[object]] = {
         name: [row.fields.get(name) for row in rows] for name in dict.fromkeys(n for row in rows for n in row.fields)
     }
@@ -105,23 +101,17 @@ def collate_texts(rows: Sequence[Sequence[TokenizedText]], *, pad_token_id: int)
     those of the longest texts. With labels also is_desirable (B,).
     """
     texts = [text for row in rows for text in row]
-    prompts, prompt_mask = _padded_prompts([text.prompt_ids for text in texts], pad_token_id)
+    prompts, prompt_mask = padded_prompts([text.prompt_ids for text in texts], pad_token_id)
     responses = pad_rows([text.response_ids for text in texts], value=pad_token_id)
-    attention_mask = torch.cat([prompt_mask, pad_rows([[1] * len(text.mask) for text in texts], value=0)], dim=-1)
-    tensors = {
-        "prompts": prompts,
-        "responses": responses,
-        "response_mask": pad_rows([text.mask for text in texts], value=0),
-        "input_ids": torch.cat([prompts, responses], dim=-1),
-        "attention_mask": attention_mask,
-        "position_ids": position_ids(attention_mask),
-    }
+    filled = pad_rows([[1] * len(text.mask) for text in texts], value=0)
+    tensors = sequence_columns(prompts, prompt_mask, responses, filled)
+    tensors["response_mask"] = pad_rows([text.mask for text in texts], value=0)
     if any(text.is_desirable is not None for text in texts):
         tensors["is_desirable"] = torch.tensor([bool(text.is_desirable) for text in texts])
     return DataProto.from_dict(tensors)
 
 
-def _padded_prompts(prompts: Sequence[Sequence[int]], value: int, length: int | None = None) -> tuple[Tensor, Tensor]:
+def padded_prompts(prompts: Sequence[Sequence[int]], value: int, length: int | None = None) -> tuple[Tensor, Tensor]:
     """Prompts (B, P) padded on the left, and their mask."""
     mask = pad_rows([[1] * len(prompt) for prompt in prompts], value=0, side="left", length=length)
     return pad_rows(prompts, value=value, side="left", length=length), mask

@@ -10,11 +10,11 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from hashlib import blake2b, file_digest
 from pathlib import Path
-from threading import Event, Thread, get_native_id
+from threading import Event, get_native_id
 from typing import Protocol
 
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from rlsys.engines.tensor_files import METADATA, Entries, StoredBoxes, read_tens
 from rlsys.models.hf import differing_tensors
 from rlsys.telemetry.jsonl import JsonObject
 from rlsys.utils.atomic import commit_dir, read_checked_json, staging_dir, write_checked_json, write_whole
+from rlsys.utils.daemon_threads import in_daemon_thread
 from rlsys.utils.errors import CheckpointError
 from rlsys.utils.run_folders import HUGGINGFACE
 
@@ -76,21 +77,17 @@ class Saving:
         self._staging = path.with_name(path.name + ".tmp")
         self._name_end = f"world_size_{dist.get_world_size()}_rank_{dist.get_rank()}"
         self._extra = json.dumps(rng.capture()) if state.extra else None
-        self._files: Future[tuple[Entries, JsonObject]] = Future()
         with self._failing():
             together(lambda: staging_dir(path), only_first=True)
-        boxes = list(state.boxes())
-        Thread(target=self._run, args=(boxes, copies), name="checkpoint", daemon=True).start()
+        self._files = in_daemon_thread(partial(self._run, list(state.boxes()), copies), name="checkpoint")
 
-    def _run(self, boxes: Sequence[tuple[str, Sequence[int], Tensor]], copies: bool) -> None:
+    def _run(self, boxes: Sequence[tuple[str, Sequence[int], Tensor]], copies: bool) -> tuple[Entries, JsonObject]:
         try:
             if copies:
                 os.setpriority(os.PRIO_PROCESS, get_native_id(), 19)  # the step beside it goes first
                 boxes = [(key, start, tensor.to("cpu", copy=True)) for key, start, tensor in boxes]
             self.copied.set()
-            self._files.set_result(self._write(boxes))
-        except BaseException as error:
-            self._files.set_exception(error)
+            return self._write(boxes)
         finally:
             self.copied.set()
 

@@ -49,14 +49,6 @@ class ElasticFleet(RolloutFleet):
             if self._ranks[entry.replica.name] not in places.present:
                 self._set(entry, "away")
 
-    def leave(self, name: str) -> None:
-        """Take a replica out of service: the others continue its requests, and it is started at another place."""
-        with self._change:
-            [entry] = [one for one in self._replicas if one.replica.name == name]
-            self._give_up(entry, RolloutError("it leaves"))
-            self.counts["left"] += 1
-            self._set(entry, "away")
-
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """Given responses scored by a replica that serves."""
         replica: Any = next(one.replica for one in self._replicas if one.state == "ready")
@@ -66,10 +58,11 @@ class ElasticFleet(RolloutFleet):
     def pushing(self, version: int) -> Iterator[None]:
         self.check_health()
         for entry in self._replicas:
-            name = entry.replica.name
-            if entry.state == "ready" and self.places.is_draining(self._ranks[name]):
-                log.warning("the node of %s is drained", name)
-                self.leave(name)
+            if entry.state == "ready" and self.places.is_draining(self._ranks[entry.replica.name]):
+                with self._change:
+                    self._give_up(entry, RolloutError("its node is drained"))
+                    self.counts["left"] += 1
+                    self._set(entry, "away")
         self._wait_for_replicas()
         with self._transfer:
             with super().pushing(version):
@@ -94,12 +87,6 @@ class ElasticFleet(RolloutFleet):
                 away = ", ".join(one.replica.name for one in self._replicas if one not in self._taking())
                 least = f"rollout.min_replicas={self.min_replicas}"
                 raise RolloutError(f"{least}, and no node with room for {away} for {limit_s:g} s; see `ray status`")
-
-    def _set(self, entry: ReplicaState, state: str) -> None:
-        with self._change:
-            entry.state = state
-            self._place()
-        self._announce()
 
     def _exchange(self, entry: ReplicaState) -> bool:
         if entry.state == "away":

@@ -378,12 +378,12 @@ class RolloutFleet:
         except Exception as error:
             log.warning("replica %s failed its health check: %s", entry.replica.name, error)
             state = self._restart(entry)
+        self._set(entry, state)
+        self._fail_if_all_are_down()
+
+    def _set(self, entry: ReplicaState, state: str) -> None:
         with self._change:
             entry.state = state
-            if all(p.state == "gone" for p in self._replicas):
-                for batch in self._waiting:
-                    self._fail(batch, self._all_gone())
-                self._waiting = []
             self._place()
         self._announce()
 
@@ -404,12 +404,15 @@ class RolloutFleet:
         return "gone"
 
     def _fail_if_all_are_down(self) -> None:
-        """End the waiting requests when no replica has served for `generate_s`."""
+        """End the waiting requests when all replicas are given up, or none has served for `generate_s`."""
         limit_s = self.deadlines.generate_s
         with self._change:
-            if all(p.state != "ready" for p in self._replicas) and time.monotonic() - self._down_from_s > limit_s:
+            states = {entry.state for entry in self._replicas}
+            is_late = "ready" not in states and time.monotonic() - self._down_from_s > limit_s
+            if states == {"gone"} or is_late:
+                what = self._all_gone() if states == {"gone"} else f"no replica was ready for {limit_s:g} s"
                 for batch in self._waiting:
-                    self._fail(batch, f"no replica was ready for {limit_s:g} s")
+                    self._fail(batch, what)
                 self._waiting = []
         self._announce()
 

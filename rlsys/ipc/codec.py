@@ -151,30 +151,27 @@ class _Encoder:
         return self._stored[id(value)][1]
 
 
-def _ext(tag: Tag, value: bytes) -> Ext:
-    return Ext(tag.value, value)
-
-
 def _nested(tag: Tag, value: Any) -> Ext:
     return Ext(tag.value, msgspec.msgpack.encode(value))
 
 
 def _exactly(value: str | int) -> Any:
     if isinstance(value, int):
-        fits = -(1 << 63) <= value < 1 << 64
-        return value if fits else _ext(Tag.LONG, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
+        if -(1 << 63) <= value < 1 << 64:
+            return value
+        return Ext(Tag.LONG.value, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
     try:
         value.encode()
     except UnicodeEncodeError:
-        return _ext(Tag.SURROGATES, value.encode("utf-8", "surrogatepass"))
+        return Ext(Tag.SURROGATES.value, value.encode("utf-8", "surrogatepass"))
     return value
 
 
 def _pack_scalar(value: np.generic) -> Ext:
     if isinstance(value, np.str_):
-        return _ext(Tag.NP_STR, value.encode("utf-8", "surrogatepass"))
+        return Ext(Tag.NP_STR.value, value.encode("utf-8", "surrogatepass"))
     if isinstance(value, np.bytes_):
-        return _ext(Tag.NP_BYTES, bytes(value))
+        return Ext(Tag.NP_BYTES.value, bytes(value))
     if value.dtype.kind not in NUMBER_KINDS:
         raise TypeError(f"a numpy {value.dtype} scalar cannot be sent")
     return _nested(Tag.SCALAR, [value.dtype.str, value.tobytes()])
@@ -341,11 +338,7 @@ def _read_objects(shape: tuple[int, ...], items: list[Any]) -> np.ndarray:
 
 def object_array(values: Iterable[object]) -> np.ndarray:
     """One entry per value whatever the values are: lists of equal length stay lists, shape (len(values),)."""
-    items = list(values)
-    column = np.empty(len(items), dtype=object)
-    for row, item in enumerate(items):
-        column[row] = item
-    return column
+    return np.fromiter(values, dtype=object)
 
 
 def _read_record(name: str, values: dict[str, Any]) -> Any:

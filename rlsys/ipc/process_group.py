@@ -100,13 +100,10 @@ class ProcessGroup:
         """Abort the group after any error, so that peers fail too; an error of the group becomes a PeerLostError."""
         try:
             yield
-        except dist.DistError as error:
-            self.close()
-            raise PeerLostError(f"weight transfer lost a peer ({stage}): {error}") from error
         except BaseException as error:
-            lost = self._waiting and isinstance(error, RuntimeError | ValueError)
+            is_lost = isinstance(error, (RuntimeError, ValueError) if self._waiting else dist.DistError)
             self.close()
-            if lost:
+            if is_lost:
                 raise PeerLostError(f"weight transfer lost a peer ({stage}): {error}") from error
             raise
 

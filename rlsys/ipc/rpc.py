@@ -15,13 +15,16 @@ from msgspec import Struct
 
 from rlsys.ipc.codec import decode, encode
 from rlsys.ipc.framing import receive, send
+from rlsys.ipc.process_group import PeerLostError
 from rlsys.utils.errors import ConfigError, DeadlineError, RolloutError, WeightTransferError
 
 MAX_MESSAGE_BYTES = 1 << 40
 Method = Callable[..., Any]
-_errors: dict[str, type[Exception]] = {
-    kind.__name__: kind for kind in (ConfigError, RolloutError, ValueError, WeightTransferError)
+Methods = Mapping[str, Method]
+ERRORS: dict[str, type[Exception]] = {
+    kind.__name__: kind for kind in (ConfigError, PeerLostError, RolloutError, ValueError, WeightTransferError)
 }
+"""Errors that are raised again in the calling process; their constructors take one text."""
 
 
 class MethodCall(Struct, tag="call"):
@@ -44,53 +47,45 @@ class MethodError(Struct, tag="error"):
     text: str
 
 
-def allow_errors(*kinds: type[Exception]) -> None:
-    """Let these errors, whose constructors take one text, be raised again in the calling process."""
-    _errors.update({kind.__name__: kind for kind in kinds})
+def _receive(link: socket.socket) -> MethodCall | MethodResult | MethodError:
+    """The next message; EOFError where the other side has closed."""
+    body, *buffers = receive(link, max_bytes=MAX_MESSAGE_BYTES)
+    return decode(body, buffers, MethodCall | MethodResult | MethodError)
 
 
-class _Connection:
-    """One connection, used by one thread at a time."""
+def _send(link: socket.socket, message: MethodCall | MethodResult | MethodError) -> None:
+    """Send a message; TypeError before any byte of it if a value cannot be sent."""
+    body, buffers = encode(message)
+    send(link, [body, *buffers])
 
-    def __init__(self, link: socket.socket) -> None:
-        self.link = link
 
-    def receive(self) -> MethodCall | MethodResult | MethodError:
-        """The next message; EOFError where the other side has closed."""
-        body, *buffers = receive(self.link, max_bytes=MAX_MESSAGE_BYTES)
-        return decode(body, buffers, MethodCall | MethodResult | MethodError)
+def _call(link: socket.socket, method: str, args: Sequence[Any], methods: Methods, error: type[Exception]) -> Any:
+    """Run a method on the other side, and answer its calls to `methods` in the meantime."""
+    _send(link, MethodCall(method, list(args)))
+    while True:
+        match _receive(link):
+            case MethodCall() as callback:
+                _answer(link, callback, methods)
+            case MethodResult(value):
+                return value
+            case MethodError(name, text):
+                raise ERRORS[name](text) if name in ERRORS else error(f"{name}: {text}")
 
-    def send(self, message: MethodCall | MethodResult | MethodError) -> None:
-        """Send a message; TypeError before any byte of it if a value cannot be sent."""
-        body, buffers = encode(message)
-        send(self.link, [body, *buffers])
 
-    def call(self, method: str, args: Sequence[Any], methods: Mapping[str, Method], error: type[Exception]) -> Any:
-        """Run a method on the other side, and answer its calls to `methods` in the meantime."""
-        self.send(MethodCall(method, list(args)))
-        while True:
-            match self.receive():
-                case MethodCall() as callback:
-                    self.answer(callback, methods)
-                case MethodResult(value):
-                    return value
-                case MethodError(name, text):
-                    raise _errors[name](text) if name in _errors else error(f"{name}: {text}")
-
-    def answer(self, call: MethodCall, methods: Mapping[str, Method]) -> None:
-        """Run a method and send its result or exception."""
-        try:
-            if call.method not in methods:
-                raise ValueError(f"no method '{call.method}'; choose from {', '.join(sorted(methods))}")
-            answer: MethodResult | MethodError = MethodResult(methods[call.method](*call.args))
-        except (EOFError, OSError):
-            raise
-        except Exception as error:
-            answer = _raised(error)
-        try:
-            self.send(answer)
-        except TypeError as error:
-            self.send(_raised(error))
+def _answer(link: socket.socket, call: MethodCall, methods: Methods) -> None:
+    """Run a method and send its result or exception."""
+    try:
+        if call.method not in methods:
+            raise ValueError(f"no method '{call.method}'; choose from {', '.join(sorted(methods))}")
+        answer: MethodResult | MethodError = MethodResult(methods[call.method](*call.args))
+    except (EOFError, OSError):
+        raise
+    except Exception as error:
+        answer = _raised(error)
+    try:
+        _send(link, answer)
+    except TypeError as error:
+        _send(link, _raised(error))
 
 
 def _raised(error: Exception) -> MethodError:
@@ -102,33 +97,31 @@ class RpcClient:
     """Calls methods of the process that listens at `path`, named `peer` in errors.
 
     The peer may call `callbacks` while a call of ours runs. An `error` is raised where it cannot be reached or has
-    exited, and for those of its exceptions that `allow_errors` did not name.
+    exited, and for its exceptions that are not of one of our kinds.
     """
 
-    def __init__(
-        self, path: Path, peer: str, callbacks: Mapping[str, Method], *, error: type[Exception] = RuntimeError
-    ) -> None:
+    def __init__(self, path: Path, peer: str, callbacks: Methods, *, error: type[Exception] = RuntimeError) -> None:
         self.path, self.peer, self.callbacks, self._error = path, peer, callbacks, error
         self._local = threading.local()
         self._watched = self._connect()
 
     def call(self, method: str, *args: Any, deadline_s: float) -> Any:
         """The method's result. DeadlineError where the peer does not answer in time."""
-        connection = getattr(self._local, "connection", None) or _Connection(self._connect())
-        self._local.connection = None  # a call from within a callback needs another one
-        connection.link.settimeout(deadline_s)
+        link = getattr(self._local, "link", None) or self._connect()
+        self._local.link = None  # a call from within a callback needs another one
+        link.settimeout(deadline_s)
         try:
-            result = connection.call(method, args, self.callbacks, self._error)
+            result = _call(link, method, args, self.callbacks, self._error)
         except TimeoutError:
-            connection.link.close()
+            link.close()
             raise DeadlineError(self.peer, method, deadline_s, "it hangs or the machine is overloaded") from None
         except (EOFError, ConnectionError):
-            connection.link.close()
+            link.close()
             raise self._error(f"{self.peer} exited during '{method}'; see its log for the cause") from None
         except Exception:
-            self._local.connection = connection
+            self._local.link = link
             raise
-        self._local.connection = connection
+        self._local.link = link
         return result
 
     def check_alive(self) -> None:
@@ -159,7 +152,7 @@ class RpcClient:
 class RpcServer:
     """Answers every connection in its own thread; each thread calls `on_thread_start` first."""
 
-    def __init__(self, path: Path, methods: Mapping[str, Method], *, on_thread_start: Callable[[], None]) -> None:
+    def __init__(self, path: Path, methods: Methods, *, on_thread_start: Callable[[], None]) -> None:
         """Listen at `path`; PermissionError unless only this user may enter its folder."""
         self.methods, self._on_thread_start, self._local = methods, on_thread_start, threading.local()
         folder = path.parent.stat()
@@ -172,7 +165,7 @@ class RpcServer:
 
     def call_back(self, method: str, *args: Any) -> Any:
         """Run a callback of the client whose call this thread answers."""
-        return self._local.connection.call(method, args, {}, RuntimeError)
+        return _call(self._local.link, method, args, {}, RuntimeError)
 
     def _accept(self) -> None:
         while True:
@@ -180,12 +173,12 @@ class RpcServer:
             threading.Thread(target=self._serve, args=(link,), name="rlsys-rpc-call", daemon=True).start()
 
     def _serve(self, link: socket.socket) -> None:
-        connection = self._local.connection = _Connection(link)
+        self._local.link = link
         self._on_thread_start()
         try:
             while True:
-                message = connection.receive()
+                message = _receive(link)
                 if isinstance(message, MethodCall):
-                    connection.answer(message, self.methods)
+                    _answer(link, message, self.methods)
         except (EOFError, OSError):
             link.close()

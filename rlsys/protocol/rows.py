@@ -56,6 +56,25 @@ def response_lengths(data: DataProto) -> Tensor:
     return data.tensors["attention_mask"][:, -num_tokens:].sum(-1)
 
 
+def position_ids(attention_mask: Tensor) -> Tensor:
+    """Positions of the real tokens, 0 at pads."""
+    return (attention_mask.cumsum(-1) - 1).clamp(min=0) * attention_mask
+
+
+def sequence_columns(
+    prompts: Tensor, prompt_mask: Tensor, responses: Tensor, response_mask: Tensor
+) -> dict[str, Tensor]:
+    """The columns of generated rows that follow from prompts (B, P) and responses (B, R), 1 in the masks on tokens."""
+    attention_mask = torch.cat([prompt_mask, response_mask], dim=-1)
+    return {
+        "prompts": prompts,
+        "responses": responses,
+        "input_ids": torch.cat([prompts, responses], dim=-1),
+        "attention_mask": attention_mask,
+        "position_ids": position_ids(attention_mask),
+    }
+
+
 def collate_fn(x: Sequence[DataProtoItem]) -> DataProto:
     """Rows out of single items, their objects in object arrays."""
     items = cast(list[Tensor], [item.batch for item in x])

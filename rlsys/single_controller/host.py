@@ -14,7 +14,7 @@ from typing import Any
 from rlsys.single_controller.calls import CallSpec, Failure, Header
 from rlsys.single_controller.rows import is_rows
 from rlsys.telemetry.recorder import StageRecorder
-from rlsys.utils.loop_thread import LoopThread
+from rlsys.utils.daemon_threads import LoopThread
 
 TRACE_CHARS = 4000
 

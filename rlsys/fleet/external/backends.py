@@ -17,7 +17,6 @@ PROCESSED, RAW, FULL = "processed", "raw", "full"
 """Which log-probabilities a server gives: after temperature and truncation, before both, or after temperature only."""
 MAX_TOKEN_ID = 2**31
 ABOVE_ZERO = 1e-3
-_HEALTH = Call("/health", method="GET")
 _FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORT}
 
 
@@ -53,7 +52,6 @@ class SGLangBackend:
     """SGLang's own routes. Log-probabilities are of the full distribution at the request's temperature."""
 
     kind = "sglang"
-    health = _HEALTH
     identity = (Call("/model_info", method="GET"), Call("/get_model_info", method="GET"))
     version = (Call("/server_info", method="GET"), Call("/get_server_info", method="GET"))
     probe = about = None
@@ -144,7 +142,6 @@ class VLLMBackend:
     """
 
     kind = "vllm"
-    health = _HEALTH
     identity = (Call("/weight_info", method="GET"),)
     version = (Call("/version", method="GET"),)
     pause = Call("/pause?mode=abort", {})

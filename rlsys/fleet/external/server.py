@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 EVENT_BYTES, EVENT_TOKEN_BYTES = 1 << 20, 256
 CONNECT_S, ABORT_WAIT_S, FIRST_BACKOFF_S = 10.0, 0.05, 0.2
+HEALTH = Call("/health", method="GET")
 TIED_ON_CPU = (
     "vLLM on CPU keeps the old head of a model with tied embeddings; set rollout.checkpoint_engine.backend=nccl"
 )
@@ -40,7 +41,6 @@ class ServerReplica:
         self.num_failures, self._examined_s = 0, 0.0
         self._streams: dict[str, asyncio.Task[None]] = {}
         self._outbox: list[ResponseDelta] = []
-        self._stale: WeightTransferError | None = None
 
     # ---- called by the fleet's threads -------------------------------------------------------------------------
 
@@ -75,9 +75,6 @@ class ServerReplica:
             self._streams[request.rid] = asyncio.create_task(self._answer(request))
         if self._streams:
             await asyncio.wait(self._streams.values(), timeout=wait_s)
-        if self._stale is not None:
-            stale, self._stale = self._stale, None
-            raise stale
         deltas, self._outbox = self._outbox, []
         return [delta for delta in deltas if delta.rid not in cancel]
 
@@ -94,7 +91,6 @@ class ServerReplica:
             log.warning("%s", fault)
             if fault.kind == "stale" or (self.pool.adapter and fault.status == 404):
                 self.is_admitted, self.cause = False, str(fault)
-                self._stale = WeightTransferError(str(fault))
             wait_s = max(fault.wait_s, FIRST_BACKOFF_S * 2 ** min(self.num_failures, 30))
             self.num_failures += 1
             await asyncio.sleep(min(wait_s, self.pool.settings.max_backoff_s))
@@ -178,7 +174,7 @@ class ServerReplica:
         """Raise unless the server answers and has the weights that it was given; one that was out is admitted."""
         if not self.is_admitted:
             return await self.admit()
-        await self._ask(self.pool.backend.health, "health", self.pool.settings.health_deadline_s)
+        await self._ask(HEALTH, "health", self.pool.settings.health_deadline_s)
         if self.pool.weights is not None and not self.pool.adapter and await self._identify() != self.identity:
             self.is_admitted, self.cause = False, "its weights are not those that were pushed"
             raise WeightTransferError(f"{self.url}: {self.cause}")
@@ -188,7 +184,7 @@ class ServerReplica:
         """Let a server that is up serve, after giving it the current weights."""
         limit_s, backend, again = self.pool.settings.health_deadline_s, self.pool.backend, bool(self.logprobs)
         try:
-            await self._ask(backend.health, "health", limit_s)
+            await self._ask(HEALTH, "health", limit_s)
             if not again:
                 self.version = await self._first_answer(backend.version, "version")
                 self.capabilities = capabilities_of(backend.kind, self.version)
@@ -201,7 +197,7 @@ class ServerReplica:
                 if again:
                     await self._ask(backend.resume, "resume", limit_s)
                 self.identity = await self._identify()
-            self.is_admitted, self.cause, self._stale = True, "", None
+            self.is_admitted, self.cause = True, ""
             self._examined_s = asyncio.get_running_loop().time()
         except (ServerFault, RefusedError, ConfigError, WeightTransferError) as error:
             self.cause = str(error)

@@ -11,8 +11,8 @@ from rlsys.fleet.external.http import ServerFault, open_session
 from rlsys.fleet.external.server import ServerReplica
 from rlsys.fleet.external.settings import KEY, RemoteSettings
 from rlsys.types import WeightUpdateMeta
+from rlsys.utils.daemon_threads import LoopThread, cancel_others
 from rlsys.utils.errors import DeadlineError, RolloutError, WeightTransferError
-from rlsys.utils.loop_thread import LoopThread, cancel_others
 
 T = TypeVar("T")
 SendWeights = Callable[[Sequence[ServerReplica], int], Awaitable[Sequence[ServerReplica]]]

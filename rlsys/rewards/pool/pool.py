@@ -15,8 +15,8 @@ from typing import Self, TypeVar
 from rlsys.rewards.pool.children import END_S, MAX_FAILED_STARTS, START_S, Children, remove_abandoned_folders
 from rlsys.rewards.pool.messages import Grader, RewardItem, RewardResult, failed, reward_metrics
 from rlsys.rewards.pool.worker import describe, grade_item, load_grader
+from rlsys.utils.daemon_threads import LoopThread
 from rlsys.utils.errors import ConfigError, result_within
-from rlsys.utils.loop_thread import LoopThread
 
 __all__ = ["Grader", "RewardItem", "RewardPool", "RewardResult", "failed", "reward_metrics"]
 
@@ -30,13 +30,7 @@ class RewardPool:
     With 0 workers the calling thread grades, without limits of time: there a debugger stops in the grader.
     """
 
-    def __init__(
-        self,
-        grader: Grader | None = None,
-        *,
-        num_workers: int = 2,
-        timeout_s: float = 10.0,
-    ) -> None:
+    def __init__(self, grader: Grader | None = None, *, num_workers: int = 2, timeout_s: float = 10.0) -> None:
         self._grader = grader or Grader()
         if num_workers < 0:
             raise ConfigError(f"reward.num_workers={num_workers}: must not be negative")

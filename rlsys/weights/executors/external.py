@@ -4,9 +4,7 @@ Gathering is collective over the trainer's ranks. A server that fails leaves its
 """
 
 import secrets
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +15,7 @@ from torch import Tensor
 
 from rlsys.interfaces import TrainEngine
 from rlsys.ipc.process_group import ProcessGroup, Rendezvous, address_towards, server_token
+from rlsys.utils.daemon_threads import in_daemon_thread
 from rlsys.utils.errors import WeightTransferError
 from rlsys.weights.layout import device_of
 
@@ -76,9 +75,8 @@ class Broadcaster:
     def join(self) -> None:
         """Begin to form the groups; each waits for its server."""
         for url, group in self.groups.items():
-            joined = Future[None]()
+            joined = in_daemon_thread(partial(group.join, self.device), name=f"join {url}")
             self._unfinished[url] = partial(joined.result, JOIN_S)
-            threading.Thread(target=_join, args=(joined, group, self.device), name=f"join {url}", daemon=True).start()
 
     def send(self, version: int) -> None:
         """Start again from the first bucket."""
@@ -124,14 +122,6 @@ class Broadcaster:
     def close(self) -> None:
         for url in [*self.groups]:
             self._leave(url, "")
-
-
-def _join(joined: Future[None], group: ProcessGroup, device: torch.device) -> None:
-    try:
-        group.join(device)
-        joined.set_result(None)
-    except Exception as error:
-        joined.set_exception(error)
 
 
 def _wait(works: Sequence[Any], tensors: Mapping[str, Tensor]) -> None:

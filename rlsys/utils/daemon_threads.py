@@ -1,8 +1,8 @@
-"""An event loop in a thread of its own."""
+"""Threads for which the end of the process does not wait: of an event loop, and of one call."""
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -29,6 +29,21 @@ class LoopThread:
     def _run(self) -> None:
         self.loop.run_forever()
         self.loop.close()
+
+
+def in_daemon_thread(call: Callable[[], T], *, name: str) -> Future[T]:
+    """The result of a call that may hang."""
+    result: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(call())
+        except BaseException as error:
+            result.set_exception(error)
+
+    result.set_running_or_notify_cancel()
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return result
 
 
 async def cancel_others() -> None:
