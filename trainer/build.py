@@ -45,11 +45,8 @@ def train(config: PPOConfig) -> str | None:
     """The job of main_ppo: the remaining steps; returns a message where an earlier run completed them all."""
     start = prepare(config)
     run = config.trainer
-    store = CheckpointStore(
-        Path(run.default_local_dir),
-        keep=num_checkpoints(run, has_critic=start.plan.critic is not None),
-        remote=run.default_hdfs_dir,
-    )
+    keep = num_checkpoints(run, has_critic=start.plan.critic is not None)
+    store = CheckpointStore(Path(run.default_local_dir), keep=keep, remote=run.default_hdfs_dir)
     if not run.val_only and (message := completed(store, run, start.num_steps)):
         return message
     with running_backend(run, config.ray_kwargs, num_ranks=start.plan.pools.total_ranks) as backend:

@@ -117,11 +117,7 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
     data = config.data
     assert data.val_files is not None, "checked with the configuration"
     dataset = load_prompts(
-        config,
-        tokenizer,
-        data.val_files,
-        max_samples=data.val_max_samples,
-        processor=load_processor(config, tokenizer),
+        config, tokenizer, data.val_files, max_samples=data.val_max_samples, processor=load_processor(config, tokenizer)
     )
     config = without_episodes(config, agents, dataset)
     check_data_sources(config.reward, dataset.data_sources)

@@ -10,12 +10,12 @@ from rlsys.config.schema.trainer import DeadlinesConfig, ProfilerConfig, RunConf
 from rlsys.protocol import DataProto
 from rlsys.roles.lm import RankSums
 from rlsys.single_controller.base import ClassWithInitArgs, WorkerGroup
-from rlsys.single_controller.calls import Future
 from rlsys.single_controller.colocate import create_colocated_worker_cls
 from rlsys.single_controller.resource_pool import ResourcePoolManager
 from rlsys.telemetry.log import get_logger
 from rlsys.telemetry.recorder import StageReport, merged
 from rlsys.utils.errors import CheckpointError
+from rlsys.weights.executors.base import WeightGroup
 from trainer.backend import WorkerBackend
 
 log = get_logger(__name__)
@@ -34,15 +34,9 @@ class Role(StrEnum):
     Judge = "judge"
 
 
-class Group(Protocol):
+class Group(WeightGroup, Protocol):
     """What every worker group offers; the protocols below add the registered methods of a role's workers."""
 
-    @property
-    def world_size(self) -> int: ...
-    def execute_all_async(self, method: str, *args: object) -> list[Future]: ...
-    def execute_rank_async(self, rank: int, method: str, *args: object, stage: str | None = None) -> Future: ...
-    def execute_rank(self, rank: int, method: str, *args: object, deadline_s: float | None = None) -> Any: ...
-    def restart_rank(self, rank: int, deadline_s: float | None = None) -> None: ...
     def init_model(self) -> None: ...
     def drain_stages(self) -> StageReport: ...
     def close(self) -> None: ...
@@ -175,7 +169,7 @@ def start_groups(
     manager: ResourcePoolManager,
     *,
     group_cls: Callable[..., WorkerGroup],
-    deadlines: Mapping[str, float],
+    deadlines: DeadlinesConfig,
 ) -> dict[str, Any]:
     """Start one process group per pool, each process playing all roles of its pool, and load the models.
 
@@ -192,7 +186,7 @@ def start_groups(
                 manager.resource_pool_dict[pool],
                 create_colocated_worker_cls(roles),
                 role="+".join(roles),
-                deadlines=deadlines,
+                deadlines=stage_deadlines(deadlines),
             )
             groups |= group.spawn(list(roles))
         for name, group in groups.items():
@@ -208,5 +202,5 @@ def start_groups(
 def start_group(backend: WorkerBackend, run: RunConfig, role: str, worker: type, *args: object) -> Any:
     """The group of a job with one role, on all its processes; `args` build each `worker`."""
     manager = backend.make_manager({role: [run.n_gpus_per_node] * run.nnodes}, {role: role})
-    workers, deadlines = {role: backend.worker_cls(worker, *args)}, stage_deadlines(run.deadlines)
-    return start_groups(workers, manager, group_cls=backend.group_cls, deadlines=deadlines)[role]
+    workers = {role: backend.worker_cls(worker, *args)}
+    return start_groups(workers, manager, group_cls=backend.group_cls, deadlines=run.deadlines)[role]

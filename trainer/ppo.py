@@ -28,7 +28,7 @@ from rlsys.utils.errors import ConfigError, ParityError, RolloutError
 from trainer.assembly import Inputs, TrainerParts, assemble
 from trainer.checkpoint import TrainerState
 from trainer.dumps import BackgroundDumps, dump, sample_rows
-from trainer.groups import EngineGroup, Role, WorkerGroups, stage_deadlines, start_groups
+from trainer.groups import EngineGroup, Role, WorkerGroups, start_groups
 from trainer.loop import CheckpointedLoop
 from trainer.parity import ParityReport
 from trainer.prompts import num_steps
@@ -76,19 +76,13 @@ class RayPPOTrainer(CheckpointedLoop):
         if train_dataset is None:
             raise ConfigError("RayPPOTrainer needs a train_dataset")
         run, self.plan = config.trainer, plan_batches(config)
-        super().__init__(
-            run,
-            Reporter(run, config.model_dump(mode="json"), num_devices=self.plan.pools.total_ranks),
-            keep=num_checkpoints(run, has_critic=self.plan.critic is not None),
-        )
+        reporter = Reporter(run, config.model_dump(mode="json"), num_devices=self.plan.pools.total_ranks)
+        super().__init__(run, reporter, keep=num_checkpoints(run, has_critic=self.plan.critic is not None))
         self.cfg = config
         train_sampler = train_sampler or create_rl_sampler(config.data, train_dataset)
         self.inputs = Inputs(tokenizer, train_dataset, val_dataset, train_sampler, device_name or "cpu")
-        self._start_groups = lambda: start_groups(
-            role_worker_mapping,
-            resource_pool_manager,
-            group_cls=ray_worker_group_cls,
-            deadlines=stage_deadlines(run.deadlines),
+        self._start_groups = partial(
+            start_groups, role_worker_mapping, resource_pool_manager, group_cls=ray_worker_group_cls
         )
         self.dumps = BackgroundDumps(run, tokenizer)
         self.total_steps = num_steps(config, train_dataset)
@@ -116,7 +110,7 @@ class RayPPOTrainer(CheckpointedLoop):
         """Start the worker groups, load their models and connect weights, rollouts, rewards and data."""
         self.begin = self.folder.enter_context(run_folder(self.cfg))
         with self.stage("start_workers"):
-            self._groups = WorkerGroups(**self._start_groups())
+            self._groups = WorkerGroups(**self._start_groups(deadlines=self.run.deadlines))
         with self.stage("connect"):
             self._parts = assemble(
                 self.cfg,

@@ -53,11 +53,7 @@ def training_prompts(
         return CollatedPrompts(dataset, dataset, data.max_prompt_length, pad_token_id)
     make_cursor = Cursor if sampler is None else partial(SamplerCursor, sampler)
     cursor = make_cursor(
-        len(dataset),
-        batch_size=data.gen_batch_size,
-        seed=data.seed,
-        shuffle=data.shuffle,
-        dataset=dataset.fingerprint,
+        len(dataset), batch_size=data.gen_batch_size, seed=data.seed, shuffle=data.shuffle, dataset=dataset.fingerprint
     )
     return CollatedPrompts(cursor, dataset, data.max_prompt_length, pad_token_id)
 

@@ -44,9 +44,7 @@ class ActorWorker(EngineWorker, WeightSender):
         """`old_log_probs`, `entropys` and, for estimators that need it, `sum_pi_squared` (B, R)."""
         with self.mfu("actor_infer", data) as mfu:
             columns = self.actor.compute_logp(
-                data,
-                entropy=True,
-                sum_pi_squared=self.algorithm.adv_estimator.endswith("optimal_token_baseline"),
+                data, entropy=True, sum_pi_squared=self.algorithm.adv_estimator.endswith("optimal_token_baseline")
             )
         return DataProto(columns.batch, meta_info={"metrics": mfu})
 

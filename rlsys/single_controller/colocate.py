@@ -8,21 +8,17 @@ from rlsys.single_controller.worker_group import ClassWithInitArgs
 
 
 class ColocatedWorker(Worker):
-    """Builds the workers of all roles in the order of their names' appearance; they share the rank and its process."""
+    """Builds `workers` of all roles in the order of their names' appearance; they share the rank and its process."""
 
     roles: ClassVar[Mapping[str, type]] = {}
 
     def __init__(self, arguments: Mapping[str, tuple[tuple[object, ...], Mapping[str, object]]]) -> None:
-        self._workers = {name: self.roles[name](*args, **kwargs) for name, (args, kwargs) in arguments.items()}
+        self.workers = {name: self.roles[name](*args, **kwargs) for name, (args, kwargs) in arguments.items()}
 
     def close(self) -> None:
-        for worker in reversed(self._workers.values()):
+        for worker in reversed(self.workers.values()):
             if isinstance(worker, Worker):
                 worker.close()
-
-    def role(self, name: str) -> object:
-        """The worker that plays a role."""
-        return self._workers[name]
 
 
 def create_colocated_worker_cls(class_dict: Mapping[str, ClassWithInitArgs]) -> ClassWithInitArgs:

@@ -66,7 +66,7 @@ class WorkerHost:
     def _run(self, spec: CallSpec, values: Sequence[object]) -> object:
         if self.worker is None:
             raise RuntimeError("the worker was never built, or its group was closed")
-        worker = self.worker if spec.target is None else self.worker.role(spec.target)
+        worker = self.worker if spec.target is None else self.worker.workers[spec.target]
         if (method := getattr(worker, spec.method, None)) is None:
             raise AttributeError(f"{type(worker).__name__} has no method '{spec.method}'")
         num_positional = len(values) - len(spec.names)

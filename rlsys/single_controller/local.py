@@ -41,17 +41,14 @@ class LocalWorkerGroup(WorkerGroup):
 
     def __init__(
         self,
-        resource_pool: ResourcePool | None = None,
-        cls_with_init: ClassWithInitArgs | None = None,
+        resource_pool: ResourcePool,
+        cls_with_init: ClassWithInitArgs,
         *,
         role: str | None = None,
         deadlines: Deadlines = DEFAULT_DEADLINE_S,
     ) -> None:
-        if cls_with_init is None:
-            raise ValueError("LocalWorkerGroup needs a ClassWithInitArgs")
-        world_size = 1 if resource_pool is None else resource_pool.world_size
         name = role or cls_with_init.cls.__name__
-        backend = LocalBackend(cls_with_init, name, world_size, deadlines)
+        backend = LocalBackend(cls_with_init, name, resource_pool.world_size, deadlines)
         super().__init__(backend, cls_with_init.cls, role=name)
 
 

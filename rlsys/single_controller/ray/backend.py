@@ -39,11 +39,7 @@ class RayBackend(Backend):
     """The actors of a group: their start in parallel, their calls, their end."""
 
     def __init__(
-        self,
-        cls_with_init: ClassWithInitArgs,
-        role: str,
-        deadlines: Deadlines,
-        worker_env: Mapping[str, str],
+        self, cls_with_init: ClassWithInitArgs, role: str, deadlines: Deadlines, worker_env: Mapping[str, str]
     ) -> None:
         super().__init__(0, deadlines)
         if taken := sorted({*RANK_VARIABLES} & {*worker_env}):

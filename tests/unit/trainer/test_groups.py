@@ -55,7 +55,7 @@ def start() -> WorkerGroups:
     mapping = {Role.Actor: "train", Role.Critic: "train", Role.Rollout: "rollout"}
     manager = ResourcePoolManager({"train": [2], "rollout": [1]}, mapping)
     workers = {role: ClassWithInitArgs(object) for role in mapping}
-    groups = start_groups(workers, manager, group_cls=Group, deadlines={})  # pyrefly: ignore[bad-argument-type]
+    groups = start_groups(workers, manager, group_cls=Group, deadlines=DeadlinesConfig())  # pyrefly: ignore[bad-argument-type]
     return WorkerGroups(**groups)
 
 
