@@ -13,14 +13,7 @@ from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
 from rlsys.planning import footprint as fp
 from rlsys.planning.memory import Lengths, Machine, PlanInputs, device_roles, plan_memory
 from rlsys.planning.sizes import choose_sizes
-from rlsys.planning.step_time import (
-    GpuCluster,
-    Phase,
-    plan_step,
-    rollout_phase,
-    step_seconds,
-    training_phases,
-)
+from rlsys.planning.step_time import GpuCluster, Phase, plan_step, rollout_phase, step_seconds, training_phases
 from rlsys.utils.errors import ConfigError
 
 Settings = dict[str, Any]

@@ -106,15 +106,11 @@ class FsdpRole:
         layer_comm = int((c + fp.WIDE * self._prefetched + added) * d.layer) if full else 0
         outer_comm = int((c + fp.WIDE + added) * d.outer) if full else 0
         head_grad = c * d.vocab * d.hidden if full and self.lm else 0
+        summed, logits = grads if size.count > 1 else 0, _logits(self, size, backward=True)
         return _higher(
+            {GRADIENTS: summed, GATHERED: c * d.outer, ACTIVATIONS: kept + head, LOGITS: logits},
             {
-                GRADIENTS: grads if size.count > 1 else 0,
-                GATHERED: c * d.outer,
-                ACTIVATIONS: kept + head,
-                LOGITS: _logits(self, size, backward=True),
-            },
-            {
-                GRADIENTS: (grads if size.count > 1 else 0) + head_grad,
+                GRADIENTS: summed + head_grad,
                 GATHERED: c * (d.outer + d.layer * self._prefetched) + layer_comm,
                 ACTIVATIONS: kept + extra,
             },
@@ -199,16 +195,13 @@ class MegatronRole:
         saved = fp.layer_saved_bytes(d, size.tokens, c=c, fused=self.fused, tp=sizes.tp, shared_norms=shared)
         point = fp.checkpoint_bytes(d, size.tokens, c=c) // (sizes.tp if shared else 1)
         kept = self._layers_in_flight(size.count) * (point if self.how.recompute else saved)
-        extra = (saved if self.how.recompute else 0) + fp.layer_passing_bytes(
-            d, size.tokens, c=c, tp=sizes.tp, backward=True
-        )
-        extra += self._merged(3 if self.fused else 2)
+        extra = self._merged(3 if self.fused else 2) + (saved if self.how.recompute else 0)
+        extra += fp.layer_passing_bytes(d, size.tokens, c=c, tp=sizes.tp, backward=True)
         if not self._last:
             return {ACTIVATIONS: kept + extra}
         head = fp.head_hidden_bytes(d, size.tokens, size.responses, c=c, backward=True)
-        return _higher(
-            {ACTIVATIONS: kept + extra}, {ACTIVATIONS: kept + head, LOGITS: _logits(self, size, backward=True)}
-        )
+        in_head = {ACTIVATIONS: kept + head, LOGITS: _logits(self, size, backward=True)}
+        return _higher({ACTIVATIONS: kept + extra}, in_head)
 
     def _merged(self, times: int) -> int:
         """Merged weights of a layer with adapters, and their gradient."""
@@ -246,7 +239,4 @@ def _higher(*candidates: Bytes) -> Bytes:
 
 def together(parts: Sequence[Mapping[str, int]]) -> Bytes:
     """Bytes of several by owner."""
-    total = Counter[str]()
-    for part in parts:
-        total.update(part)
-    return total
+    return sum(map(Counter, parts), Counter[str]())

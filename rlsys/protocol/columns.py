@@ -33,36 +33,27 @@ def object_rows(rows: Sequence[Any]) -> np.ndarray:
     return np.stack(rows).astype(object) if stackable else object_array(rows)
 
 
-def deep_equal(a: object, b: object) -> bool:
+def deep_equal(a: object, b: Any, _path: tuple[int, ...] = ()) -> bool:
     """Equality of type and value with NaN equal to NaN, through arrays, tensors, lists, tuples and dicts."""
-    return _deep_equal(a, b, ())
-
-
-def _deep_equal(a: object, b: Any, path: tuple[int, ...]) -> bool:
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return a.dtype == b.dtype and tensors_equal(a, b)
     if type(a) is not type(b):
         return False
-    if id(a) in path:
+    if id(a) in _path:
         return True
     if isinstance(a, float | np.floating):
         return bool(a == b) or (math.isnan(a) and math.isnan(b))
-    path = (*path, id(a))
+    path = (*_path, id(a))
+    if isinstance(a, np.ndarray) and a.dtype != object:
+        return a.dtype == b.dtype and bool(np.array_equal(a, b, equal_nan=a.dtype.kind in "fcmM"))
     if isinstance(a, np.ndarray):
-        return _arrays_equal(a, b, path)
+        alike = b.dtype == object and a.shape == b.shape
+        return alike and all(deep_equal(x, y, path) for x, y in zip(a.flat, b.flat, strict=True))
     if isinstance(a, Mapping):
-        return a.keys() == b.keys() and all(_deep_equal(value, b[key], path) for key, value in a.items())
+        return a.keys() == b.keys() and all(deep_equal(value, b[key], path) for key, value in a.items())
     if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(_deep_equal(x, y, path) for x, y in zip(a, b, strict=True))
+        return len(a) == len(b) and all(deep_equal(x, y, path) for x, y in zip(a, b, strict=True))
     return bool(a == b)
-
-
-def _arrays_equal(a: np.ndarray, b: np.ndarray, path: tuple[int, ...]) -> bool:
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    if a.dtype == object:
-        return all(_deep_equal(x, y, path) for x, y in zip(a.flat, b.flat, strict=True))
-    return bool(np.array_equal(a, b, equal_nan=a.dtype.kind in "fcmM"))
 
 
 def tensors_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -141,11 +132,8 @@ def concat_meta(metas: Sequence[Mapping[str, Any]]) -> dict[str, object]:
 
 
 def _same(a: object, b: object) -> bool:
-    if a is b or deep_equal(a, b):
-        return True
-    return (
-        not isinstance(a, np.ndarray | torch.Tensor) and not isinstance(b, np.ndarray | torch.Tensor) and bool(a == b)
-    )
+    has_rows = isinstance(a, np.ndarray | torch.Tensor) or isinstance(b, np.ndarray | torch.Tensor)
+    return a is b or deep_equal(a, b) or (not has_rows and bool(a == b))
 
 
 def dict_of_lists(rows: Sequence[Mapping[str, object]]) -> dict[str, list[Any]]:

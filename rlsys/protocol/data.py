@@ -19,18 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from rlsys.ipc.framing import Buffer, WireError
-from rlsys.protocol.columns import (
-    concat_arrays,
-    concat_meta,
-    concat_tensors,
-    described,
-    object_rows,
-    tensors_of,
-    type_info,
-    union_meta,
-    union_numpy_dict,
-    union_tensor_dict,
-)
+from rlsys.protocol import columns as cols
 from rlsys.protocol.disk import read_file, write_file
 from rlsys.protocol.memory import take_rows
 from rlsys.protocol.pieces import join_buffers, split_buffers
@@ -94,7 +83,7 @@ class DataProto:
         return batch.tensors if isinstance(batch, ReceivedBatch) else batch
 
     def __repr__(self) -> str:
-        return described(len(self), self._readable, self.non_tensor_batch, self.meta_info)
+        return cols.described(len(self), self._readable, self.non_tensor_batch, self.meta_info)
 
     def check_consistency(self) -> None:
         """AssertionError unless there is one batch dimension and every array has as many rows as the tensors."""
@@ -161,7 +150,7 @@ class DataProto:
             if isinstance(value, Tensor):
                 batch[key] = value
             elif isinstance(value, NonTensorStack):
-                non_tensors[key] = object_rows([item.data for item in value])
+                non_tensors[key] = cols.object_rows([item.data for item in value])
             elif isinstance(value, NonTensorData):
                 meta_info[key] = value.data
         assert not non_tensors or num_batch_dims == 1, "only support num_batch_dims=1 when there are non tensors"
@@ -169,7 +158,7 @@ class DataProto:
 
     def to_tensordict(self) -> TensorDict:
         """One TensorDict with all three parts; AssertionError where a tensor and an array have the same name."""
-        tensors = tensors_of(self.batch)
+        tensors = cols.tensors_of(self.batch)
         common = tensors.keys() & self.non_tensor_batch.keys()
         assert not common, f"tensors and non-tensors have common keys {sorted(common)}"
         output = TensorDict(tensors, batch_size=(len(self),))
@@ -207,7 +196,7 @@ class DataProto:
 
     def print_size(self, prefix: str = "") -> None:
         """Print how many GiB the tensors and the arrays hold."""
-        tensors = tensors_of(self._readable).values()
+        tensors = cols.tensors_of(self._readable).values()
         tensor_gib = sum(tensor.element_size() * tensor.numel() for tensor in tensors) / 1024**3
         array_gib = sum(array.nbytes for array in self.non_tensor_batch.values()) / 1024**3
         text = f"Size of tensordict: {tensor_gib} GB, size of non_tensor_batch: {array_gib} GB"
@@ -215,7 +204,7 @@ class DataProto:
 
     def get_data_info(self) -> str:
         """One line per tensor, array and meta entry with its shape or type."""
-        tensors = tensors_of(self._readable)
+        tensors = cols.tensors_of(self._readable)
         return "\n".join(
             [
                 "batch",
@@ -223,7 +212,7 @@ class DataProto:
                 "non_tensor_batch",
                 *(f"  {key}: ndarray{a.shape} ({a.dtype})" for key, a in self.non_tensor_batch.items()),
                 "meta_info",
-                *(f"  {key}: {type_info(value)}" for key, value in self.meta_info.items()),
+                *(f"  {key}: {cols.type_info(value)}" for key, value in self.meta_info.items()),
             ]
         )
 
@@ -289,16 +278,16 @@ class DataProto:
         if self.batch is None:
             self.batch = other.batch
         elif other.batch is not None:
-            self.batch = union_tensor_dict(self.batch, other.batch)
-        self.non_tensor_batch = union_numpy_dict(self.non_tensor_batch, other.non_tensor_batch)
-        self.meta_info = union_meta(self.meta_info, other.meta_info)
+            self.batch = cols.union_tensor_dict(self.batch, other.batch)
+        self.non_tensor_batch = cols.union_numpy_dict(self.non_tensor_batch, other.non_tensor_batch)
+        self.meta_info = cols.union_meta(self.meta_info, other.meta_info)
         return self
 
     # ---- rows --------------------------------------------------------------------------------------------------
 
     def _with_rows(self, batch: TensorDict | None, change: Callable[[str, Any], Any], num_rows: int) -> "DataProto":
         if batch is not None:
-            columns = {key: change(key, tensor) for key, tensor in tensors_of(batch).items()}
+            columns = {key: change(key, tensor) for key, tensor in cols.tensors_of(batch).items()}
             batch = TensorDict(columns, batch_size=(num_rows,), device=batch.device)
         held = {key: change(key, array) for key, array in self.non_tensor_batch.items()}
         return type(self)(batch=batch, non_tensor_batch=held, meta_info=self.meta_info)
@@ -478,12 +467,12 @@ def concat_chunk(chunks: int, index: int, data: Sequence[DataProto]) -> DataProt
     if not data:
         raise IndexError("cannot concat an empty list of DataProto")
     firsts = list(itertools.accumulate(map(len, data), initial=0))
-    whole = DataProto(meta_info=concat_meta([part.meta_info for part in data]))
+    whole = DataProto(meta_info=cols.concat_meta([part.meta_info for part in data]))
     start, end = whole._chunk_bounds(firsts[-1], chunks, even=data[0]._readable is None)[index]
     cuts = [slice(max(start - first, 0), max(end - first, 0)) for first in firsts[:-1]]
-    batch = concat_tensors([part._readable for part in data], cuts)
+    batch = cols.concat_tensors([part._readable for part in data], cuts)
     pairs = zip(data, cuts, strict=True)
-    columns = concat_arrays([{k: array[cut] for k, array in part.non_tensor_batch.items()} for part, cut in pairs])
+    columns = cols.concat_arrays([{k: array[cut] for k, array in part.non_tensor_batch.items()} for part, cut in pairs])
     return type(data[0])(batch=batch, non_tensor_batch=columns, meta_info=whole.meta_info)
 
 

@@ -4,6 +4,7 @@ import io
 
 import torch
 import torch.distributed as dist
+from tensordict import TensorDict
 from torch import Tensor
 
 from rlsys.protocol.columns import concat_arrays, tensors_of
@@ -15,15 +16,12 @@ from rlsys.protocol.wire import decode, encode
 def all_gather_data_proto(data: DataProto, process_group: dist.ProcessGroup) -> None:
     """Replace the rows of `data` by those of all ranks in rank order, in place; all ranks must hold equal shapes."""
     device = exchange_device(process_group)
-    if data.batch is not None:
-        rows = {
-            key: _gather(tensor.to(device), process_group) for key, tensor in sorted(tensors_of(data.batch).items())
-        }
-        held_on = data.batch.device
-        joined = {key: rows[key].to(tensor.device) for key, tensor in tensors_of(data.batch).items()}
-        data.batch = DataProto.from_dict(joined).batch
-        if data.batch is not None and held_on is not None:
-            data.batch = data.batch.to(held_on)
+    if (batch := data.batch) is not None:
+        tensors = tensors_of(batch)
+        rows = {key: _gather(tensors[key].to(device), process_group) for key in sorted(tensors)}
+        joined = {key: rows[key].to(tensor.device) for key, tensor in tensors.items()}
+        num_rows = len(batch) * dist.get_world_size(process_group)
+        data.batch = TensorDict(joined, (num_rows,), device=batch.device)
     stream = io.BytesIO()
     write_stream(stream, *encode(None, data.non_tensor_batch, {}))
     texts = gather_bytes(stream.getvalue(), process_group)

@@ -62,9 +62,8 @@ def decode(header: Buffer, buffers: Sequence[Buffer]) -> DataProtoHeader:
     parts = codec.decode(header, buffers, DataProtoHeader, aliased="batch")
     if parts.num_rows is None and parts.batch:
         raise WireError("the header does not give the number of rows")
-    lengths = {
-        len(value) if value.ndim else -1 for value in (*parts.tensors.values(), *parts.non_tensor_batch.values())
-    }
+    columns = (*parts.tensors.values(), *parts.non_tensor_batch.values())
+    lengths = {len(column) if column.ndim else -1 for column in columns}
     if len(lengths) > 1 or -1 in lengths or (parts.num_rows is not None and lengths - {parts.num_rows}):
         raise WireError(f"columns with {sorted(lengths)} rows in a batch of {parts.num_rows}")
     return parts

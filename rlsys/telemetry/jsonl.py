@@ -36,23 +36,21 @@ class JsonlWriter:
             elif resume_step is not None:
                 _truncate(path, resume_step)
         self.path = path
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._file = path.open("ab", buffering=0)
 
     def write(self, record: JsonObject) -> None:
         """Append a record; one that the disk does not take is removed again."""
-        line, start = memoryview(encode_line(record)), os.fstat(self._fd).st_size
+        line, start = memoryview(encode_line(record)), os.fstat(self._file.fileno()).st_size
         try:
             while line:
-                line = line[os.write(self._fd, line) :]
+                line = line[self._file.write(line) :]
         except OSError as error:
             with suppress(OSError):
-                os.ftruncate(self._fd, start)
+                self._file.truncate(start)
             raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._file.close()
 
 
 def encode_line(record: JsonObject) -> bytes:

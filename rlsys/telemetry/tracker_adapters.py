@@ -123,9 +123,8 @@ class WandbTracker:
     """Weights & Biases; the run id is stored beside the checkpoints, so a resumed run stays one run."""
 
     def __init__(self, run: TrackedRun) -> None:
-        wandb = import_module("wandb")
-        self._wandb = wandb
-        self._run = wandb.init(
+        self._wandb = import_module("wandb")
+        self._run = self._wandb.init(
             project=run.project,
             name=run.experiment,
             config=dict(run.config),
@@ -182,9 +181,8 @@ class TrackioTracker:
     """Trackio, local first; `trackio show` shows the runs."""
 
     def __init__(self, run: TrackedRun) -> None:
-        trackio = import_module("trackio")
-        self._trackio = trackio
-        trackio.init(
+        self._trackio = import_module("trackio")
+        self._trackio.init(
             project=run.project,
             name=run.experiment,
             config=dict(run.config),

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from functools import lru_cache
+from math import comb
 from numbers import Real
 from typing import Any
 
@@ -16,11 +17,7 @@ CORRECT_AT = 1.0
 
 
 def validation_metrics(
-    data_sources: Sequence[str],
-    uids: Sequence[Hashable],
-    infos: Mapping[str, Sequence[Any]],
-    *,
-    seed: int = 42,
+    data_sources: Sequence[str], uids: Sequence[Hashable], infos: Mapping[str, Sequence[Any]], *, seed: int = 42
 ) -> dict[str, float]:
     """`val-core/{data_source}/{acc|reward}/...` and `val-aux/...` over the responses of each prompt.
 
@@ -60,9 +57,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     """Probability that k of the samples, drawn without replacement, include a correct one (arXiv 2107.03374, eq. 1)."""
     if not 1 <= k <= num_samples or not 0 <= num_correct <= num_samples:
         raise ValueError(f"pass@{k} is not defined for {num_correct} correct of {num_samples} samples")
-    if num_samples - num_correct < k:
-        return 1.0
-    return float(1.0 - np.prod(1.0 - k / np.arange(num_samples - num_correct + 1, num_samples + 1)))
+    return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)
 
 
 def _core_variable(data_sources: Sequence[str], infos: Mapping[str, Sequence[object]], source: str) -> str:
