@@ -243,7 +243,3 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
     @abstractmethod
     def _adapter(self) -> tuple[LoraSettings, list[str], dict[str, Tensor]] | None:
         """LoRA settings, names of the adapted layers and whole factors by name; None without adapters."""
-
-    @abstractmethod
-    def adapters_disabled(self) -> AbstractContextManager[None]:
-        """The model without its LoRA adapters, as the reference of its own training."""

@@ -145,12 +145,12 @@ def sum_over_ranks(parts: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, 
     }
 
 
-def max_over_ranks(value: int, group: dist.ProcessGroup | None = None) -> int:
+def max_over_ranks(value: int) -> int:
     """The largest of the ranks' numbers."""
-    if dist.get_world_size(group) == 1:
+    if dist.get_world_size() == 1:
         return value
-    number = torch.tensor([value], device=exchange_device(group))
-    dist.all_reduce(number, op=dist.ReduceOp.MAX, group=group)
+    number = torch.tensor([value], device=exchange_device(None))
+    dist.all_reduce(number, op=dist.ReduceOp.MAX)
     return int(number)
 
 

@@ -25,13 +25,13 @@ from rlsys.models.hf import (
     TensorSource,
     build,
     check_names,
+    fill_shards,
     open_model_dir,
     read_config,
     read_whole,
     saved_names,
     saved_tensors_of,
 )
-from rlsys.models.megatron.convert import fill
 from rlsys.models.megatron.family import Head, family_of, find_family, tied
 from rlsys.models.megatron.rules import by_local
 from rlsys.types import EXPORT_FILE_BYTES, HFConfig, Shard
@@ -194,7 +194,7 @@ def _local(weights: TensorSource, spec: TensorSpec, shards: Sequence[Shard]) -> 
             both = f"{name} is {weights[name].dtype} and {shards[0].box.tensor} {dtype}"
             raise CheckpointError(f"{both}: one Megatron tensor has both")
     tensor = torch.empty(shape, dtype=torch_dtype(dtype))
-    fill(tensor, shards, weights)
+    fill_shards(tensor, shards, weights)
     return tensor
 
 

@@ -7,12 +7,10 @@ the pack, T / S on a rank.
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 
 class TokenSpan(NamedTuple):
@@ -64,24 +62,3 @@ def own_among(places: Tensor, lengths: Sequence[int], rank: int, size: int) -> t
     own = here.to(places.device)[places]
     numbers = (own >= 0).nonzero()[:, 0]
     return numbers, own[numbers]
-
-
-def gather_tokens(part: Tensor, group: ProcessGroup, order: Tensor) -> Tensor:
-    """All tokens (T, ...) of the pack from each rank's (T / S, ...); each rank computes something else from them, so
-    the gradients are added up."""
-    return _Gather.apply(part, group)[order]
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: ProcessGroup) -> Tensor:  # type: ignore[override]
-        ctx.group = group
-        whole = part.new_empty(len(part) * dist.get_world_size(group), *part.shape[1:])
-        dist.all_gather_into_tensor(whole, part.contiguous(), group=group)
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        own = grad.new_empty(len(grad) // dist.get_world_size(ctx.group), *grad.shape[1:])
-        dist.reduce_scatter_tensor(own, grad.contiguous(), group=ctx.group)
-        return own, None

@@ -26,6 +26,7 @@ from rlsys.interfaces import StoredTensor
 from rlsys.models import fp8
 from rlsys.models.attention import ATTENTION, Packing, PackReachedError
 from rlsys.models.vision import has_images
+from rlsys.types import Shard
 from rlsys.utils.boxes import slices
 from rlsys.utils.errors import CheckpointError, ConfigError
 from rlsys.utils.safetensors_header import DTYPES
@@ -216,6 +217,15 @@ def in_memory(tensors: Mapping[str, Tensor]) -> TensorSource:
 def read_whole(tensor: StoredTensor) -> Tensor:
     """All of a stored tensor."""
     return tensor.read((0,) * len(tensor.shape), tensor.shape)
+
+
+def fill_shards(target: Tensor, shards: Sequence[Shard], source: TensorSource) -> None:
+    """Fill one local tensor from its shards' boxes; what they do not cover becomes zero."""
+    if sum(math.prod(shard.box.shape) for shard in shards) < target.numel():
+        target.zero_()
+    for shard in shards:
+        box = shard.box
+        target[slices(shard.local_start, box.shape)].copy_(source[box.tensor].read(box.start, box.shape))
 
 
 def open_model_dir(path: Path) -> TensorSource:

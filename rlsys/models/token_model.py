@@ -75,13 +75,8 @@ class TokenModel(nn.Module):
         given = {"input_ids": whole.token_ids[None, mine]}
         if images is not None:
             given = embed(self.model, whole.token_ids, images).arguments((1, whole.num_tokens), mine)
-        states = backbone(
-            **given,
-            position_ids=whole.position_ids[..., None, mine],
-            use_cache=False,
-            packing=packing,
-            **_flash_arguments(packing),
-        ).last_hidden_state
+        positions = whole.position_ids[..., None, mine]
+        states = backbone(**given, position_ids=positions, use_cache=False, packing=packing).last_hidden_state
         return states[0], (mine.start, mine.stop)
 
 
@@ -123,13 +118,3 @@ def token_numbers(
         return {name: made[name] for name in outputs}
 
     return at(rows.before, stats)
-
-
-def _flash_arguments(packing: Packing) -> dict[str, Any]:
-    """The names under which transformers' own flash attention takes a pack."""
-    return {
-        "cu_seq_lens_q": packing.cu_seq_lens,
-        "cu_seq_lens_k": packing.cu_seq_lens,
-        "max_length_q": packing.max_length,
-        "max_length_k": packing.max_length,
-    }

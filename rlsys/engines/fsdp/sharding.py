@@ -13,12 +13,12 @@ from torch.distributed.tensor import DTensor
 from rlsys.config.schema.model import ShardConfig
 from rlsys.engines.fsdp.optim import local_of
 from rlsys.engines.mesh import Ranks
-from rlsys.models.hf import TensorSource, layer_modules, saved_tensors_of, shared_names
+from rlsys.models.hf import TensorSource, fill_shards, layer_modules, saved_tensors_of, shared_names
 from rlsys.models.lora import AdaptedWeight, hf_name, is_adapter
 from rlsys.models.stacked import Stacks, part_of, saved_aliases, saved_shapes, shards_of
 from rlsys.models.token_model import TokenModel
 from rlsys.types import Box, Shard, WeightLayout
-from rlsys.utils.boxes import buckets, slices
+from rlsys.utils.boxes import buckets
 from rlsys.utils.hosts import host_id
 
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # nothing writes into outputs
@@ -80,19 +80,14 @@ def tied_names(model: TokenModel, stacks: Stacks) -> dict[str, str]:
     return saved_aliases({hf_name(name): hf_name(held) for name, held in shared_names(named).items()}, stacks)
 
 
-def held_box(name: str, parameter: Tensor, ranks: Ranks) -> Box:
-    """The rows of `parameter` on this rank: FSDP2 cuts dimension 0 into ceil(n / ranks); last parts may be empty."""
-    if not isinstance(parameter, DTensor):
-        return Box(name, (0,) * parameter.ndim, tuple(parameter.shape))
-    rows = parameter.shape[0]
-    start = min(ranks.shard_rank * -(-rows // ranks.shard_size), rows)
-    held = local_of(parameter).shape[0]
-    return Box(name, (start, *(0 for _ in parameter.shape[1:])), (held, *parameter.shape[1:]))
-
-
 def held_shards(name: str, parameter: Tensor, ranks: Ranks, stacks: Stacks) -> Iterator[Shard]:
-    """The rows of `parameter` on this rank as boxes of the tensors it is saved as."""
-    box = held_box(name, parameter, ranks)
+    """The rows of `parameter` on this rank as boxes of the tensors it is saved as.
+
+    FSDP2 cuts dimension 0 into ceil(n / ranks) rows; last parts may be empty.
+    """
+    rows, zeros = parameter.shape[0], (0,) * (parameter.ndim - 1)
+    start = min(ranks.shard_rank * -(-rows // ranks.shard_size), rows) if isinstance(parameter, DTensor) else 0
+    box = Box(name, (start, *zeros), tuple(local_of(parameter).shape))
     if name in stacks:
         yield from shards_of(stacks[name], box)
     elif box.shape[0]:
@@ -109,10 +104,7 @@ def shapes_as_saved(name: str, parameter: Tensor, stacks: Stacks) -> dict[str, t
 def fill(parameters: Mapping[str, Tensor], source: TensorSource, ranks: Ranks, stacks: Stacks) -> None:
     """Copy this rank's rows of each parameter from the source, which has them by the names they are saved by."""
     for name, parameter in parameters.items():
-        local = local_of(parameter)
-        for shard in held_shards(name, parameter, ranks, stacks):
-            values = source[shard.box.tensor].read(shard.box.start, shard.box.shape)
-            local[slices(shard.local_start, shard.box.shape)].copy_(values)
+        fill_shards(local_of(parameter), list(held_shards(name, parameter, ranks, stacks)), source)
 
 
 def weight_layout(

@@ -1,7 +1,7 @@
 """MegatronEngine: a model of Megatron-Core, split by tensors, stages and experts, on CPU (gloo) or CUDA (NCCL)."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -20,13 +20,14 @@ from megatron.core import parallel_state as mpu
 
 from rlsys.engines.base import BaseTrainEngine, Counted, Visit, compute_dtype
 from rlsys.engines.megatron.groups import MegatronRanks, current, make_ranks
-from rlsys.engines.megatron.offload import HostOffload
 from rlsys.engines.megatron.optim import MegatronAdamW
-from rlsys.engines.megatron.run import make_packs, run
+from rlsys.engines.megatron.run import run
 from rlsys.engines.megatron.state import MegatronState
 from rlsys.engines.megatron.weights import MergedTensors, ModelShards
-from rlsys.engines.micro_batches import MicroBatches, Pack
+from rlsys.engines.mesh import max_over_ranks
+from rlsys.engines.micro_batches import MicroBatches, Pack, packs_of, split_rows
 from rlsys.interfaces import Output, Part
+from rlsys.models.context import pack_multiple
 from rlsys.models.hf import Head, TensorSource, build, check_names, open_weights, read_config, read_whole
 from rlsys.models.megatron.adapters import adapters_off, add_adapters
 from rlsys.models.megatron.build import TokenGPT, build_chunks
@@ -34,6 +35,7 @@ from rlsys.models.megatron.family import decoder_family
 from rlsys.models.megatron.image_tower import ImageTower
 from rlsys.models.megatron.parallel import ParallelSizes
 from rlsys.models.megatron.router_replay import NO_ROUTE, RouterReplay
+from rlsys.models.packing import padded_each, padded_to
 from rlsys.models.vision import has_images
 from rlsys.protocol import DataProto
 from rlsys.types import EXPORT_FILE_BYTES, WeightLayout
@@ -165,11 +167,26 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
             return {"actor/routes_differ": replay.different(self.ranks.device)}
 
     def _packs(self, batch: DataProto, size: MicroBatches) -> list[Pack]:
+        """As many packs on every rank, of one length where stages or ranks of experts exchange them.
+
+        The ranks of one context-parallel group make the same packs. Interleaved stages take them in groups of as many
+        as there are stages.
+        """
         config, sizes = self.chunks[0].config, self.ranks.sizes
-        multiple = sizes.tp if config.sequence_parallel else 1
-        multiple *= 16 if self.fp8 else 1
-        equal = sizes.pp > 1 or (sizes.ep > 1 and config.moe_token_dispatcher_type == "allgather")
-        return make_packs(batch, size, self.ranks, multiple=multiple, equal=equal, tower=self.tower)
+        lengths = batch.tensors["attention_mask"].sum(dim=1).tolist()
+        parts = split_rows(lengths, size, agree=max_over_ranks, num_sharing=sizes.cp)
+        parts += [[]] * (-len(parts) % (sizes.pp if sizes.vp > 1 else 1))
+        packs = list(packs_of(batch, parts, None if self.tower is None else self.tower.model))
+        if sizes.cp > 1:
+            packs = [replace(pack, tokens=padded_each(pack.tokens, 2 * sizes.cp)) for pack in packs]
+        lengths = [pack.tokens.num_tokens for pack in packs]
+        if sizes.pp > 1 or (sizes.ep > 1 and config.moe_token_dispatcher_type == "allgather"):
+            lengths = [max_over_ranks(max(lengths, default=0))] * len(packs)
+        multiple = pack_multiple((sizes.tp if config.sequence_parallel else 1) * (16 if self.fp8 else 1), sizes.cp)
+        return [
+            Pack(pack.index, padded_to(pack.tokens, -(-length // multiple) * multiple).to(self.ranks.device))
+            for pack, length in zip(packs, lengths, strict=True)
+        ]
 
     def _share(self, values: Tensor) -> None:
         if self.ranks.sizes.pp > 1:
@@ -224,3 +241,50 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
         shared = {tensor.untyped_storage().data_ptr() for tensor in parameters}
         own = [tensor for part in self._state().ranges for tensor in part.tensors.values()]
         return [tensor for tensor in own if tensor.untyped_storage().data_ptr() not in shared]
+
+
+class HostOffload:
+    """Storages whose contents are on the host, by the name of the part they belong to.
+
+    They are restored in place: every view of a storage stays valid.
+    """
+
+    def __init__(self) -> None:
+        self._offloaded: dict[str, list[tuple[torch.UntypedStorage, Tensor]]] = {}
+
+    def offload(self, part: str, tensors: Sequence[Tensor]) -> None:
+        """Copy the memory of `tensors` to the host and free it; a part that is already there stays."""
+        if part in self._offloaded:
+            return
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
+        self._offloaded[part] = [(storage, _bytes_of(storage).to("cpu", copy=True)) for storage in storages.values()]
+        for storage in storages.values():
+            storage.resize_(0)
+        _release()
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Restore every part within the block."""
+        offloaded = {part: [storage for storage, _ in saved] for part, saved in self._offloaded.items()}
+        for part in offloaded:
+            self.restore(part)
+        yield
+        for part, storages in offloaded.items():
+            self.offload(part, [_bytes_of(storage) for storage in storages])
+
+    def restore(self, part: str) -> None:
+        """Copy a part back to its device and free the host memory; a part that is not offloaded stays."""
+        for storage, saved in self._offloaded.pop(part, ()):
+            storage.resize_(saved.nbytes)
+            _bytes_of(storage).copy_(saved, non_blocking=True)
+        _release()
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _release() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()

@@ -1,6 +1,8 @@
 """The tables and readers that families share: attention, gated MLPs, experts, and what config.json says of them."""
 
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from rlsys.models.megatron.rules import Rule, columns, grouped, stacked, whole, within
@@ -9,40 +11,26 @@ from rlsys.utils.errors import ConfigError
 
 QKV = (("q", "q"), ("k", "kv"), ("v", "kv"))
 
+attention = partial(within, "self_attention", "self_attn")
+INPUT_NORM = Rule("input_layernorm.weight", whole, ("input_layernorm.weight [hidden]",))
 ATTENTION = (
-    Rule(
-        "input_layernorm.weight",
-        whole,
-        ("input_layernorm.weight [hidden]",),
-        te="self_attention.linear_qkv.layer_norm_weight",
-    ),
-    *within(
-        "self_attention",
-        "self_attn",
+    replace(INPUT_NORM, te="self_attention.linear_qkv.layer_norm_weight"),
+    *attention(
         Rule("linear_qkv.weight", grouped, tuple(f"{x}_proj.weight [{n}, hidden]" for x, n in QKV)),
         Rule("linear_proj.weight", columns, ("o_proj.weight [hidden, q]",)),
     ),
 )
-(QKV_BIAS,) = within(
-    "self_attention", "self_attn", Rule("linear_qkv.bias", grouped, tuple(f"{x}_proj.bias [{n}]" for x, n in QKV))
-)
-QK_NORM = within(
-    "self_attention",
-    "self_attn",
+(QKV_BIAS,) = attention(Rule("linear_qkv.bias", grouped, tuple(f"{x}_proj.bias [{n}]" for x, n in QKV)))
+QK_NORM = attention(
     Rule("q_layernorm.weight", whole, ("q_norm.weight [head_dim]",)),
     Rule("k_layernorm.weight", whole, ("k_norm.weight [head_dim]",)),
 )
+SPARSE_NORM = Rule("pre_mlp_layernorm.weight", whole, ("post_attention_layernorm.weight [hidden]",))
 GATED_MLP = (
-    Rule(
-        "pre_mlp_layernorm.weight",
-        whole,
-        ("post_attention_layernorm.weight [hidden]",),
-        te="mlp.linear_fc1.layer_norm_weight",
-    ),
+    replace(SPARSE_NORM, te="mlp.linear_fc1.layer_norm_weight"),
     Rule("mlp.linear_fc1.weight", stacked, ("mlp.gate_proj.weight [ffn, hidden]", "mlp.up_proj.weight [ffn, hidden]")),
     Rule("mlp.linear_fc2.weight", columns, ("mlp.down_proj.weight [hidden, ffn]",)),
 )
-SPARSE_NORM = Rule("pre_mlp_layernorm.weight", whole, ("post_attention_layernorm.weight [hidden]",))
 ROUTER = Rule("mlp.router.weight", whole, ("mlp.gate.weight [experts, hidden]",))
 
 

@@ -1,15 +1,13 @@
 """From Hugging Face tensors to the parameters of a Megatron rank, box by box."""
 
 from collections.abc import Mapping, Sequence
-from math import prod
 
 import torch
 from torch import Tensor
 
-from rlsys.models.hf import TensorSource, differing_tensors
+from rlsys.models.hf import TensorSource, differing_tensors, fill_shards
 from rlsys.models.megatron.rules import by_local, extents
 from rlsys.types import Shard
-from rlsys.utils.boxes import slices
 from rlsys.utils.errors import CheckpointError
 
 
@@ -28,16 +26,7 @@ def load_shards(source: TensorSource, shards: Sequence[Shard], local_tensors: Ma
         raise CheckpointError(f"Megatron's model is not that of the family's table: {differences}")
     with torch.no_grad():
         for name, own in by_local(shards).items():
-            fill(local_tensors[name].detach(), own, source)
-
-
-def fill(target: Tensor, shards: Sequence[Shard], source: TensorSource) -> None:
-    """Fill one local tensor from its shards' boxes; what they do not cover becomes zero."""
-    if sum(prod(shard.box.shape) for shard in shards) < target.numel():
-        target.zero_()
-    for shard in shards:
-        box = shard.box
-        target[slices(shard.local_start, box.shape)].copy_(source[box.tensor].read(box.start, box.shape))
+            fill_shards(local_tensors[name].detach(), own, source)
 
 
 def _fits(extent: Sequence[int], shape: Sequence[int]) -> bool:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rlsys.models.context import gather_tokens, own_spans, whole_order
+from rlsys.models.context import own_spans, whole_order
 from rlsys.models.megatron import shim
 
 # isort: split
@@ -19,6 +19,7 @@ from rlsys.models.megatron import shim
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
+    gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
@@ -72,7 +73,7 @@ class PackedAttention(nn.Module):
         lengths, size = packed_seq_params.cu_seqlens_q.diff().tolist(), self.group.size()
         if size > 1:
             order = whole_order(lengths, size).to(query.device)
-            both = gather_tokens(torch.cat([key, value], dim=-1), self.group, order)
+            both = gather_from_sequence_parallel_region(torch.cat([key, value], dim=-1), group=self.group)[order]
             key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
         spans = list(own_spans(lengths, self.group.rank(), size))
         queries = query.transpose(0, 1).split([span.stop - span.start for span in spans], dim=1)

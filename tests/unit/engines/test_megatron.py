@@ -15,8 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rlsys.config.schema.model import ModelConfig, OptimConfig
-from rlsys.engines.megatron.engine import MegatronEngine
-from rlsys.engines.megatron.offload import HostOffload
+from rlsys.engines.megatron.engine import HostOffload, MegatronEngine
 from rlsys.engines.megatron.state import flat_boxes
 from rlsys.engines.micro_batches import MicroBatches
 from rlsys.interfaces import LossSum

@@ -12,8 +12,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from rlsys.config.schema.model import OptimConfig, OverrideOptimizerConfig
 from rlsys.engines.fsdp.engine import FSDPEngine
-from rlsys.engines.fsdp.muon import ShardedMuon
-from rlsys.engines.fsdp.optim import local_of
+from rlsys.engines.fsdp.optim import ShardedMuon, local_of
 from rlsys.utils.errors import CheckpointError
 from tests.engine_gradients import gradients
 from tests.ranks import run_ranks

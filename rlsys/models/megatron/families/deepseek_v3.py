@@ -5,9 +5,11 @@ from typing import Any
 
 from rlsys.models.megatron.blocks import (
     EXPERT,
+    INPUT_NORM,
     ONLY,
     ROUTER,
     SPARSE_NORM,
+    attention,
     attention_settings,
     expert_dims,
     expert_settings,
@@ -21,10 +23,8 @@ from rlsys.utils.errors import ConfigError
 
 LORA_NORM, SHARED = "linear_{}_up_proj.layer_norm_weight", "shared_ffn"
 MLA = (
-    Rule("input_layernorm.weight", whole, ("input_layernorm.weight [hidden]",)),
-    *within(
-        "self_attention",
-        "self_attn",
+    INPUT_NORM,
+    *attention(
         Rule("linear_q_proj.weight", rows, ("q_proj.weight [q, hidden]",), when="full_q"),
         Rule("linear_q_down_proj.weight", rows, ("q_a_proj.weight [q_lora, hidden]",), "", whole, when="q_lora"),
         Rule("q_layernorm.weight", whole, ("q_a_layernorm.weight [q_lora]",), LORA_NORM.format("q"), when="q_lora"),
