@@ -12,30 +12,21 @@ from rlsys.types import Box, Shard
 
 STACK_DIMS = 3
 Parts = Mapping[str, "StackRows"]
-"""Saved tensors that are parts of others, by their own names."""
+"""Saved tensors that are parts of another one, by their own names."""
 Stacks = Mapping[str, Parts]
-"""The parts of each held tensor that is saved under other names."""
+"""The parts of each held tensor that is saved under other names, by its name."""
 
 
 @dataclass(frozen=True)
 class StackRows:
-    """A saved tensor: `num_rows` rows from `start` on of the tensor `held`, whose stack counts as (all rows, width).
+    """A saved tensor: `num_rows` rows from `start` on of the held one, whose stack counts as (all rows, width).
 
     `is_whole`: it is that tensor under another name, in its shape.
     """
 
-    held: str
     start: int
     num_rows: int
     is_whole: bool = False
-
-
-def by_stack(parts: Parts) -> Stacks:
-    """The parts of each stack."""
-    stacks: dict[str, dict[str, StackRows]] = {}
-    for saved, part in parts.items():
-        stacks.setdefault(part.held, {})[saved] = part
-    return stacks
 
 
 def saved_aliases(shared: Mapping[str, str], stacks: Stacks) -> dict[str, str]:
@@ -48,10 +39,11 @@ def rows_of(shape: Sequence[int]) -> int:
     return shape[1] if len(shape) == STACK_DIMS else 1
 
 
-def saved_shapes(parts: Parts, held: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """The shapes of the tensors that a stack of shape `held` is saved as."""
-    width = tuple(held[-1:]) if len(held) > 1 else ()
-    return {saved: tuple(held) if part.is_whole else (part.num_rows, *width) for saved, part in parts.items()}
+def saved_shapes(name: str, shape: Sequence[int], stacks: Stacks) -> dict[str, tuple[int, ...]]:
+    """The tensors that a held one of this shape is saved as, with their shapes."""
+    held, parts = tuple(shape), stacks.get(name, {}).items()
+    width = held[-1:] if len(held) > 1 else ()
+    return {saved: held if part.is_whole else (part.num_rows, *width) for saved, part in parts} or {name: held}
 
 
 def shards_of(parts: Parts, held: Box) -> Iterator[Shard]:
@@ -72,6 +64,11 @@ def shards_of(parts: Parts, held: Box) -> Iterator[Shard]:
             at += count
 
 
+def as_saved(name: str, tensor: Tensor, stacks: Stacks) -> dict[str, Tensor]:
+    """The tensors that a held one is saved as, sharing its memory."""
+    return {saved: part_of(tensor, part) for saved, part in stacks.get(name, {}).items()} or {name: tensor}
+
+
 def part_of(tensor: Tensor, part: StackRows) -> Tensor:
     """The saved tensor inside the held one, sharing its memory."""
     if part.is_whole:
@@ -80,8 +77,8 @@ def part_of(tensor: Tensor, part: StackRows) -> Tensor:
     return flat[part.start : part.start + part.num_rows]
 
 
-def saved_parts(model: Any) -> dict[str, StackRows]:
-    """The saved tensors that are held under another name, by the name they are saved by.
+def saved_stacks(model: Any) -> Stacks:
+    """The tensors of a model that are saved under other names.
 
     Learned from transformers itself: numbered rows are passed through the conversion that it saves with. A result that
     is not a run of rows of one tensor (a transposed stack) is left under its own name.
@@ -96,7 +93,7 @@ def saved_parts(model: Any) -> dict[str, StackRows]:
         starts.append(count)
         coded[name] = torch.arange(torch.Size(rows).numel()).view(rows) + count
         count += coded[name].numel()
-    parts: dict[str, StackRows] = {}
+    stacks: dict[str, dict[str, StackRows]] = {}
     for saved, part in revert_weight_conversion(model, coded).items():
         run = part.flatten()
         at = bisect_right(starts, int(run[0])) - 1
@@ -104,5 +101,5 @@ def saved_parts(model: Any) -> dict[str, StackRows]:
         is_run = torch.equal(run, torch.arange(len(run)) + run[0]) and start + len(run) <= coded[source].numel()
         if saved != source and is_run:
             is_whole = start == 0 and part.shape == coded[source].shape
-            parts[saved] = StackRows(source, start, len(run), is_whole)
-    return parts
+            stacks.setdefault(source, {})[saved] = StackRows(start, len(run), is_whole)
+    return stacks

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import AutoConfig, GenerationConfig
 
 from rlsys.models.hf import auto_model, saved_names, shared_names
-from rlsys.models.stacked import by_stack, saved_aliases, saved_parts
+from rlsys.models.stacked import saved_aliases, saved_stacks
 
 
 def model_config(path: str | Path) -> Any:
@@ -47,7 +47,7 @@ def hf_tensors(
         model = auto_model(config).from_config(config, trust_remote_code=False)
     state = model.state_dict(keep_vars=True)
     shared = shared_names(state.items())
-    aliases = saved_aliases(shared, by_stack(saved_parts(model)))
+    aliases = saved_aliases(shared, saved_stacks(model))
     kind, device = getattr(torch, dtype), "cpu" if has_memory else "meta"
     saved = saved_names(model, {n: t.detach() for n, t in state.items() if n not in aliases})
     tensors = {n: torch.zeros(t.shape, dtype=kind, device=device) for n, t in saved.items()}

@@ -17,7 +17,6 @@ from rlsys.engines.fsdp.sharding import (
     materialise,
     parameters_by_name,
     reshard,
-    shapes_as_saved,
     shard_model,
     tied_names,
     weight_layout,
@@ -28,7 +27,7 @@ from rlsys.engines.micro_batches import MicroBatches, Pack, packs_of, split_rows
 from rlsys.interfaces import Part
 from rlsys.models import lora
 from rlsys.models.hf import Head, build, check_names, layer_modules, open_weights
-from rlsys.models.stacked import by_stack, saved_parts
+from rlsys.models.stacked import saved_shapes, saved_stacks
 from rlsys.models.token_model import TokenModel
 from rlsys.models.ulysses import kv_repeats
 from rlsys.models.vision import has_images, is_tower
@@ -67,7 +66,7 @@ class FSDPEngine(BaseTrainEngine[Ranks, ShardedOptimizer]):
             kv_repeats(text.num_attention_heads, text.num_key_value_heads, sp_size)
         packed = model.use_remove_padding
         plain = build(self.config, head=head, packed=packed, trust_remote_code=model.trust_remote_code)
-        self._stacks = by_stack(saved_parts(plain))
+        self._stacks = saved_stacks(plain)
         self.is_vision = has_images(self.config)
         for name, parameter in plain.named_parameters():
             parameter.data = parameter.data.to(self._weight_dtype)
@@ -97,7 +96,9 @@ class FSDPEngine(BaseTrainEngine[Ranks, ShardedOptimizer]):
     def _load_initial_weights(self) -> None:
         parameters = parameters_by_name(self.model)
         base = {lora.hf_name(name): p for name, p in parameters.items() if not lora.is_adapter(name)}
-        shapes = {saved: s for name, p in base.items() for saved, s in shapes_as_saved(name, p, self._stacks).items()}
+        shapes = {
+            saved: s for name, p in base.items() for saved, s in saved_shapes(name, p.shape, self._stacks).items()
+        }
         weights = open_weights(self.model_config, self.config, head=self.head, seed=self.shard.seed)
         check_names(shapes, weights, aliases=tied_names(self.model, self._stacks))
         fill(base, weights, self.ranks, self._stacks)

@@ -15,7 +15,7 @@ from rlsys.engines.fsdp.optim import local_of
 from rlsys.engines.mesh import Ranks
 from rlsys.models.hf import TensorSource, fill_shards, layer_modules, saved_tensors_of, shared_names
 from rlsys.models.lora import AdaptedWeight, hf_name, is_adapter
-from rlsys.models.stacked import Stacks, part_of, saved_aliases, saved_shapes, shards_of
+from rlsys.models.stacked import Stacks, as_saved, saved_aliases, saved_shapes, shards_of
 from rlsys.models.token_model import TokenModel
 from rlsys.types import Box, Shard, WeightLayout
 from rlsys.utils.boxes import buckets
@@ -94,12 +94,6 @@ def held_shards(name: str, parameter: Tensor, ranks: Ranks, stacks: Stacks) -> I
         yield Shard(box, name, (0,) * len(box.shape))
 
 
-def shapes_as_saved(name: str, parameter: Tensor, stacks: Stacks) -> dict[str, tuple[int, ...]]:
-    """The tensors that a parameter is saved as."""
-    shape = tuple(parameter.shape)
-    return saved_shapes(stacks[name], shape) if name in stacks else {name: shape}
-
-
 @torch.no_grad()
 def fill(parameters: Mapping[str, Tensor], source: TensorSource, ranks: Ranks, stacks: Stacks) -> None:
     """Copy this rank's rows of each parameter from the source, which has them by the names they are saved by."""
@@ -117,7 +111,7 @@ def weight_layout(
     shards, shapes, dtypes = list[Shard](), dict[str, tuple[int, ...]](), dict[str, str]()
     for name, parameter in parameters.items():
         shards += held_shards(name, parameter, ranks, stacks)
-        saved = shapes_as_saved(name, parameter, stacks)
+        saved = saved_shapes(name, parameter.shape, stacks)
         shapes |= saved
         dtypes |= dict.fromkeys(saved, str(parameter.dtype).removeprefix("torch."))
     return WeightLayout(
@@ -157,8 +151,7 @@ class HFWeights:
             bucket = list[tuple[str, Tensor]]()
             for name in names:
                 tensor = self._merged(name, full_of(self.base[name]), whole=True)
-                parts = self._stacks.get(name, {}).items()
-                bucket += [(saved, part_of(tensor, part)) for saved, part in parts] or [(name, tensor)]
+                bucket += as_saved(name, tensor, self._stacks).items()
             yield bucket
 
     def _merged(self, name: str, base: Tensor, *, whole: bool) -> Tensor:

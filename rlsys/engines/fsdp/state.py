@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from rlsys.engines.fsdp.optim import BLOCK_ELEMENTS, local_of
-from rlsys.engines.fsdp.sharding import held_shards, shapes_as_saved
+from rlsys.engines.fsdp.sharding import held_shards
 from rlsys.engines.mesh import Ranks
 from rlsys.engines.tensor_files import StoredBoxes, read_tensor_index, saved_tensors
-from rlsys.models.stacked import Stacks
+from rlsys.models.stacked import Stacks, saved_shapes
 from rlsys.telemetry.jsonl import JsonObject
 from rlsys.types import Box
 from rlsys.utils.boxes import slices
@@ -57,7 +57,7 @@ class FSDPState:
         shapes: dict[str, Sequence[int]] = {
             prefix + saved: shape
             for prefix, name, _ in self._tensors()
-            for saved, shape in shapes_as_saved(name, self.parameters[name], self.stacks).items()
+            for saved, shape in saved_shapes(name, self.parameters[name].shape, self.stacks).items()
         }
         for key, _ in self._scales():
             rows, *sizes = self.parameters[key.partition(".")[2]].shape

@@ -111,7 +111,7 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
             if optim is not None:
                 dtype = self._weight_dtype
                 self.optimizer = MegatronAdamW(chunks, optim, dtype=dtype, grad_clip=grad_clip, total_steps=total_steps)
-                self._state().fill_masters(weights)
+                self._state().fill("master", weights)
         self._recorder: RouterReplay | None = None
         self._carried = base if model.path is not None else {}
         self._offload = HostOffload()

@@ -90,20 +90,17 @@ class MegatronState:
                     yield Box(shard.box.tensor, tuple(b + f - s for b, f, s in moved), extent), views
 
     @torch.no_grad()
-    def fill_masters(self, source: TensorSource) -> None:
-        """Copy the float32 masters from `source`, which may be more precise than the parameters."""
+    def fill(self, kind: str, source: TensorSource) -> None:
+        """Copy "master", "exp_avg" or "exp_avg_sq" from `source`, which may be more precise than the parameters."""
         for box, tensors in self._boxes(given_only=False):
-            tensors["master"].copy_(source[box.tensor].read(box.start, box.shape))
+            tensors[kind].copy_(source[box.tensor].read(box.start, box.shape))
 
-    @torch.no_grad()
     def read(self, path: Path) -> None:
         index = read_tensor_index(path)
         if "model" in self.parts:
             self.held.fill(saved_tensors(path, index, "model.", rename=hf_name))
         for kind, prefix in self._kinds().items():
-            source = saved_tensors(path, index, prefix, rename=hf_name)
-            for box, tensors in self._boxes(given_only=False):
-                tensors[kind].copy_(source[box.tensor].read(box.start, box.shape))
+            self.fill(kind, saved_tensors(path, index, prefix, rename=hf_name))
 
 
 def flat_boxes(start: int, stop: int, shape: Sequence[int]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:

@@ -20,7 +20,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from rlsys.models.megatron.family import Family
-from rlsys.models.stacked import saved_parts
+from rlsys.models.stacked import saved_stacks
 from rlsys.models.vision import VisionModel, image_features
 from rlsys.utils.errors import ConfigError
 
@@ -77,7 +77,7 @@ class ImageTower(nn.Module):
             why = f"features of images are added to the first {self.num_deep} layers, the first stage has {num_layers}"
             raise ConfigError(f"{why}: set a smaller pipeline_model_parallel_size")
         decoder = model.get_decoder()
-        saved = {part.held: name for name, part in saved_parts(model).items()}
+        saved = {held: name for held, parts in saved_stacks(model).items() for name in parts}
         embedding = next(name for name, p in model.named_parameters() if p is decoder.embed_tokens.weight)
         (own,) = (name for name, module in model.model.named_children() if module is decoder)
         delattr(model.model, own)

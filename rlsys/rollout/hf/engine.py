@@ -16,18 +16,12 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from rlsys.config.schema.rollout import GenerationConfig
-from rlsys.models.hf import auto_model, shared_names
+from rlsys.models.hf import auto_model, saved_tensors_of, shared_names
 from rlsys.models.logprobs import wide_product
-from rlsys.models.stacked import StackRows, by_stack, part_of, saved_aliases, saved_parts
+from rlsys.models.stacked import Stacks, as_saved, saved_aliases, saved_stacks
 from rlsys.models.vision import has_images
 from rlsys.protocol import ImageInputs, images_of
-from rlsys.rollout.base import (
-    DEFAULT_CONFIG,
-    DEFAULT_CONTEXT,
-    BaseRolloutEngine,
-    EngineContext,
-    LoadFormat,
-)
+from rlsys.rollout.base import DEFAULT_CONFIG, DEFAULT_CONTEXT, BaseRolloutEngine, EngineContext, LoadFormat
 from rlsys.rollout.batch import score_sequences
 from rlsys.rollout.engine_weights import copy_by_name, whole_layout
 from rlsys.rollout.hf.decode import DecodeLoop
@@ -129,18 +123,15 @@ class HFRollout(BaseRolloutEngine):
         """The live parameters and persistent buffers by the names they are saved under, each once, stacked experts one
         by one; call it again after `wake`."""
         self.check_weights_awake()
-        aliases = self._aliases()
-        held = {name: t.detach() for name, t in self.model.state_dict(keep_vars=True).items() if name not in aliases}
-        apart = {saved: part_of(held[part.held], part) for saved, part in self._parts.items()}
-        whole = set(held) - {part.held for part in self._parts.values()}
-        return {name: tensor for name, tensor in held.items() if name in whole} | apart
+        held = saved_tensors_of(self.model).items()
+        return {saved: part for name, t in held for saved, part in as_saved(name, t.detach(), self._stacks).items()}
 
     @cached_property
-    def _parts(self) -> dict[str, StackRows]:
-        return saved_parts(self.model)
+    def _stacks(self) -> Stacks:
+        return saved_stacks(self.model)
 
     def _aliases(self) -> dict[str, str]:
-        return saved_aliases(shared_names(self.model.state_dict(keep_vars=True).items()), by_stack(self._parts))
+        return saved_aliases(shared_names(self.model.state_dict(keep_vars=True).items()), self._stacks)
 
     def _load(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
         copy_by_name(self.local_tensors(), self._aliases(), bucket)

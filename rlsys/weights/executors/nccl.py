@@ -21,14 +21,7 @@ from rlsys.utils.boxes import buckets
 from rlsys.weights.executors.base import Executor, Layouts, RankFuture, RemainingTime, WeightGroup
 from rlsys.weights.layout import device_of, dtype_of, view_of
 from rlsys.weights.plan import Copy, make_plan
-from rlsys.weights.rank_plan import (
-    DestinationPlan,
-    PlanReceiver,
-    RankPlans,
-    SourcePlan,
-    source_checksums,
-    split_plan,
-)
+from rlsys.weights.rank_plan import DestinationPlan, PlanReceiver, RankPlans, SourcePlan, source_checksums, split_plan
 
 STAGING_BYTES = 32 << 20
 ALIGN_BYTES = 16

@@ -148,13 +148,7 @@ FAMILY = Family(
     dims=dims,
     settings=settings,
     rope=lambda hf_config: {"rotary_base": rope_of(hf_config)["rope_theta"]},
-    needs=(
-        *SPARSE_NEEDS,
-        "kv_lora_rank",
-        "qk_nope_head_dim",
-        "qk_rope_head_dim",
-        "v_head_dim",
-    ),
+    needs=(*SPARSE_NEEDS, "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
     only={
         **ONLY,
         "norm_topk_prob": (True,),

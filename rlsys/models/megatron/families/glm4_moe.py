@@ -4,15 +4,7 @@ has norms on queries and keys. Multi-token prediction layers are carried."""
 from dataclasses import replace
 from typing import Any
 
-from rlsys.models.megatron.blocks import (
-    ATTENTION,
-    ONLY,
-    QK_NORM,
-    QKV_BIAS,
-    attention_settings,
-    expert_dims,
-    rope_args,
-)
+from rlsys.models.megatron.blocks import ATTENTION, ONLY, QK_NORM, QKV_BIAS, attention_settings, expert_dims, rope_args
 from rlsys.models.megatron.families import deepseek_v3
 from rlsys.models.megatron.family import SPARSE_NEEDS
 from rlsys.types import HFConfig
