@@ -44,10 +44,6 @@ class Ranks(EngineRanks):
     sp_group: dist.ProcessGroup | None
 
     @property
-    def shard_group(self) -> dist.ProcessGroup:
-        return self.mesh.get_group("shard")
-
-    @property
     def shard_rank(self) -> int:
         return self.mesh.get_local_rank("shard")
 

@@ -52,15 +52,11 @@ class BaseOptimizer(ABC):
         self.optim, self.grad_clip, self.total_steps = optim, grad_clip, total_steps
         self.num_steps = 0
 
-    @property
-    def lr(self) -> float:
-        return lr_at(self.num_steps, self.optim, self.total_steps)
-
     @torch.no_grad()
     def step(self, count: float) -> StepReport:
         """Divide the gradient sums by `count`, clip and step. Without a positive count, or with a norm that is not
         finite, only the gradients change: they are dropped."""
-        norm, lr = self._gradient_norm(count), self.lr
+        norm, lr = self._gradient_norm(count), lr_at(self.num_steps, self.optim, self.total_steps)
         applied = count > 0 and math.isfinite(norm)
         if applied:
             clip = min(1.0, self.grad_clip / (norm + 1e-6)) if self.grad_clip > 0 else 1.0

@@ -77,8 +77,6 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings) -> None:
         lora_alpha=settings.alpha,  # pyrefly: ignore
         target_modules=targets if isinstance(targets, str) else list(targets),
         exclude_modules="|".join((excluded, *heads)) if isinstance(excluded, str) else [*heads, *excluded],
-        lora_dropout=0.0,
-        bias="none",
     )
     try:
         inject_adapter_in_model(config, model, ADAPTER)

@@ -87,7 +87,7 @@ class FSDPEngine(BaseTrainEngine[Ranks, ShardedOptimizer]):
             self.optimizer = ShardedOptimizer(
                 trained,
                 optim,
-                self.ranks.shard_group,
+                self.ranks.mesh.get_group("shard"),
                 matrices=matrices,
                 grad_clip=grad_clip,
                 total_steps=total_steps,

@@ -58,7 +58,7 @@ def test_a_row_over_the_budget_is_refused_on_every_rank() -> None:
 
 def places(fsdp_size: int, sp_size: int) -> dict[str, Any]:
     ranks = make_ranks("cpu", fsdp_size=fsdp_size, sp_size=sp_size)
-    groups = {"dp": ranks.loss_group, "sp": ranks.sp_group, "shard": ranks.shard_group}
+    groups = {"dp": ranks.loss_group, "sp": ranks.sp_group, "shard": ranks.mesh.get_group("shard")}
     members = {name: dist.get_process_group_ranks(group) if group else None for name, group in groups.items()}
     return {"dp_rank": ranks.dp_rank, "dp_size": ranks.dp_size, **members}
 
