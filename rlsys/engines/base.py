@@ -164,8 +164,13 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
             with self._on_device():
                 self._begin_save(path).finish()
             return
+        adapter = None
+        if (own := self._adapter()) is not None:
+            settings, layers, tensors = own
+            saved = {to_saved_name(name): tensor for name, tensor in tensors.items()}
+            adapter = saved, adapter_config(settings, layers, self.model_config.path or "")
         weights = iter(()) if what == "adapter" else self._exported()
-        export.write(path, weights, self._write_settings, adapter=self._exported_adapter())
+        export.write(path, weights, self._write_settings, adapter=adapter)
 
     def _begin_save(self, path: Path, *, copies: bool = False) -> Saving:
         num_updates = self.optimizer.num_steps if self.optimizer is not None else 0
@@ -199,14 +204,6 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
             header = checkpoint.load(Path(path), self._state(self.load_contents), optimizer=kind)
         if self.optimizer is not None and "optimizer" in self.load_contents:
             self.optimizer.set_num_updates(int(header["num_updates"]))
-
-    def _exported_adapter(self) -> export.Adapter | None:
-        adapter = self._adapter()
-        if adapter is None:
-            return None
-        settings, layers, tensors = adapter
-        saved = {to_saved_name(name): tensor for name, tensor in tensors.items()}
-        return saved, adapter_config(settings, layers, self.model_config.path or "")
 
     def _own_groups(self) -> AbstractContextManager[None]:
         """Make this engine's process groups the current ones, for libraries that keep them in globals."""

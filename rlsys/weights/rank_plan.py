@@ -103,17 +103,6 @@ def source_checksums(plan: SourcePlan, tensors: Mapping[str, Tensor]) -> Checksu
     return lambda: box_checksums(values_of(copy) for copy in plan.checksummed)
 
 
-@torch.no_grad()
-def received_checksums(plan: DestinationPlan, tensors: Mapping[str, Tensor]) -> Checksums:
-    """The checksums of an engine rank's copies where they were written."""
-    return prepared_checksums(
-        [
-            (view_of(tensors[copy.local], copy.local_start, copy.shape), copy.start, plan.full_shapes[copy.tensor])
-            for copy in plan.copies
-        ]
-    )
-
-
 class PlanReceiver:
     """A rollout rank written by its part of a plan; its engine is quarantined from `receive` to `finish`."""
 
@@ -128,7 +117,12 @@ class PlanReceiver:
         if self.received != version:
             raise WeightTransferError(f"this engine has not received weight version {version}")
         if sent is not None:
-            self.checksums = self.checksums or received_checksums(self.plan, self.update.tensors())
+            if self.checksums is None:
+                tensors, shapes = self.update.tensors(), self.plan.full_shapes
+                views = (
+                    (copy, view_of(tensors[copy.local], copy.local_start, copy.shape)) for copy in self.plan.copies
+                )
+                self.checksums = prepared_checksums([(view, copy.start, shapes[copy.tensor]) for copy, view in views])
             for copy, number, checksum in zip(self.plan.copies, self.plan.checksum_ids, self.checksums(), strict=True):
                 if checksum != int(sent[number]):
                     raise WeightTransferError(f"tensor '{copy.tensor}': the received values differ from the trainer's")

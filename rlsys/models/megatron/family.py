@@ -84,9 +84,13 @@ class Family:
         lacking = [key for key in self.needs if hf_config.get(key) is None]
         if lacking:
             raise ConfigError(f"{self.model_types[0]}: config.json lacks {', '.join(lacking)}")
-        dims = self.dims(hf_config)
-        problems = [*self._odd_settings(hf_config), *_indivisible(dims, place)]
-        if problems:
+        odd = [
+            f"{key}={hf_config[key]!r} (Megatron is given {' or '.join(map(repr, allowed))})"
+            for key, allowed in self.only.items()
+            if key in hf_config and hf_config[key] not in allowed
+        ]
+        refused = filter(None, [self.refuse(hf_config)])
+        if problems := [*odd, *refused, *_indivisible(self.dims(hf_config), place)]:
             raise ConfigError(f"{self.model_types[0]}: {'; '.join(problems)}")
         self.transformer_config(hf_config)
         self.rope(hf_config)
@@ -223,14 +227,6 @@ class Family:
                 for box, at in boxes:
                     whose = Box(hf + box.tensor.format(e=e), box.start, box.shape)
                     yield Shard(whose, f"{local}mlp.experts.{own}", at)
-
-    def _odd_settings(self, hf_config: HFConfig) -> list[str]:
-        odd = [
-            f"{key}={hf_config[key]!r} (Megatron is given {' or '.join(map(repr, allowed))})"
-            for key, allowed in self.only.items()
-            if key in hf_config and hf_config[key] not in allowed
-        ]
-        return [*odd, *filter(None, [self.refuse(hf_config)])]
 
 
 def tied(hf_config: HFConfig) -> bool:
