@@ -4,11 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, GenerationConfig
 
-from rlsys.models.hf import auto_model, saved_names, shared_names
+from rlsys.models.hf import auto_model, open_model_dir, read_whole, saved_names, saved_tensors_of, shared_names
 from rlsys.models.stacked import saved_aliases, saved_stacks
 
 
@@ -45,16 +44,11 @@ def hf_tensors(
     config = model_config(path)
     with torch.device("meta"):
         model = auto_model(config).from_config(config, trust_remote_code=False)
-    state = model.state_dict(keep_vars=True)
-    shared = shared_names(state.items())
-    aliases = saved_aliases(shared, saved_stacks(model))
+    aliases = saved_aliases(shared_names(model.state_dict(keep_vars=True).items()), saved_stacks(model))
     kind, device = getattr(torch, dtype), "cpu" if has_memory else "meta"
-    saved = saved_names(model, {n: t.detach() for n, t in state.items() if n not in aliases})
+    saved = saved_names(model, {n: t.detach() for n, t in saved_tensors_of(model).items()})
     tensors = {n: torch.zeros(t.shape, dtype=kind, device=device) for n, t in saved.items()}
-    for file in sorted(Path(path).glob("*.safetensors")) if has_values else ():
-        with safe_open(file, framework="pt") as saved:
-            for name in saved.keys():  # noqa: SIM118
-                held = tensors.get(aliases.get(name, name))
-                if held is not None:
-                    held.copy_(saved.get_tensor(name))
+    for name, stored in open_model_dir(Path(path)).items() if has_values else ():
+        if (held := tensors.get(aliases.get(name, name))) is not None:
+            held.copy_(read_whole(stored))
     return tensors, aliases
