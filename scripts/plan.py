@@ -260,7 +260,7 @@ def planned_run(
 ) -> MeasuredRun:
     """What a run with rollout devices of its own would measure in its first steps, from planned speeds."""
     rollout, plan, loads = cfg.actor_rollout_ref.rollout, plan_batches(cfg), []
-    copies = plan.pools.rollout_ranks // rollout.tensor_model_parallel_size
+    copies = plan.pools.rollout_ranks // rollout.replica_size
     rows, ends = plan.samples / copies, response_quantiles(lengths, sigma)
     for seqs in (rollout.max_num_seqs, max(1, rollout.max_num_seqs // 4)):
         changed = replaced(cfg, {"actor_rollout_ref.rollout.max_num_seqs": seqs})

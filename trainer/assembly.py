@@ -168,8 +168,8 @@ def training_source(cfg: PPOConfig, inputs: Inputs, graded: GradedRollout, fleet
 def _rows_per_call(cfg: PPOConfig, plan: BatchPlan) -> int:
     """Rows that the fleet gets at once; a reproducible run has batches of one size for any number of replicas."""
     rollout = cfg.actor_rollout_ref.rollout
-    replicas = plan.pools.rollout_ranks // rollout.tensor_model_parallel_size
-    return replicas * rollout.max_num_seqs if cfg.trainer.reproducible else cfg.data.gen_batch_size * rollout.n
+    replicas = plan.pools.rollout_ranks // rollout.replica_size
+    return replicas * rollout.max_replica_seqs if cfg.trainer.reproducible else cfg.data.gen_batch_size * rollout.n
 
 
 def residency_moves(cfg: PPOConfig, groups: WorkerGroups, device: str, *, colocated: bool) -> dict[Resident, Moves]:

@@ -25,8 +25,7 @@ BY_REPLICA = make_nd_compute_dataproto_dispatch_fn(MESH)
 class RolloutWorker(Worker, WeightReceiver):
     """One rank of a replica: an engine on this process's device, which a subclass builds.
 
-    A replica is `rollout.tensor_model_parallel_size` consecutive ranks. All of them get the same rows at the same time,
-    and the first one's responses count.
+    A replica is `rollout.replica_size` consecutive ranks. All of them get the same rows at the same time.
     """
 
     def __init__(
@@ -45,7 +44,7 @@ class RolloutWorker(Worker, WeightReceiver):
         self.run.prepare()
         assert self.model_cfg.path is not None, "the start model is resolved before workers start"
         ensure_downloaded(self.model_cfg.path)
-        size = self.cfg.tensor_model_parallel_size
+        size = self.cfg.replica_size
         if self.cfg.expert_parallel_size > 1 and self.run.device == "cpu":
             raise ConfigError("the engines' kernels for CPUs need all experts: set rollout.expert_parallel_size=1")
         if size > 1:

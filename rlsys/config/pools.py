@@ -53,7 +53,7 @@ def process_pools(cfg: PPOConfig, node_size: int) -> dict[str, list[int]]:
     pools, trainer, grader = resolve_pools(cfg), cfg.trainer, cfg.reward.reward_model
     by_node = {"train": [trainer.n_gpus_per_node] * trainer.nnodes}
     if not pools.colocated and not pools.external:
-        per_copy = cfg.actor_rollout_ref.rollout.tensor_model_parallel_size
+        per_copy = cfg.actor_rollout_ref.rollout.replica_size
         copy = [min(node_size, per_copy - at) for at in range(0, per_copy, node_size)]
         by_node["rollout"] = copy * (pools.rollout_ranks // per_copy)
     if pools.reward_model_ranks:

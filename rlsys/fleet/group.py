@@ -20,11 +20,15 @@ MAX_RESTARTS = 3
 
 @dataclass(frozen=True)
 class GroupReplica:
-    """The `size` ranks of a rollout worker group that serve one copy of the model; the first rank answers for all."""
+    """The `size` ranks of a rollout worker group that serve one copy of the model; the first rank answers for all.
+
+    With several copies of the attention the first of each one's `attention_size` ranks answers for it.
+    """
 
     group: Any
     rank: int
     size: int = 1
+    attention_size: int = 1
 
     @property
     def name(self) -> str:
@@ -38,8 +42,8 @@ class GroupReplica:
             self.group.execute_rank_async(rank, "exchange", list(new), wait_s, list(cancel), stage="exchange")
             for rank in range(self.rank, self.rank + self.size)
         ]
-        first, *_ = [result.get(max(0.01, end_s - time.monotonic())) for result in pending]
-        return first
+        results = [result.get(max(0.01, end_s - time.monotonic())) for result in pending]
+        return [delta for deltas in results[:: self.attention_size] for delta in deltas]
 
     def health(self, deadline_s: float) -> Mapping[str, object]:
         return self.group.execute_rank(self.rank, "health", deadline_s=deadline_s)
@@ -85,8 +89,8 @@ def group_fleet(
     A replica of one rank that dies is restarted if `restartable`, and `manager` brings its weights back. With
     `min_replicas` some ranks may have no process yet, and the manager is connected to those that serve.
     """
-    size = rollout.tensor_model_parallel_size
-    replicas = [GroupReplica(group, rank, size) for rank in range(0, group.world_size, size)]
+    size, attention_size = rollout.replica_size, rollout.tensor_model_parallel_size
+    replicas = [GroupReplica(group, rank, size, attention_size) for rank in range(0, group.world_size, size)]
 
     def restore(replica: GroupReplica) -> None:
         assert manager is not None
@@ -96,7 +100,7 @@ def group_fleet(
         manager.restore(ranks.index(replica.rank))
 
     options: dict[str, Any] = {
-        "chunk_rows": min(-(-num_rows // len(replicas)), rollout.max_num_seqs),
+        "chunk_rows": min(-(-num_rows // len(replicas)), rollout.max_replica_seqs),
         "deadlines": FleetDeadlines(generate_s=deadlines.generate_s, restart_s=deadlines.start_s),
         "on_restart": None if manager is None else restore,
     }

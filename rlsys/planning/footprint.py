@@ -11,6 +11,7 @@ from functools import lru_cache, partial
 from math import prod
 from typing import TYPE_CHECKING
 
+from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.models.megatron.family import Head, family_of
 from rlsys.models.megatron.parallel import RankPlace
 from rlsys.models.megatron.rules import extents
@@ -100,6 +101,12 @@ def _decoder(config: str, head: Head) -> Decoder:
         cache_heads=1 if latent else sizes["groups"],
         adaptable=sum(sum(shape) for _, shape in matrices),
     )
+
+
+def served_by_rank(decoder: Decoder, rollout: GenerationConfig) -> int:
+    """Elements of the weights on a rank of a rollout engine; data-parallel ranks share only the experts."""
+    copies = rollout.data_parallel_size
+    return (copies * (decoder.parameters - decoder.in_experts) + decoder.in_experts) // rollout.replica_size
 
 
 def _attention_widths(hf_config: HFConfig, sizes: Mapping[str, int]) -> tuple[int, int]:

@@ -197,7 +197,7 @@ def _engine(job: PlanInputs, beside: Bytes) -> Bytes:
     """The rollout's engine while it generates, started where `beside` was already."""
     rollout, d = job.cfg.actor_rollout_ref.rollout, fp.decoder_of(job.machine.actor)
     c = width_of(rollout.dtype, job.device)
-    weights = c * d.parameters // rollout.tensor_model_parallel_size
+    weights = c * fp.served_by_rank(d, rollout)
     if (cache_share_of := rollout_backend(rollout.name).cache_share_of) is not None:
         there = job.machine.device_bytes - (sum(beside.values()) if cache_share_of == "free" else 0)
         share = int(there * rollout.gpu_memory_utilization) - weights

@@ -85,13 +85,14 @@ class _Sizes:
         d, c, rows = fp.decoder_of(machine.actor), width_of(rollout.dtype, "cuda"), rollout.max_num_seqs
         columns = cfg.data.max_prompt_length + cfg.data.max_response_length
         tp = rollout.tensor_model_parallel_size
-        split = d.parameters // tp + rows * columns * d.cached // min(tp, d.cache_heads)
+        weights = fp.served_by_rank(d, rollout)
+        split = weights + rows * columns * d.cached // min(tp, d.cache_heads)
         needed = c * split + fp.drawing_bytes(d, rows, c=c) + ENGINE_EXTRA
         wanted = max(LEAST_SHARE, needed / machine.device_bytes) if plan_batches(cfg).pools.colocated else 1.0
         percent = min(90, 5 * round(20 * wanted + 0.49))
         while percent > 5 and not self.fits({SHARE: percent / 100}, "start", "rollout"):
             percent -= 5
-        if percent / 100 * machine.device_bytes < c * d.parameters // tp:
+        if percent / 100 * machine.device_bytes < c * weights:
             raise _refusal(f"{rollout.name} beside what trains", self.needs({SHARE: 0.01}, "start"), machine, SHARE)
         self.choose(SHARE, percent / 100, f" (all sequences need {needed / GIB:.1f} GiB)")
 

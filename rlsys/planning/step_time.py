@@ -194,7 +194,7 @@ def _cache_rows(job: PlanInputs, d: fp.Decoder, cluster: GpuCluster) -> float:
     c, tp = width_of(rollout.dtype, "cuda"), rollout.tensor_model_parallel_size
     if rollout_backend(rollout.name).cache_share_of is None:
         return inf
-    room = rollout.gpu_memory_utilization * cluster.gpu.memory_bytes - c * d.parameters / tp
+    room = rollout.gpu_memory_utilization * cluster.gpu.memory_bytes - c * fp.served_by_rank(d, rollout)
     return room * min(tp, d.cache_heads) / (c * d.cached * (lengths.mean_prompt + lengths.mean_response))
 
 
@@ -202,13 +202,16 @@ def _decode_s(job: PlanInputs, d: fp.Decoder, cluster: GpuCluster, running: floa
     """A decode step on the GPU: weights and cache are read once, of experts those that some answer is sent to."""
     rollout, gpu = job.cfg.actor_rollout_ref.rollout, cluster.gpu
     tp, c, head = rollout.tensor_model_parallel_size, width_of(rollout.dtype, "cuda"), d.vocab * d.hidden
-    unused = (1 - d.routed / d.num_experts) ** running if d.num_sparse else 0.0
-    weights = (head + d.parameters - d.outer - d.in_experts * unused) / tp
+    dp = rollout.data_parallel_size
+    unused = (1 - d.routed / d.num_experts) ** (running * dp) if d.num_sparse else 0.0
+    weights = (head + d.parameters - d.outer - d.in_experts) / tp + d.in_experts * (1 - unused) / rollout.replica_size
     cache = running * d.cached * context / min(tp, d.cache_heads)
     memory = c * (weights + cache) / (MEMORY * gpu.memory_rate)
     compute = 2 * running * (d.active + head + d.attended * context) / (tp * MATMUL * gpu.flops)
-    reduce_s = ALL_REDUCE_S if tp <= cluster.node_size else ALL_REDUCE_FAR_S
+    reduce_s = ALL_REDUCE_S if rollout.replica_size <= cluster.node_size else ALL_REDUCE_FAR_S
     sent = 2 * d.num_layers * (reduce_s + 2 * cluster.ring_s(c * running * d.hidden, tp)) if tp > 1 else 0.0
+    if dp > 1:  # experts get the rows of all data-parallel ranks
+        sent += 2 * d.num_sparse * (reduce_s + cluster.ring_s(c * running * dp * d.hidden, dp, tp))
     return max(memory, compute) + sent
 
 
@@ -226,8 +229,8 @@ def response_quantiles(lengths: Lengths, sigma: float) -> list[float]:
 def _push(job: PlanInputs, cluster: GpuCluster) -> dict[str, float]:
     """Each rollout rank takes its share of the weights; a node of actors first takes what it lacks, once."""
     rollout, pools, node = job.cfg.actor_rollout_ref.rollout, job.plan.pools, job.cfg.trainer.n_gpus_per_node
-    size = width_of(rollout.dtype, "cuda") * fp.decoder_of(job.machine.actor).parameters
-    taken = size / rollout.tensor_model_parallel_size
+    d, c = fp.decoder_of(job.machine.actor), width_of(rollout.dtype, "cuda")
+    size, taken = c * d.parameters, c * fp.served_by_rank(d, rollout)
     sent = cluster.all_to_all_s(taken, pools.total_ranks)
     if pools.colocated and job.cfg.trainer.nnodes > 1:
         sent = cluster.all_to_all_s(size / node, pools.total_ranks) + cluster.all_to_all_s(taken, node)

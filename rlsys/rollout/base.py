@@ -132,6 +132,8 @@ class BaseRolloutEngine(ABC):
         self._outbox: list[ResponseDelta] = []
         self._report_at_s, self._reported_s = 0.0, float("-inf")
         self._parked = self._is_serving = False
+        self._peers_run = False
+        """Whether ranks that decode in step with this one have requests."""
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollout")
 
     @abstractmethod
@@ -197,14 +199,14 @@ class BaseRolloutEngine(ABC):
     def _continue(self) -> None:
         """Have the thread decode, if it does not already."""
         with self._change:
-            if self._is_open and not self._is_serving:
+            if (self._is_open or self._peers_run) and not self._is_serving:
                 self._is_serving = True
                 self._thread.submit(self._serve)
 
     def _serve(self) -> None:
         while True:
             with self._change:
-                if not self._is_open or self._parked:
+                if not (self._is_open or self._peers_run) or self._parked:
                     self._is_serving = False
                     return self._change.notify_all()
             try:
@@ -413,6 +415,7 @@ class BaseRolloutEngine(ABC):
         if self._is_open:
             raise RolloutError(f"{len(self._running)} requests are running: cancel them before the engine sleeps")
         with self._halted():
+            self._peers_run = False
             dropped = not self._offload_on_sleep and not asleep and "weights" in self._asleep & set(tags)
             self._move_memory(tags, asleep=asleep)
             self._quarantined = self._quarantined or dropped

@@ -8,6 +8,7 @@ from rlsys.config.introspect import leaves
 from rlsys.config.schema.jobs import EvalConfig, PPOConfig
 
 KEY = "actor_rollout_ref.rollout"
+KEPT = "external servers keep the parallel sizes they were started with"
 
 
 def check_rollout(cfg: PPOConfig | EvalConfig, ranks: int) -> Iterator[str]:
@@ -18,7 +19,7 @@ def check_rollout(cfg: PPOConfig | EvalConfig, ranks: int) -> Iterator[str]:
     if limit is not None and limit < longest:
         why = f"data.max_prompt_length + data.max_response_length is {longest}"
         yield wrong(cfg, f"{KEY}.max_model_len", why, longest)
-    yield from _replicas(cfg, name, ranks)
+    yield from [*_data_parallel(cfg, name)] or _replicas(cfg, name, ranks)
     yield from _aligned(cfg, name)
     yield from _idle(cfg, name)
 
@@ -39,7 +40,7 @@ def _idle(cfg: PPOConfig | EvalConfig, name: str) -> Iterator[str]:
 
 def _replicas(cfg: PPOConfig | EvalConfig, name: str, ranks: int) -> Iterator[str]:
     """Whether the rollout processes hold whole copies of the model."""
-    key, size = f"{KEY}.tensor_model_parallel_size", cfg.actor_rollout_ref.rollout.tensor_model_parallel_size
+    key, size = f"{KEY}.tensor_model_parallel_size", cfg.actor_rollout_ref.rollout.replica_size
     backend, experts = rollout_backend(name), cfg.actor_rollout_ref.rollout.expert_parallel_size
     whole, why = f"{KEY}.expert_parallel_size", f"{name} divides whole experts among the {size} processes of a copy"
     if experts > 1 and "e" in backend.dims and cfg.trainer.device == "cpu":
@@ -51,17 +52,32 @@ def _replicas(cfg: PPOConfig | EvalConfig, name: str, ranks: int) -> Iterator[st
     elif experts > 1 and "e" not in backend.dims and not backend.is_external:
         yield wrong(cfg, whole, f"the {name} engine runs a model in one process", 1)
     if size > 1 and backend.is_external:
-        yield note(cfg, key, "external servers keep the parallel sizes they were started with")
-    elif size > 1 and "t" not in backend.dims:
+        yield note(cfg, key, KEPT)
+    elif cfg.actor_rollout_ref.rollout.tensor_model_parallel_size > 1 and "t" not in backend.dims:
         yield wrong(cfg, key, f"the {name} engine runs a model in one process; set {key}=1, or use vllm or sglang")
     elif ranks % size:
-        why = f"the {ranks} rollout processes cannot hold whole copies of the model; set a divisor of {ranks}"
+        why = f"the {ranks} rollout processes cannot hold copies of the model on {size} each; set a divisor of {ranks}"
         yield wrong(cfg, key, why)
     elif isinstance(cfg, EvalConfig) or cfg.trainer.rollout_workers == 0:
         node = cfg.trainer.n_gpus_per_node
         if cfg.trainer.nnodes > 1 and node % size and size % node:
             why = f"copies of the model would straddle nodes of {node} processes; set a divisor of {node}"
             yield wrong(cfg, key, why)
+
+
+def _data_parallel(cfg: PPOConfig | EvalConfig, name: str) -> Iterator[str]:
+    """Whether requests can be divided among copies of the attention that share their experts."""
+    rollout, key = cfg.actor_rollout_ref.rollout, f"{KEY}.data_parallel_size"
+    if rollout.data_parallel_size > 1 and rollout_backend(name).is_external:
+        yield note(cfg, key, KEPT)
+    elif rollout.data_parallel_size > 1 and name in ("hf", "sglang"):
+        why = "the hf engine runs a model in one process"
+        if name == "sglang":
+            why = "SGLang's first process alone hands requests out, and each scheduler logs what it samples"
+        yield wrong(cfg, key, f"{why}; set 1, for more whole copies of the model, or use vllm")
+    elif rollout.data_parallel_size > 1 and rollout.expert_parallel_size == 1:
+        why = f"without experts to share each is a whole copy of the model: set 1, or {KEY}.expert_parallel_size"
+        yield wrong(cfg, key, f"{why}={rollout.replica_size}")
 
 
 def check_elastic(cfg: PPOConfig) -> Iterator[str]:
@@ -71,7 +87,7 @@ def check_elastic(cfg: PPOConfig) -> Iterator[str]:
         return
     if workers < rollout.min_replicas:
         yield wrong(cfg, key, f"there are {workers} processes that only generate; set trainer.rollout_workers to more")
-    if rollout.tensor_model_parallel_size > 1:
+    if rollout.replica_size > 1:
         why = "the processes of a copy share process groups that are made at the start"
         yield wrong(cfg, key, f"{why}; set {KEY}.tensor_model_parallel_size=1, or {key}=null")
 

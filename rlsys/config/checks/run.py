@@ -110,10 +110,11 @@ def _reproducible(cfg: PPOConfig) -> Iterator[str]:
     """Whether a run with the schedule of trainer.epochs can give the same bits again, and keeps its replicas busy."""
     key, rollout, trainer = "trainer.reproducible", cfg.actor_rollout_ref.rollout, cfg.trainer
     rows = (trainer.max_staleness - trainer.lookahead) * cfg.data.train_batch_size * rollout.n
-    replicas = resolve_pools(cfg).rollout_ranks // rollout.tensor_model_parallel_size
-    if replicas > 1 and rollout.max_num_seqs * (replicas - 1) >= rows:
+    replicas = resolve_pools(cfg).rollout_ranks // rollout.replica_size
+    if replicas > 1 and rollout.max_replica_seqs * (replicas - 1) >= rows:
         why = f"fixed batches of this size leave some of {replicas} replicas without work"
-        yield note(cfg, f"{ROLLOUT}.max_num_seqs", f"{why}; set {max(1, rows // replicas)}")
+        fewer = rows // replicas // rollout.data_parallel_size
+        yield note(cfg, f"{ROLLOUT}.max_num_seqs", f"{why}; set {max(1, fewer)}")
     if trainer.sync_freq > 1:
         yield wrong(cfg, key, "weights must be pushed after every step; set trainer.sync_freq=1")
     if resolve_pools(cfg).external:

@@ -66,7 +66,10 @@ class GenerationConfig(Section):
     """The engine that generates responses."""
 
     tensor_model_parallel_size: t.Count = 1
-    """Processes that share one copy of the model."""
+    """Processes that share one copy of the model, or with data_parallel_size one copy of its attention."""
+    data_parallel_size: t.Count = 1
+    """Copies of the attention within a copy of the model, each for requests of its own; all share the experts
+    (expert_parallel_size). vllm only."""
     expert_parallel_size: t.Count = 1
     """Processes of a copy among which its experts are divided whole: all of them, or for sglang a divisor; 1 divides
     each expert among all."""
@@ -121,6 +124,16 @@ class GenerationConfig(Section):
     draws one answer."""
     agent: Annotated[AgentConfig, IF_WORKFLOW] = section(AgentConfig)
     multi_turn: Annotated[MultiTurnConfig, IF_WORKFLOW] = section(MultiTurnConfig)
+
+    @property
+    def replica_size(self) -> int:
+        """Processes that hold one copy of the model."""
+        return self.tensor_model_parallel_size * self.data_parallel_size
+
+    @property
+    def max_replica_seqs(self) -> int:
+        """Largest number of sequences that a copy of the model decodes together."""
+        return self.max_num_seqs * self.data_parallel_size
 
     @property
     def has_workflow(self) -> bool:

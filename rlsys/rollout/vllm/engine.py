@@ -33,7 +33,7 @@ from rlsys.rollout.sampling.hook import SPEC_KEY, UNUSED, SampleSpec
 from rlsys.rollout.vllm.determinism import restored_torch
 from rlsys.rollout.vllm.engine_args import engine_arguments
 from rlsys.rollout.vllm.given_images import image_prompt, take_given_images
-from rlsys.rollout.vllm.groups import end_groups, own_shared_memory
+from rlsys.rollout.vllm.groups import end_groups, own_shared_memory, rank_within_replica
 from rlsys.types import WeightLayout
 
 if TYPE_CHECKING:
@@ -48,8 +48,9 @@ NUM_DRAIN_STEPS = 2
 class VLLMRollout(BaseRolloutEngine):
     """A RolloutEngine over vLLM's engine core in this process, one device.
 
-    With `tensor_model_parallel_size` above 1 that many consecutive ranks of the default process group serve one model:
-    each has an engine like this one, all get the same calls at the same time and return the same responses.
+    With `replica_size` above 1 that many consecutive ranks of the default process group serve one model: each has an
+    engine like this one, and all get the same calls at the same time. Those of one copy of the attention return the
+    same responses; of `data_parallel_size` copies each returns those of the requests that it has taken.
 
     On CPU vLLM packs the weights of its layers, so new weights are received into host tensors and loaded by its loader
     in `finish_update`. On a GPU they are written into its parameters in place, once `weights.adopt` has been given
@@ -63,7 +64,7 @@ class VLLMRollout(BaseRolloutEngine):
         config: GenerationConfig = DEFAULT_CONFIG,
         context: EngineContext = DEFAULT_CONTEXT,
     ) -> None:
-        on_cpu, is_parallel = context.device == "cpu", config.tensor_model_parallel_size > 1
+        on_cpu, size = context.device == "cpu", config.replica_size
         arguments = engine_arguments(path, config, context)
         self.config = config
         super().__init__(
@@ -73,10 +74,12 @@ class VLLMRollout(BaseRolloutEngine):
             eos_token_ids=eos_ids_of(path),
         )
         self._shares_groups = dist.is_initialized()
-        names = own_shared_memory() if is_parallel and on_cpu else nullcontext()
-        with restored_torch(), names:
+        self._place, self._group = dist.get_rank() % size if size > 1 else 0, None
+        if size > 1:
+            self._group, _ = dist.new_subgroups(size, backend="gloo")
+        names = own_shared_memory() if size > 1 and on_cpu else nullcontext()
+        with restored_torch(), names, rank_within_replica(self._place):
             self.engine = _start(arguments, self.hf_config, kv_cache_gib=config.kv_cache_gib)
-        self._decision = torch.zeros(2, dtype=torch.int64) if is_parallel else None
         loads = context.load_format == "auto" and on_cpu
         expected = hf_tensors(path, dtype=context.dtype_name(config.dtype), has_values=loads, has_memory=on_cpu)
         reload, derive = partial(self._rpc, "rlsys_reload"), partial(self._rpc, "rlsys_derive")
@@ -94,12 +97,12 @@ class VLLMRollout(BaseRolloutEngine):
                 if stop:
                     self._stop()
                     return True
-                if not self._running:
+                if not (self._running or self._peers_run):
                     self._drain()
                     return False
                 if self._report_due():
                     self._report()
-                self._take(self.engine.step())
+                self._take(self._step())
         except BaseException:
             self._abort(list(self._running.values()))
             raise
@@ -136,19 +139,40 @@ class VLLMRollout(BaseRolloutEngine):
     def _drain(self) -> None:
         """Run the steps that were started ahead; their samples are for requests that have ended."""
         for _ in range(NUM_DRAIN_STEPS):
-            self._take(self.engine.step())
+            self._take(self._step())
+
+    def _step(self) -> Sequence[Any]:
+        """A step of vLLM; in step with its data-parallel peers a rank without requests computes a dummy batch."""
+        core = self.engine.engine_core
+        if self.config.data_parallel_size > 1 and not core.engine_core.scheduler.has_requests():
+            core.execute_dummy_batch()
+        return self.engine.step()
 
     def _next(self) -> tuple[list[RunningRequest], list[RunningRequest], bool]:
-        """What came in, and whether to stop at this step; ranks that serve together follow the first of them."""
-        if self._decision is None:
-            return *self._pull(), self._stopped()
-        from vllm.distributed import get_tp_group
+        """What came in, and whether to stop at this step; ranks that serve together follow the first of them.
 
-        group = get_tp_group()
-        self._decision.copy_(torch.tensor([self._stopped(), len(self._inbox)]))
-        dist.broadcast(self._decision, src=group.ranks[0], group=group.cpu_group)
-        stop, num_events = self._decision.tolist()
-        return *self._pull(num_events), bool(stop)
+        Each request goes to the copy of the attention that has the fewest.
+        """
+        loads, copy = [0] * self.config.data_parallel_size, self._place // self.config.tensor_model_parallel_size
+        loads[copy] = len(self._running)
+        decided = (self._stopped(), len(self._inbox)) if self._place == 0 else (0, 0)
+        stop, num_events, *loads = self._largest(*decided, *loads)
+        new, cancelled = self._pull(num_events)
+        for one in new:
+            least = loads.index(min(loads))
+            loads[least] += 1
+            if least != copy:
+                with self._change:
+                    del self._running[one.rid]
+        self._peers_run = self._group is not None and any(loads)
+        return [one for one in new if one.rid in self._running], cancelled, bool(stop)
+
+    def _largest(self, *values: int) -> list[int]:
+        """The largest of each value over the ranks that serve together."""
+        largest = torch.tensor(values)
+        if self._group is not None:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, self._group)
+        return largest.tolist()
 
     def _add(
         self,
@@ -190,8 +214,8 @@ class VLLMRollout(BaseRolloutEngine):
             self._add(ids, SampleSpec(next(self._numbers), len(ids), UNUSED), images[row], prompt_logprobs=0): row
             for row, ids in enumerate(sequences)
         }
-        while rows:
-            outputs = [output for output in self.engine.step() if output.finished]
+        while any(self._largest(len(rows))):
+            outputs = [output for output in self._step() if output.finished]
             self._take(outputs)
             for output in outputs:
                 if output.request_id in rows:

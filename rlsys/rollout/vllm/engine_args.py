@@ -22,7 +22,7 @@ def engine_arguments(path: str | Path, config: GenerationConfig, context: Engine
     switch for batch-invariant kernels is set too.
     """
     features, on_cpu = VLLM.installed_features(), context.device == "cpu"
-    size, text = config.tensor_model_parallel_size, text_config(path)
+    text = text_config(path)
     has_latent_attention = bool(getattr(text, "kv_lora_rank", None))
     waits = context.load_format == "dummy" and is_quantised(path)
     arguments = {
@@ -36,9 +36,10 @@ def engine_arguments(path: str | Path, config: GenerationConfig, context: Engine
         "enforce_eager": config.enforce_eager,
         "enable_chunked_prefill": config.enable_chunked_prefill,
         "enable_prefix_caching": config.enable_prefix_caching,
-        "tensor_parallel_size": size,
+        "tensor_parallel_size": config.tensor_model_parallel_size,
+        "data_parallel_size": config.data_parallel_size,
         "enable_expert_parallel": config.expert_parallel_size > 1,
-        "distributed_executor_backend": "external_launcher" if size > 1 else "uni",
+        "distributed_executor_backend": "external_launcher" if config.replica_size > 1 else "uni",
         "disable_custom_all_reduce": True,  # it queries devices that a worker with one visible GPU cannot see
         "disable_log_stats": config.disable_log_stats,
         "async_scheduling": features.runs_ahead and not on_cpu,

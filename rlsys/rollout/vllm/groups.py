@@ -46,6 +46,18 @@ def _end_world(parallel_state: Any) -> None:
 
 
 @contextmanager
+def rank_within_replica(rank: int) -> Iterator[None]:
+    """Within the block RANK counts from the first rank of the replica, as vLLM takes its data-parallel rank from it."""
+    given = os.environ.get("RANK")
+    os.environ["RANK"] = str(rank)
+    try:
+        yield
+    finally:
+        os.environ.pop("RANK")
+        os.environ.update({} if given is None else {"RANK": given})
+
+
+@contextmanager
 def own_shared_memory() -> Iterator[None]:
     """Within the block, ranks that serve together on CPU name their shared memory after this job.
 

@@ -219,7 +219,17 @@ FOREIGN = [
     bad(f"{A}.megatron.mixed_precision={{param_dtype: bf16}}", "mixed_precision", "set dtype"),
     bad(f"{A}.megatron.dist_checkpointing_path=x", "dist_checkpointing_path", "model.path"),
     bad(f"{R}.pipeline_parallel_size=2", "pipeline_parallel_size", "set tensor_model_parallel_size"),
-    bad(f"{R}.data_parallel_size=2", "data_parallel_size", "trainer.rollout_workers"),
+    bad(
+        [f"{R}.data_parallel_size=2", *DEVICES], f"{R}.data_parallel_size", "the hf engine runs a model in one process"
+    ),
+    bad([f"{R}.name=sglang", f"{R}.data_parallel_size=2", *DEVICES], f"{R}.data_parallel_size", "use vllm"),
+    bad([f"{R}.name=vllm", f"{R}.data_parallel_size=2", *DEVICES], f"{R}.data_parallel_size", "expert_parallel_size=2"),
+    bad(
+        [f"{R}.name=vllm", "trainer.device=cuda", *(f"{R}.{size}_parallel_size=2" for size in ("data", "expert"))],
+        f"{R}.tensor_model_parallel_size",
+        "the 1 rollout processes cannot hold copies of the model on 2 each",
+    ),
+    bad(f"{R}.engine_kwargs.vllm.data_parallel_size=2", "engine_kwargs.vllm.data_parallel_size", "set rollout.data"),
     bad(f"{R}.engine_kwargs.vllm.enable_expert_parallel=true", "enable_expert_parallel", "expert_parallel_size"),
     bad(f"{R}.expert_parallel_size=2", f"{R}.expert_parallel_size", "the hf engine runs a model in one process"),
     bad(
@@ -239,7 +249,7 @@ FOREIGN = [
     ),
     bad("data.sampler.class_name=Mine", "data.sampler.class_path=<file>", "its file is not set"),
     bad(f"{R}.engine_kwargs.vllm.quantization=fp8", "engine_kwargs.vllm.quantization", "not supported"),
-    bad(f"{R}.engine_kwargs.sglang.dp_size=2", "engine_kwargs.sglang.dp_size", "trainer.rollout_workers"),
+    bad(f"{R}.engine_kwargs.sglang.dp_size=2", "engine_kwargs.sglang.dp_size", "set rollout.data_parallel_size"),
     bad(f"{R}.engine_kwargs.sglang.tp_size=2", "engine_kwargs.sglang.tp_size", "tensor_model_parallel_size"),
     bad(f"{R}.engine_kwargs.sglang.nnodes=2", "engine_kwargs.sglang.nnodes", "over nodes too"),
     bad(f"{R}.engine_kwargs.vllm.distributed_executor_backend=mp", "distributed_executor_backend", "places"),
