@@ -6,6 +6,8 @@
 # PYTHON (python) runs it, HOST (127.0.0.1) and PORT (30000) are where it listens, NUM_GPUS (1) share the model.
 # FULL_DETERMINISM=1 gives the aligned mode: batch-invariant kernels (GPUs) and logits in float32 (docs/aligned_mode.md).
 # DEVICE=cpu adds the options that SGLang needs on a CPU.
+# IMAGES=1 lets a training run, and no other client, give the model images: it needs this script in its repository, whose rlsys
+# the server imports.
 # RLSYS_SERVER_TOKEN, where set, is the bearer token that requests must carry; beyond this machine it is required.
 set -euo pipefail
 model=${1:?"usage: $0 MODEL [options of sglang.launch_server]"}
@@ -21,6 +23,11 @@ if [ "${DEVICE:-}" = cpu ]; then
     export SGLANG_USE_CPU_ENGINE=1
     options+=(--device cpu --attention-backend torch_native --sampling-backend pytorch --grammar-backend none
         --disable-cuda-graph --disable-overlap-schedule)
+fi
+if [ "${IMAGES:-}" = 1 ]; then
+    root=$(cd "$(dirname "$0")/.." && pwd)
+    export PYTHONPATH=${PYTHONPATH:+$PYTHONPATH:}$root SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE=rlsys.rollout.sglang.server
+    options+=(--skip-server-warmup)
 fi
 if [ "${FULL_DETERMINISM:-}" = 1 ]; then
     options+=(--enable-fp32-lm-head)

@@ -8,6 +8,7 @@
 # RLSYS_SERVER_TOKEN, where set, is the bearer token that requests must carry.
 # PROCESS_GROUP=1 lets it take weights over a process group (rollout.checkpoint_engine.backend=nccl): it needs vLLM 0.29
 # or newer and this script in its repository, whose rlsys the server imports.
+# IMAGES=1 adds the options with which vLLM 0.32 takes the images of prompts; a version that lacks them needs none.
 # Replacing weights and pausing are routes of vLLM's development mode, which vLLM's own token does not protect: it is on
 # while the server listens on this machine alone, and with PROCESS_GROUP=1, which makes every route ask for the token.
 set -euo pipefail
@@ -22,6 +23,7 @@ if [ "${PROCESS_GROUP:-}" = 1 ]; then
     options+=(--worker-extension-cls rlsys.rollout.vllm.server.WeightTransferExtension
         --weight-transfer-config '{"backend": "rlsys"}')
 fi
+[ "${IMAGES:-}" != 1 ] || options+=(--enable-scale-out --no-mm-device-do-normalize)
 case $host in
     127.* | localhost | ::1) ;;
     *)

@@ -1,6 +1,6 @@
 """How the actor's weights reach the rollout: by a sharding manager or, for external servers, through files."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rlsys.config import PPOConfig
@@ -11,6 +11,7 @@ from rlsys.fleet.external.settings import settings_of
 from rlsys.fleet.external.transfer import BroadcastTransfer, ExternalTransfer
 from rlsys.fleet.fleet import RolloutFleet
 from rlsys.interfaces import WeightTransfer
+from rlsys.rollout.hf_files import model_config
 from rlsys.telemetry.log import get_logger
 from rlsys.types import TransferReport
 from rlsys.utils.errors import DeadlineError, WeightTransferError, WorkerError
@@ -88,8 +89,10 @@ def connect_weights(groups: WorkerGroups, cfg: PPOConfig, *, colocated: bool) ->
 def connect_servers(cfg: PPOConfig, actor: ActorGroup) -> tuple[RemoteEngine, ExternalTransfer | BroadcastTransfer]:
     """A fleet over the configured external servers, connected, and the transfer of the actor's weights to them."""
     rollout, deadlines = cfg.actor_rollout_ref.rollout, cfg.trainer.deadlines
+    path = cfg.actor_rollout_ref.model.path
     settings = settings_of(rollout, deadlines, max_staleness=cfg.trainer.max_staleness)
-    engine: RemoteEngine = worker_class(rollout.name)(settings)
+    hf_config = model_config(path) if path else None
+    engine: RemoteEngine = worker_class(rollout.name)(replace(settings, hf_config=hf_config))
     engine.connect()
     if rollout.checkpoint_engine.backend == "nccl":
         bucket_bytes = rollout.checkpoint_engine.update_weights_bucket_megabytes << 20

@@ -26,8 +26,10 @@ from rlsys.fleet.external.settings import RemoteSettings
 from rlsys.rollout.batch import from_responses
 from rlsys.types import Finish, ModelRequest, ModelResponse, SamplingParams, WeightUpdateMeta
 from tests.e2e.conftest import Toy
+from tests.e2e.test_vision import arguments as vision_arguments
 from tests.start_tokenizer import build_tokenizer
 from tests.timing import wait_until
+from tests.tiny_vision import MODELS, wide
 from trainer.main_ppo import main
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -264,6 +266,36 @@ def test_training_follows_the_server(
     assert main(overrides(toy, models.folders[0], tmp_path / "out", real.url, *more)) == 0
     assert (tmp_path / "served").exists() is (transfer == "disk")
     check_run(tmp_path / "out")
+
+
+@pytest.mark.parametrize("kind", ["vllm"])
+def test_images_are_read_with_the_weights_that_are_pushed(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tower included: each step's answers have the trainer's log-probs, and text goes beside images."""
+    monkeypatch.setenv("RLSYS_SERVER_TOKEN", SECRET)
+    given = vision_arguments(tmp_path, "trainer.backend=local", config=wide(MODELS["qwen2_5_vl"]))
+    script = {"vllm": "run_vllm_base.sh", "sglang": "run_sglang.sh"}[kind]
+    short = ["--max-model-len", "512"] if kind == "vllm" else []
+    with served(kind, script, tmp_path / "model", tmp_path / "server.log", *short, IMAGES="1") as url:
+        for transfer in ("nccl", "disk"):
+            out = tmp_path / transfer
+            more = (
+                f"actor_rollout_ref.rollout.name={kind}_remote",
+                f"actor_rollout_ref.rollout.servers.urls=[{url}]",
+                f"actor_rollout_ref.rollout.servers.weights_dir={tmp_path}/served",
+                f"actor_rollout_ref.rollout.checkpoint_engine.backend={transfer}",
+                "actor_rollout_ref.rollout.parity.freq=-1",
+                "actor_rollout_ref.rollout.calculate_log_probs=true",
+                "trainer.total_training_steps=3",
+                "trainer.test_freq=3",
+                f"trainer.default_local_dir={out}",
+            )
+            assert main([*given, *more]) == 0
+            lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+            steps = [line for line in lines if "training/rollout_probs_diff_max" in line]
+            assert len(steps) == 3
+            assert max(line["training/rollout_probs_diff_max"] for line in steps) < 1e-4
 
 
 ADAPTERS = {

@@ -92,11 +92,15 @@ def test_episodes_on_images_have_the_log_probs_of_the_trainer(tmp_path: Path) ->
             ["actor_rollout_ref.actor.strategy=megatron", "actor_rollout_ref.model.lora_rank=2"],
             "actor_rollout_ref.actor.strategy=fsdp",
         ),
+        (["actor_rollout_ref.rollout.name=sglang_remote"], "set actor_rollout_ref.rollout.name=hf"),
         (
-            ["actor_rollout_ref.rollout.name=sglang_remote"],
-            "tokenize their prompt again; set actor_rollout_ref.rollout.name=hf",
+            [
+                "actor_rollout_ref.rollout.name=vllm_remote",
+                "actor_rollout_ref.model.lora_rank=2",
+                "actor_rollout_ref.rollout.servers.lora_name=actor",
+            ],
+            "actor_rollout_ref.rollout.servers.lora_name = actor: servers may apply adapters to the language model",
         ),
-        (["actor_rollout_ref.rollout.name=vllm_remote"], "as records of the version that serves"),
         (["algorithm.adv_estimator=gae"], "algorithm.adv_estimator=grpo"),
         (["data.mm_processor_kwargs={max_pixel: 4}"], "max_pixel is not among"),
     ],

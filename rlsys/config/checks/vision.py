@@ -9,12 +9,7 @@ from rlsys.config.checks.findings import wrong
 from rlsys.config.schema.jobs import EvalConfig, PPOConfig
 from rlsys.config.vocabulary import GRIDS, TILES
 
-IMAGE_ENGINES = ("hf", "vllm", "sglang")
-NO_IMAGES = {
-    "vllm_remote": "vLLM's servers take images with token ids only as records of the version that serves",
-    "sglang_remote": "SGLang's servers process pictures themselves and may tokenize their prompt again",
-}
-"""Why an engine is given no images."""
+IMAGE_ENGINES = ("hf", "vllm", "sglang", "vllm_remote")
 PATCH = 14
 POLICY = "actor_rollout_ref"
 
@@ -31,15 +26,17 @@ def check_vision(cfg: PPOConfig | EvalConfig) -> Iterator[str]:
     if not facts:
         return
     if engine not in IMAGE_ENGINES:
-        why = NO_IMAGES.get(engine, "it is not given images here")
-        yield wrong(cfg, f"{POLICY}.rollout.name", why, IMAGE_ENGINES[0])
-    elif engine == "sglang" and (lacks := _lacks_in_sglang(facts)):
-        yield wrong(cfg, f"{POLICY}.rollout.name", lacks, "vllm")
+        yield wrong(cfg, f"{POLICY}.rollout.name", "it is not given images here", IMAGE_ENGINES[0])
+    elif engine.startswith("sglang") and (lacks := _lacks_in_sglang(facts)):
+        yield wrong(cfg, f"{POLICY}.rollout.name", lacks, engine.replace("sglang", "vllm"))
     if not isinstance(cfg, PPOConfig):
         return
     if cfg.actor_rollout_ref.actor.strategy == "megatron" and cfg.actor_rollout_ref.model.lora_rank:
         why = f"Megatron adapts models of text only; set it to 0, or {POLICY}.actor.strategy=fsdp"
         yield wrong(cfg, f"{POLICY}.model.lora_rank", why)
+    if cfg.actor_rollout_ref.rollout.servers.lora_name:
+        why = "servers may apply adapters to the language model alone; leave it out, and merged weights are pushed"
+        yield wrong(cfg, f"{POLICY}.rollout.servers.lora_name", why)
     if cfg.use_critic:
         why = "the value function of a vision-language model is not trained"
         yield wrong(cfg, "algorithm.adv_estimator", why, "grpo")

@@ -10,6 +10,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rlsys.fleet.external.http import Call
+from rlsys.fleet.external.settings import RemoteSettings
+from rlsys.rollout.sglang.given_images import image_record
+from rlsys.rollout.vllm.given_images import image_features
 from rlsys.types import Finish, ModelRequest, WeightUpdateMeta
 from rlsys.weights.executors.external import SentBucket, ServerGroup
 
@@ -60,7 +63,7 @@ class SGLangBackend:
     num_ranks = Call("/server_info", method="GET"), "tp_size"
     begin_update = Call("/begin_weight_update", {}, optional=True)
 
-    def generate(self, request: ModelRequest, *, model: str, adapter: str, send_seed: bool) -> Call:
+    def generate(self, request: ModelRequest, settings: RemoteSettings, *, adapter: str, version: int) -> Call:
         params = request.gconfig
         sampling: dict[str, object] = {
             "max_new_tokens": params.max_new_tokens,
@@ -72,10 +75,12 @@ class SGLangBackend:
             "ignore_eos": params.ignore_eos,
             "skip_special_tokens": False,
         }
-        if send_seed:
+        if settings.send_seeds:
             sampling["sampling_seed"] = params.seed
         body: dict[str, object] = {"input_ids": list(request.input_ids), "sampling_params": sampling}
         body |= {"return_logprob": True, "stream": True}
+        if request.images:
+            body["image_data"] = [image_record(request.images, salt=str(version))]
         return Call("/generate", body | {"lora_path": adapter or None})
 
     def read(self, event: Mapping[str, Any], num_seen: int) -> Delta:
@@ -154,10 +159,9 @@ class VLLMBackend:
         {"prompt": [1], "max_tokens": 1, "temperature": 1.0, "top_k": 1, "logprobs": 0, "ignore_eos": True},
     )
 
-    def generate(self, request: ModelRequest, *, model: str, adapter: str, send_seed: bool) -> Call:
-        params = request.gconfig
-        body: dict[str, object] = {
-            "prompt": list(request.input_ids),
+    def generate(self, request: ModelRequest, settings: RemoteSettings, *, adapter: str, version: int) -> Call:
+        params, ids = request.gconfig, list(request.input_ids)
+        sampling: dict[str, object] = {
             "max_tokens": params.max_new_tokens,
             "min_tokens": params.min_new_tokens,
             "temperature": params.temperature,
@@ -169,13 +173,18 @@ class VLLMBackend:
             "ignore_eos": params.ignore_eos,
             "skip_special_tokens": False,
             "logprobs": 0,
-            "return_token_ids": True,
-            "return_tokens_as_token_ids": True,
-            "stream": True,
         }
-        if send_seed:
-            body["seed"] = (params.seed + len(request.input_ids)) % 2**63
-        return Call("/v1/completions", body | {"model": adapter or model or None})
+        if settings.send_seeds:
+            sampling["seed"] = (params.seed + len(ids)) % 2**63
+        body: dict[str, object] = {"stream": True, "model": adapter or settings.servers.model or None}
+        if request.images:
+            if settings.hf_config is None:
+                raise ValueError("prompts with images need RemoteSettings.hf_config")
+            features = image_features(ids, settings.hf_config, request.images, salt=str(version))
+            images = {"token_ids": ids, "features": features, "sampling_params": sampling}
+            return Call("/inference/v1/generate", body | images)
+        asked = {"prompt": ids, "return_token_ids": True, "return_tokens_as_token_ids": True}
+        return Call("/v1/completions", body | sampling | asked)
 
     def read(self, event: Mapping[str, Any], num_seen: int) -> Delta:
         """Events hold what is new. Servers without return_token_ids write the ids as `token_id:17`."""
@@ -188,6 +197,8 @@ class VLLMBackend:
         finish = _finish(choice.get("finish_reason"))
         about = _section(choice, "logprobs") if choice.get("logprobs") is not None else {}
         tokens, logprobs = choice.get("token_ids"), about.get("token_logprobs")
+        if isinstance(content := about.get("content"), list):
+            logprobs = [entry.get("logprob", math.nan) if isinstance(entry, dict) else math.nan for entry in content]
         if tokens is None and isinstance(about.get("tokens"), list):
             tokens = [_token_id(text) for text in about["tokens"]]
         if not tokens and not logprobs:
@@ -247,12 +258,11 @@ def adapter_of(meta: WeightUpdateMeta) -> str:
     return f"{name}-v{meta.version}" if name else ""
 
 
-def device_of(about: object) -> str:
-    """The device that vLLM's answer about itself names; empty where it does not."""
-    device = about
-    for key in ("vllm_config", "device_config", "device"):
-        device = device.get(key) if isinstance(device, dict) else None
-    return device if isinstance(device, str) else ""
+def setting_of(about: object, *keys: str) -> object:
+    """A setting in vLLM's answer about itself; None where it is not there."""
+    for key in ("vllm_config", *keys):
+        about = about.get(key) if isinstance(about, dict) else None
+    return about
 
 
 def probed_mode(answer: object) -> str:

@@ -142,14 +142,14 @@ async def _refusal(response: aiohttp.ClientResponse, url: str, stage: str) -> Ex
     response.close()
     status, wait = response.status, response.headers.get("Retry-After", "")
     say = f"HTTP {status}: {_short(text)}"
-    if status in (400, 413, 422):
+    if status in (400, 403, 413, 422):
         return RefusedError(f"{url} at stage '{stage}': {say}")
     if status in (429, 503):
         wait_s = min(float(wait), MAX_WAIT_S) if wait.isdecimal() else 0.0
         return ServerFault(url, stage, say, kind="busy", wait_s=wait_s, status=status)
     if 300 <= status < 400:
         say = f"HTTP {status}: redirects are not followed; name the server itself"
-    if status in (401, 403):
+    if status == 401:
         say = f"HTTP {status}: the token is missing or wrong"
     return ServerFault(url, stage, say, kind="status", status=status)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import aiohttp
 
-from rlsys.fleet.external.backends import FULL, RAW, BadResponseError, adapter_of, check, device_of, probed_mode
+from rlsys.fleet.external.backends import FULL, RAW, BadResponseError, adapter_of, check, probed_mode, setting_of
 from rlsys.fleet.external.capabilities import ALL, capabilities_of
 from rlsys.fleet.external.http import Call, RefusedError, ServerFault, ask, events
 from rlsys.rollout.base import check_sampling
@@ -36,8 +36,8 @@ class ServerReplica:
     def __init__(self, url: str, pool: "ServerPool") -> None:
         self.url, self.name, self.pool = url, url, pool
         self.is_admitted, self.cause = False, "not connected yet"
-        self.logprobs = self.device = self.version = self.identity = ""
-        self.capabilities = ALL
+        self.logprobs = self.version = self.identity = ""
+        self.capabilities, self.on_cpu, self.normalises = ALL, False, False
         self.num_failures, self._examined_s = 0, 0.0
         self._streams: dict[str, asyncio.Task[None]] = {}
         self._outbox: list[ResponseDelta] = []
@@ -103,9 +103,7 @@ class ServerReplica:
         self._check(request)
         pool, settings, backend = self.pool, self.pool.settings, self.pool.backend
         version, adapter, stamp = pool.version, pool.adapter, self._stamp()
-        call = backend.generate(
-            request, model=settings.servers.model or "", adapter=adapter, send_seed=settings.send_seeds
-        )
+        call = backend.generate(request, settings, adapter=adapter, version=version)
         timeout = aiohttp.ClientTimeout(sock_connect=CONNECT_S, sock_read=settings.servers.timeout_s)
         num, seen = request.gconfig.max_new_tokens, 0
         size = EVENT_BYTES + EVENT_TOKEN_BYTES * (len(request.input_ids) + num)
@@ -142,6 +140,10 @@ class ServerReplica:
                 f"{self.url} gives log-probabilities before temperature {request.gconfig.temperature:g}; start it "
                 "with --logprobs-mode processed_logprobs"
             )
+        if request.images and "images" not in self.capabilities:
+            raise ValueError(f"{self.url}: {self.pool.backend.kind} {self.version} takes no processed images")
+        if request.images and self.normalises:
+            raise ValueError(f"{self.url} would normalise pixels again; start it with --no-mm-device-do-normalize")
 
     def _stamp(self) -> str:
         """How the server marks tokens of the current weights; empty where it does not mark them reliably."""
@@ -189,7 +191,10 @@ class ServerReplica:
                 self.version = await self._first_answer(backend.version, "version")
                 self.capabilities = capabilities_of(backend.kind, self.version)
                 if backend.about:
-                    self.device = device_of(await self._ask(backend.about, "start", limit_s))
+                    about = await self._ask(backend.about, "start", limit_s)
+                    self.on_cpu = setting_of(about, "device_config", "device") == "cpu"
+                    images = setting_of(about, "model_config", "multimodal_config")
+                    self.normalises = not isinstance(images, dict) or bool(images.get("mm_device_do_normalize"))
                 self.logprobs = probed_mode(await self._ask(backend.probe, "probe", limit_s)) if backend.probe else FULL
             async with self.pool.updating:
                 if self.pool.weights is not None:
@@ -238,7 +243,7 @@ class ServerReplica:
             if await self._identify() != str(meta.version):
                 raise ServerFault(self.url, stage, "it gets its weights with the next push", kind="stale")
             return
-        if self.device == "cpu" and not adapter_of(meta) and _tied(meta.weights_path):
+        if self.on_cpu and not adapter_of(meta) and _tied(meta.weights_path):
             raise ServerFault(self.url, stage, TIED_ON_CPU, kind="status")
         source = "adapters" if adapter_of(meta) else "files"
         if source not in self.capabilities:

@@ -3,12 +3,16 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from yarl import URL
 
 from rlsys.config.schema.rollout import RolloutConfig, ServersConfig
 from rlsys.config.schema.trainer import GradingDeadlinesConfig
 from rlsys.utils.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 ADDRESS_VARIABLES: Mapping[str, tuple[str, ...]] = {
     "sglang": ("AREAL_LLM_SERVER_ADDRS", "SGLANG_API_BASE"),
@@ -24,6 +28,7 @@ class RemoteSettings:
     `token` is sent as a bearer token. A request is tried again after up to `max_backoff_s`. `breaker_failures` failures
     in a row take a server out for `cooldown_s`, doubled each time up to `max_cooldown_s`, until its health check
     succeeds. `request_s` bounds a request with all retries, `update_s` a weight update.
+    `hf_config` is the configuration of the model, for prompts with images.
     `send_seeds` passes on each request's seed, which costs speed and which few servers honour exactly.
     """
 
@@ -42,6 +47,7 @@ class RemoteSettings:
     stop_grace_s: float = 5.0
     send_seeds: bool = False
     keep_adapters: int = 2
+    hf_config: "PretrainedConfig | None" = None
 
 
 def settings_of(rollout: RolloutConfig, deadlines: GradingDeadlinesConfig, *, max_staleness: int) -> RemoteSettings:

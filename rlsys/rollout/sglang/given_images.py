@@ -1,12 +1,15 @@
 """Images as SGLang takes them from us: processed. Its own image processors, which need torchvision, are not used."""
 
 import hashlib
+import json
+from base64 import b64decode, b64encode
 from collections.abc import Sequence
 from typing import Any
 
+import safetensors.torch
 import torch
 
-from rlsys.models.vision import num_features, pack_images
+from rlsys.models.vision import joined_images, num_features, pack_images
 from rlsys.protocol import ImageInputs
 
 
@@ -30,6 +33,18 @@ def take_given_images() -> None:
     for name in ("import_processors", wrapper):
         setattr(tokenizer_manager, name, lambda *_, **__: None)
     tokenizer_manager.get_mm_processor = lambda *_, **__: GivenImages()
+
+
+def image_record(images: Sequence[ImageInputs], *, salt: str) -> str:
+    """Images as a text, for the `/generate` of a server with the image processor of `rlsys.rollout.sglang.server`."""
+    names, tensors = [sha for one in images for sha in one.shas], safetensors.torch.save(joined_images(images))
+    return json.dumps({"salt": salt, "names": names, "tensors": b64encode(tensors).decode()})
+
+
+def read_image_record(text: str) -> tuple[ImageInputs, str]:
+    """The images of such a text, and their salt; ValueError for another text."""
+    record = json.loads(text)
+    return ImageInputs(tuple(record["names"]), (), safetensors.torch.load(b64decode(record["tensors"]))), record["salt"]
 
 
 def request_images(ids: Sequence[int], model: Any, images: Sequence[ImageInputs], *, salt: str) -> object:

@@ -3,18 +3,25 @@
 An item is one grid, or one tile: what has placeholder tokens in a row in the prompt.
 """
 
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from math import isqrt
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
+from torch import Tensor
 
-from rlsys.config.vocabulary import GRIDS
 from rlsys.models.vision import image_places, joined_images, num_features, one_image
 from rlsys.protocol import ImageInputs
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 LARGEST = 1 << 14
 """Tokens of the largest image of the known models, as their processors are published."""
+GRID, RAW_VIEW = "image_grid_thw", 3
+"""The sizes of grids, which no tiles have; the code of a tensor's bytes in vLLM's msgpack."""
 
 
 class ProfiledImage:
@@ -69,32 +76,69 @@ def take_given_images(config: Any, *, max_model_len: int) -> dict[str, object]:
     return {name: value for name, value in arguments.items() if name in EngineArgs.__dataclass_fields__}
 
 
-def image_prompt(ids: Sequence[int], config: Any, images: Sequence[ImageInputs], *, salt: str) -> dict[str, object]:
+def image_prompt(
+    ids: Sequence[int], config: "PretrainedConfig", images: Sequence[ImageInputs], *, salt: str
+) -> dict[str, object]:
     """The input of a prompt with images; what vLLM computed of an image serves prompts of the same `salt` only."""
     from transformers import BatchFeature
     from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
 
-    tensors, is_grid = joined_images(images), config.model_type in GRIDS
-    counts = num_features(config, tensors)
-    if not is_grid:
-        tiles = tensors["pixel_values"]
-        seen = torch.ones(len(tiles), *tiles.shape[2:], dtype=torch.bool)
-        tensors = {"pixel_attention_mask": seen, **tensors, "num_patches": torch.ones(len(tiles), dtype=torch.int64)}
+    tensors, names, places = _items(ids, config, images, salt)
     fields = {name: MultiModalFieldConfig.batched("image", keep_on_cpu="pixel" not in name) for name in tensors}
-    if is_grid:
-        sizes = tensors["image_grid_thw"].prod(-1)
-        fields["pixel_values"] = MultiModalFieldConfig.flat_from_sizes("image", sizes)
-    names = [
-        f"{salt}/{one.shas[number] if is_grid else (*one.shas, number)}"
-        for one in images
-        for number in range(len(num_features(config, one.tensors)))
-    ]
-    starts = [int(places[0]) for places in image_places(config, torch.tensor(ids), images).split(counts)]
+    if GRID in tensors:
+        fields["pixel_values"] = MultiModalFieldConfig.flat_from_sizes("image", tensors[GRID].prod(-1))
     return {
         "type": "multimodal",
         "prompt_token_ids": list(ids),
         "cache_salt": salt,
         "mm_kwargs": MultiModalKwargsItems.from_hf_inputs(BatchFeature(tensors), fields),
         "mm_hashes": {"image": names},
-        "mm_placeholders": {"image": [PlaceholderRange(at, count) for at, count in zip(starts, counts, strict=True)]},
+        "mm_placeholders": {"image": [PlaceholderRange(at, count) for at, count in places]},
     }
+
+
+def image_features(
+    ids: Sequence[int], config: "PretrainedConfig", images: Sequence[ImageInputs], *, salt: str
+) -> dict[str, object]:
+    """The same for a server's route /inference/v1/generate: its `features`, written as vLLM 0.26 to 0.32 read them."""
+    tensors, names, places = _items(ids, config, images, salt)
+    parts = {name: tensor.unbind() for name, tensor in tensors.items()}
+    if GRID in tensors:
+        parts["pixel_values"] = tensors["pixel_values"].split(tensors[GRID].prod(-1).tolist())
+    items = [dict(zip(parts, item, strict=True)) for item in zip(*parts.values(), strict=True)]
+    return {
+        "mm_hashes": {"image": names},
+        "mm_placeholders": {"image": [{"offset": at, "length": count} for at, count in places]},
+        "kwargs_data": {"image": [_packed(item) for item in items]},
+    }
+
+
+def _packed(item: Mapping[str, Tensor]) -> str:
+    """The tensors of an item in vLLM's msgpack, each with how it is joined with those of other items."""
+    packed = {}
+    for name, values in item.items():
+        field: tuple[str, dict[str, object]] = "batched", {"keep_on_cpu": "pixel" not in name}
+        if GRID in item and name == "pixel_values":
+            field = "flat", {"slices": [(0, len(values), None)], "dim": 0, "keep_on_cpu": False}
+        data = msgspec.msgpack.Ext(RAW_VIEW, values.contiguous().numpy().tobytes())
+        packed[name] = {"data": (str(values.dtype).removeprefix("torch."), tuple(values.shape), data), "field": field}
+    return b64encode(msgspec.msgpack.encode(packed)).decode()
+
+
+def _items(
+    ids: Sequence[int], config: "PretrainedConfig", images: Sequence[ImageInputs], salt: str
+) -> tuple[dict[str, Tensor], list[str], list[tuple[int, int]]]:
+    """What the model takes of all images; the name, and the first placeholder and their number, of each item."""
+    tensors = joined_images(images)
+    counts = num_features(config, tensors)
+    if GRID not in tensors:
+        tiles = tensors["pixel_values"]
+        seen = torch.ones(len(tiles), *tiles.shape[2:], dtype=torch.bool)
+        tensors = {"pixel_attention_mask": seen, **tensors, "num_patches": torch.ones(len(tiles), dtype=torch.int64)}
+    names = [
+        f"{salt}/{one.shas[number] if GRID in tensors else (*one.shas, number)}"
+        for one in images
+        for number in range(len(num_features(config, one.tensors)))
+    ]
+    starts = [int(places[0]) for places in image_places(config, torch.tensor(ids), images).split(counts)]
+    return tensors, names, list(zip(starts, counts, strict=True))
