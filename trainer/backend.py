@@ -11,10 +11,8 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from rlsys.config import EvalConfig, PPOConfig
 from rlsys.config.schema.model import ModelFolderConfig, ServedModelConfig
 from rlsys.config.schema.trainer import RayKwargsConfig, RunConfig
-from rlsys.data.vision_processor import VisionProcessor
 from rlsys.single_controller.base import ClassWithInitArgs, WorkerGroup
 from rlsys.single_controller.local import LocalWorkerGroup
 from rlsys.single_controller.resource_pool import ResourcePoolManager
@@ -120,11 +118,3 @@ def load_tokenizer(model: ServedModelConfig, padding: int | None = None) -> PreT
     if model.custom_chat_template:
         tokenizer.chat_template = model.custom_chat_template
     return tokenizer
-
-
-def load_processor(config: PPOConfig | EvalConfig, tokenizer: PreTrainedTokenizerBase) -> VisionProcessor | None:
-    """The image processor of the policy, None for a model of text; ConfigError for one that cannot be used."""
-    policy, settings = config.actor_rollout_ref, config.data.mm_processor_kwargs
-    path, limit = policy.model.path, policy.rollout.limit_images
-    assert path is not None
-    return VisionProcessor.from_path(path, tokenizer, settings=settings, limit_images=limit)

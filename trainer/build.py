@@ -17,7 +17,6 @@ from rlsys.utils.errors import ConfigError
 from trainer.backend import (
     WorkerBackend,
     import_external_libs,
-    load_processor,
     load_tokenizer,
     running_backend,
     start_backend,
@@ -28,7 +27,7 @@ from trainer.groups import Role
 from trainer.local_files import with_local_files, with_start_assets
 from trainer.loop import completed
 from trainer.ppo import RayPPOTrainer, num_checkpoints
-from trainer.prompts import num_steps, prompt_datasets
+from trainer.prompts import load_processor, num_steps, prompt_datasets
 from trainer.rewards import check_data_sources
 from trainer.run_folder import run_folder
 from trainer.steps import teacher_numbers

@@ -32,7 +32,6 @@ from rlsys.config.schema.agent import AgentConfig, MultiTurnConfig
 from rlsys.data.chat import Message, with_parts
 from rlsys.data.dataset import PromptDataset
 from rlsys.data.stream import RowStream
-from rlsys.data.vision_processor import VisionProcessor
 from rlsys.fleet.fleet import RolloutFleet
 from rlsys.interfaces import State
 from rlsys.protocol import IMAGES, DataProto
@@ -44,6 +43,7 @@ from rlsys.types import GenerationHyperparameters, SamplingParams
 from rlsys.utils.errors import ConfigError, DataError, RolloutError, result_within
 from trainer.generation import GradedRollout, fleet_generate, meta_of_all_calls, training_sampling, validation_sampling
 from trainer.prompt_groups import OpenAnswers, PromptGroup, PromptGroups
+from trainer.prompts import load_processor
 from trainer.rewards import reward_manager
 
 ConfigT = TypeVar("ConfigT", PPOConfig, EvalConfig)
@@ -336,8 +336,7 @@ def load_agents(cfg: PPOConfig | EvalConfig, tokenizer: PreTrainedTokenizerBase 
     kinds, kwargs = ("tool",) if uses_tools else (), cfg.data.apply_chat_template_kwargs
     if tokenizer is None:
         return LoadedAgents(workflow, by_name, tools, None)
-    path, settings, limit = cfg.actor_rollout_ref.model.path, cfg.data.mm_processor_kwargs, generation.limit_images
-    processor = VisionProcessor.from_path(str(path), tokenizer, settings=settings, limit_images=limit)
+    processor = load_processor(cfg, tokenizer)
     template = ChatTemplate(tokenizer, template_kwargs=kwargs, kinds=kinds, processor=processor)
     return LoadedAgents(workflow, by_name, tools, template)
 

@@ -176,8 +176,7 @@ class RayPPOTrainer(CheckpointedLoop):
         if self.parts.advisor is not None:
             advise = partial(self.parts.advisor.add, batch, time.monotonic() - start_s)
             self.reporter.best_effort("staleness.txt", advise)
-        if isinstance(self.inputs.train_dataset, PromptDataset):
-            self.reporter.add(self.inputs.train_dataset.metrics())
+        self.reporter.add(self.inputs.train_dataset.metrics())
         if self.due(self.cfg.trainer.rollout_data_freq):
             with self.stage("dump_rollouts"):
                 self.reporter.best_effort("rollouts", partial(self.dumps.write, first_rows(batch), self.global_step))

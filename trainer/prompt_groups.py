@@ -156,14 +156,14 @@ class PromptGroups:
 
     def save(self, folder: Path) -> dict[str, object]:
         """Write open groups with their answers so far and groups that wait; returns the rest of the state."""
-        finished = self.window.finished
-        waiting = [group for group in self.open if group.number in finished]
-        unfinished = [group for group in self.open if group.number not in finished]
-        parts = [(group.number, group.graded) for group in waiting if group.graded is not None]
-        drafts = [(group.number, group.draft()) for group in unfinished]
-        for name, rows in ((WAITING, parts), (OPEN, drafts)):
-            if rows:
-                _joined([_numbered(number, part) for number, part in rows]).save_to_disk(str(folder / name))
+        files: dict[str, list[DataProto]] = {WAITING: [], OPEN: []}
+        for group in self.open:
+            graded = group.graded if group.number in self.window.finished else None
+            rows = group.draft() if graded is None else graded
+            files[OPEN if graded is None else WAITING].append(_numbered(group.number, rows))
+        for name, parts in files.items():
+            if parts:
+                _joined(parts).save_to_disk(str(folder / name))
         prompts = {"prompts": self._prompts_before, "used": self._num_used, "batches": self._num_batches}
         metrics = {name: values for name, values in self._metrics.items() if not is_time(name)}
         return {**prompts, "metrics": metrics, "window": self.window.state_dict()}

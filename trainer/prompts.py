@@ -123,3 +123,11 @@ def _agent_column(row: PromptRow) -> str | None:
         return "agent_name"
     names = ("need_tools_kwargs", "tools_kwargs", "interaction_kwargs")
     return next((f"extra_info.{name}" for name in names if row.extra_info.get(name)), None)
+
+
+def load_processor(config: PPOConfig | EvalConfig, tokenizer: PreTrainedTokenizerBase) -> VisionProcessor | None:
+    """The image processor of the policy, None for a model of text; ConfigError for one that cannot be used."""
+    policy, settings = config.actor_rollout_ref, config.data.mm_processor_kwargs
+    path, limit = policy.model.path, policy.rollout.limit_images
+    assert path is not None
+    return VisionProcessor.from_path(path, tokenizer, settings=settings, limit_images=limit)

@@ -28,18 +28,13 @@ class StalenessWindow:
         self.version = self.issued = self.trained = 0
         self.skipped: Counter[str] = Counter()
         self._order: list[int] = []  # from the oldest open group on, with those that were trained ahead of it
-        self._finished: set[int] = set()
+        self.finished: set[int] = set()  # those that wait for their step
         self._trained_ahead: set[int] = set()
 
     @property
     def open(self) -> list[int]:
         """Numbers of the groups that have started and are neither trained nor skipped, in their order."""
         return [number for number in self._order if number not in self._trained_ahead]
-
-    @property
-    def finished(self) -> frozenset[int]:
-        """Numbers of the groups that wait for their step."""
-        return frozenset(self._finished)
 
     @property
     def step(self) -> int:
@@ -62,23 +57,23 @@ class StalenessWindow:
 
     def finish(self, number: int) -> None:
         """A group can be trained on."""
-        self._finished.add(number)
+        self.finished.add(number)
 
     def skip(self, number: int, reason: str) -> None:
         """A group will not be trained on; `reason` is counted."""
         self._order.remove(number)
-        self._finished.discard(number)
+        self.finished.discard(number)
         self.skipped[reason] += 1
         self._drop_trained(self._order, self._trained_ahead)
 
     def take(self) -> list[int] | None:
         """The groups of the next step in their order, or None while some of them are unfinished."""
-        if len(self._finished) < self.groups_per_step:
+        if len(self.finished) < self.groups_per_step:
             return None
         order, trained = list(self._order), set(self._trained_ahead)
         taken: list[int] = []
         while len(taken) < self.groups_per_step:
-            ready = self._finished.difference(taken)
+            ready = self.finished.difference(taken)
             number = next((n for n in order[: self.lookahead * self.groups_per_step + 1] if n in ready), None)
             if number is None:
                 return None
@@ -86,7 +81,7 @@ class StalenessWindow:
             trained.add(number)
             self._drop_trained(order, trained)
         self._order, self._trained_ahead = order, trained
-        self._finished.difference_update(taken)
+        self.finished.difference_update(taken)
         self.trained += len(taken)
         return sorted(taken)
 
@@ -123,12 +118,12 @@ class StalenessWindow:
             "trained": self.trained,
             "skipped": dict(self.skipped),
             "order": self._order,
-            "finished": sorted(self._finished),
+            "finished": sorted(self.finished),
             "trained_ahead": sorted(self._trained_ahead),
         }
 
     def load_state_dict(self, state: State) -> None:
         """Continue from `state_dict`."""
         self.issued, self.trained, self.skipped = state["issued"], state["trained"], Counter(state["skipped"])
-        self._order, self._finished = list(state["order"]), set(state["finished"])
+        self._order, self.finished = list(state["order"]), set(state["finished"])
         self._trained_ahead = set(state["trained_ahead"])

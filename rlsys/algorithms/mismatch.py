@@ -55,16 +55,11 @@ def probs_diff_metrics(*, old_log_probs: Tensor, rollout_log_probs: Tensor, resp
     valid = response_mask.bool()
     ours, theirs = old_log_probs[valid].double().exp(), rollout_log_probs[valid].double().exp()
     difference, single = (ours - theirs).abs(), 0.0 if len(ours) else math.nan
+    correlation = torch.corrcoef(torch.stack([ours, theirs]))[0, 1].item() if len(ours) > 1 else math.nan
     return {
         "training/rollout_probs_diff_valid": float(len(ours) > 0),
         "training/rollout_probs_diff_max": difference.max().item() if len(ours) else math.nan,
         "training/rollout_probs_diff_mean": difference.mean().item(),
         "training/rollout_probs_diff_std": difference.std().item() if len(ours) > 1 else single,
-        "training/rollout_actor_probs_pearson_corr": _pearson(ours, theirs),
+        "training/rollout_actor_probs_pearson_corr": correlation,
     }
-
-
-def _pearson(a: Tensor, b: Tensor) -> float:
-    a, b = a - a.mean(), b - b.mean()
-    scale = (a.square().sum() * b.square().sum()).sqrt().item()
-    return (a * b).sum().item() / scale if scale > 0 else math.nan

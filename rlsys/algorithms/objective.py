@@ -1,5 +1,6 @@
 """The whole objective of an actor: policy loss, entropy bonus, KL loss and distillation as one sum with one count."""
 
+from functools import partial
 from typing import Unpack
 
 from torch import Tensor
@@ -36,18 +37,13 @@ def actor_loss(
     bypass = correction is not None and correction.bypass_mode
     inputs["config"] = config
     policy = call_policy_loss("bypass_mode" if bypass else config.policy_loss.loss_mode, **inputs)
-    mode = policy.agg_mode or config.loss_agg_mode
-
-    def aggregate(per_token: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        return agg_loss(
-            per_token,
-            mask,
-            mode,
-            loss_scale_factor=config.loss_scale_factor,
-            batch_rows=batch_rows,
-            count_mask=response_mask,
-        )
-
+    aggregate = partial(
+        agg_loss,
+        loss_agg_mode=policy.agg_mode or config.loss_agg_mode,
+        loss_scale_factor=config.loss_scale_factor,
+        batch_rows=batch_rows,
+        count_mask=response_mask,
+    )
     total, count = aggregate(policy.per_token, policy.mask)
     if policy.mean is not None:
         total = policy.mean * count

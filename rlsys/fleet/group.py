@@ -39,7 +39,7 @@ class GroupReplica:
     ) -> Sequence[ResponseDelta]:
         end_s = time.monotonic() + deadline_s
         pending = [
-            self.group.execute_rank_async(rank, "exchange", list(new), wait_s, list(cancel), stage="exchange")
+            self.group.execute_rank_async(rank, "exchange", list(new), wait_s, list(cancel))
             for rank in range(self.rank, self.rank + self.size)
         ]
         results = [result.get(max(0.01, end_s - time.monotonic())) for result in pending]

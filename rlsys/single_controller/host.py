@@ -1,20 +1,19 @@
 """The worker's side of a call: build the worker, fetch the arguments, run the method, answer with a header."""
 
+import asyncio
 import copy
 import inspect
 import os
 import pickle
-import threading
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from rlsys.single_controller.calls import CallSpec, Failure, Header
 from rlsys.single_controller.rows import is_rows
 from rlsys.telemetry.recorder import StageRecorder
-from rlsys.utils.daemon_threads import LoopThread
 
 TRACE_CHARS = 4000
 
@@ -25,8 +24,8 @@ class WorkerHost:
     def __init__(self) -> None:
         self.worker: Any = None
         self._recorders: dict[str, StageRecorder] = {}
-        self._loop: LoopThread | None = None
-        self._loop_lock = threading.Lock()
+        self._runner = asyncio.Runner()
+        """Runs async methods, all on one event loop."""
 
     def set_environment(self, values: Mapping[str, str]) -> None:
         """Set variables before anything that reads them is imported.
@@ -36,7 +35,8 @@ class WorkerHost:
         """
         os.environ.update(values)
         if "OMP_NUM_THREADS" not in values:
-            os.environ["OMP_NUM_THREADS"] = str(max(1, num_cores() // int(values.get("LOCAL_WORLD_SIZE", 1))))
+            num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            os.environ["OMP_NUM_THREADS"] = str(max(1, num_cores // int(values.get("LOCAL_WORLD_SIZE", 1))))
         if len(os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")) == 1 and os.environ.get("CUDA_VISIBLE_DEVICES"):
             os.environ["LOCAL_RANK"] = "0"
 
@@ -72,20 +72,8 @@ class WorkerHost:
         num_positional = len(values) - len(spec.names)
         result = method(*values[:num_positional], **dict(zip(spec.names, values[num_positional:], strict=True)))
         if inspect.iscoroutine(result):
-            result = self._finish(result)
+            result = self._runner.run(result)
         return without_padding(result, spec.num_padding, spec.method)
-
-    def _finish(self, coroutine: Coroutine[object, None, object]) -> object:
-        """Run an async method on the host's event loop, which lives as long as the host."""
-        with self._loop_lock:
-            if self._loop is None:
-                self._loop = LoopThread("worker-event-loop")
-        return self._loop.start(coroutine).result()
-
-
-def num_cores() -> int:
-    """The cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def without_padding(result: object, num_padding: int, method: str) -> object:

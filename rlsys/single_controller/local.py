@@ -4,11 +4,10 @@ Ranks run one after another. Independent data-parallel ranks work in any number;
 Batches are copied between caller and worker, as by a real process boundary. Deadlines cannot interrupt a call here.
 """
 
-import asyncio
 import copy
 import os
 import socket
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -58,9 +57,6 @@ class LocalHost(WorkerHost):
     def _run(self, spec: CallSpec, values: Sequence[object]) -> object:
         return _own(super()._run(spec, [_own(value) for value in values]))
 
-    def _finish(self, coroutine: Coroutine[object, None, object]) -> object:
-        return asyncio.run(coroutine)
-
 
 class LocalBackend(Backend):
     """Worker objects of this process, each with the environment of its rank while its code runs.
@@ -85,12 +81,12 @@ class LocalBackend(Backend):
     def workers(self) -> list[object]:
         return [host.worker for host in self._hosts]
 
-    def submit(self, role: str, stage: str, calls: Sequence[RankCall]) -> list[Pending]:
+    def submit(self, calls: Sequence[RankCall]) -> list[Pending]:
         pending = []
         for rank, spec, values in calls:
             run = partial(self._hosts[rank].call, spec, *values)
             answered = run() if self.world_size == 1 else self._in_rank(rank, run)
-            pending.append(Pending(self, role, rank, stage, answered))
+            pending.append(Pending(self, spec.role, rank, spec.method, answered))
         return pending
 
     def probe(self, rank: int) -> Pending:

@@ -78,27 +78,19 @@ class WorkerGroup:
 
     execute_rank_zero = execute_rank_zero_async
 
-    def execute_rank_async(
-        self, rank: int, method: str, *args: object, stage: str | None = None, **kwargs: Any
-    ) -> Future:
+    def execute_rank_async(self, rank: int, method: str, *args: object, **kwargs: Any) -> Future:
         """Start a method on one rank, registered or not; other ranks do not matter to it."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"{self.role} has ranks 0..{self.world_size - 1}, not {rank}")
         spec = CallSpec(method, self.role, self._target, tuple(kwargs))
         values = _resolved((*args, *kwargs.values()))
-        return of_rank(self.backend.submit(self.role, stage or method, [(rank, spec, values)])[0])
+        return of_rank(self.backend.submit([(rank, spec, values)])[0])
 
     def execute_rank(
-        self,
-        rank: int,
-        method: str,
-        *args: object,
-        deadline_s: float | None = None,
-        stage: str | None = None,
-        **kwargs: Any,
+        self, rank: int, method: str, *args: object, deadline_s: float | None = None, **kwargs: Any
     ) -> Any:
         """Run a method on one rank and return its result."""
-        return self.execute_rank_async(rank, method, *args, stage=stage, **kwargs).get(deadline_s)
+        return self.execute_rank_async(rank, method, *args, **kwargs).get(deadline_s)
 
     def dispatch_info(self, mesh_name: str) -> list[MeshRank]:
         """Where every rank stands on a mesh; asked once."""
@@ -186,7 +178,7 @@ class WorkerGroup:
             values = tuple(value[rank] for value in (*split.args, *split.kwargs.values()))
             spec = CallSpec(method, self.role, self._target, names, num_padding)
             calls.append((rank, spec, _resolved(values)))
-        return self.backend.submit(self.role, method, calls)
+        return self.backend.submit(calls)
 
     def _results(self, pending: Sequence[Pending], collect: Callable[[Sequence[Pending]], object] | None = None) -> Any:
         busy = {one.rank for one in pending}

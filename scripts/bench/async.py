@@ -62,10 +62,10 @@ def run_child(args: argparse.Namespace, overrides: list[str]) -> int:
 
     class FirstFinished(StalenessWindow):
         def take(self) -> list[int] | None:
-            taken = sorted(self._finished)[: self.groups_per_step]
+            taken = sorted(self.finished)[: self.groups_per_step]
             if len(taken) < self.groups_per_step:
                 return None
-            self._finished.difference_update(taken)
+            self.finished.difference_update(taken)
             self._order = [number for number in self._order if number not in taken]
             self.trained += len(taken)
             return taken

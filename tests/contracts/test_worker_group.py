@@ -165,7 +165,7 @@ def test_a_direct_rollout_method_is_not_for_the_controller(group: WorkerGroup) -
 
 
 def test_single_ranks_and_futures(group: WorkerGroup) -> None:
-    assert group.execute_rank(1, "plain", 5, stage="generate") == (1, 12)
+    assert group.execute_rank(1, "plain", 5) == (1, 12)
     assert group.execute_rank_zero_sync("plain", value=1) == (0, 8)
     assert group.execute_all_sync("plain", [1, 2]) == [(0, 8), (1, 9)]
     assert [future.get() for future in group.execute_all_async("plain")] == [(0, 7), (1, 7)]

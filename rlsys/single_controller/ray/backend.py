@@ -94,11 +94,11 @@ class RayBackend(Backend):
         self.world_size, self._actors, self.names = len(handles), list(handles), list(names)
         self._locate(range(self.world_size))
 
-    def submit(self, role: str, stage: str, calls: Sequence[RankCall]) -> list[Pending]:
+    def submit(self, calls: Sequence[RankCall]) -> list[Pending]:
         pending = []
         for (rank, spec, _), values in zip(calls, _values_once([values for _, _, values in calls])):
             refs = self._actors[rank].call.options(num_returns=2).remote(spec, *values)
-            pending.append(Pending(self, role, rank, stage, refs))
+            pending.append(Pending(self, spec.role, rank, spec.method, refs))
         return pending
 
     def header(self, one: Pending) -> Header:
