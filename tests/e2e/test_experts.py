@@ -2,18 +2,27 @@
 
 import json
 import os
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from transformers import Qwen3MoeConfig
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig
 
 from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.rollout.base import EngineContext
+from rlsys.rollout.batch import from_responses
 from rlsys.rollout.engine_weights import EngineWeights
 from rlsys.rollout.hf_files import hf_tensors
+from rlsys.rollout.partial import PartialResponse
+from rlsys.types import ModelRequest, ResponseDelta, SamplingParams
+from tests.contracts.rollout_engine import prompt_batch
 from tests.e2e.conftest import Toy, with_model
 from tests.ranks import run_ranks
+from tests.vllm_experts import divide_experts_on_cpus
 from trainer.main_ppo import main
 from workers.colocated import learn_engine_layout
 
@@ -69,63 +78,136 @@ def test_experts_are_trained_and_served(engine: str, training: tuple[str, ...], 
 
 @pytest.mark.gpu
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_the_processes_of_a_copy_hold_whole_experts(engine: str, sparse: Toy, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("engine", "dense"), [("vllm", "tensor_model"), ("sglang", "tensor_model"), ("vllm", "data")])
+def test_the_processes_of_a_copy_hold_whole_experts(engine: str, dense: str, sparse: Toy, tmp_path: Path) -> None:
     argv = sparse.overrides(
         tmp_path,
         *FSDP,
         *("trainer.n_gpus_per_node=2", f"{ROLLOUT}.name={engine}", f"{ROLLOUT}.gpu_memory_utilization=0.3"),
-        *(f"{ROLLOUT}.{size}_parallel_size=2" for size in ("tensor_model", "expert")),
+        *(f"{ROLLOUT}.{size}_parallel_size=2" for size in (dense, "expert")),
         *(f"{ROLLOUT}.validate_weight=true", f"{ROLLOUT}.parity.freq=1", f"{ROLLOUT}.parity.policy=stop"),
         f"reward.custom_reward_function.path={sparse.grader}",
     )
     assert main(argv) == 0
 
 
-def learned_from_vllm(path: Path, whole: bool) -> list[tuple[str, tuple[int, ...]]]:
-    """The experts' gates that one of two ranks holds, by vLLM's own loader; vLLM's kernel for CPUs cannot run them."""
-    import torch.distributed as dist
+def learned_from_vllm(path: Path, tp: int, dp: int, ep: int) -> list[tuple[str, tuple[int, ...]]]:
+    """The queries and experts' gates that one of two ranks holds, by vLLM's own loader."""
     from vllm import EngineArgs
     from vllm.config import set_current_vllm_config
     from vllm.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
     from vllm.model_executor.model_loader.utils import initialize_model
 
     from rlsys.rollout.vllm.engine_args import engine_arguments
-    from rlsys.rollout.vllm.groups import own_shared_memory
+    from rlsys.rollout.vllm.groups import own_shared_memory, rank_within_replica
 
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(os.getppid()), "VLLM_CPU_KVCACHE_SPACE": "1"}
     rollout = GenerationConfig(
         enforce_eager=True,
         max_model_len=32,
         dtype="float32",
-        tensor_model_parallel_size=2,
-        expert_parallel_size=2 if whole else 1,
+        tensor_model_parallel_size=tp,
+        data_parallel_size=dp,
+        expert_parallel_size=ep,
     )
-    config = EngineArgs(
-        skip_tokenizer_init=True, **engine_arguments(path, rollout, EngineContext())
-    ).create_engine_config()
+    arguments = EngineArgs(skip_tokenizer_init=True, **engine_arguments(path, rollout, EngineContext()))
+    with rank_within_replica(dist.get_rank()):
+        config = arguments.create_engine_config()
     with set_current_vllm_config(config):
         with own_shared_memory():
             init_distributed_environment(2, dist.get_rank(), "env://", dist.get_rank(), "gloo")
-            initialize_model_parallel(2)
+            initialize_model_parallel(tp)
         model = initialize_model(config)
         tensors, aliases = hf_tensors(path, dtype="float32")
         weights = EngineWeights(tensors, aliases, lambda: model, lambda: None)
         learn_engine_layout(weights, keep=False)
     layout = weights.layout(rank=dist.get_rank(), host="")
     assert not layout.loader
-    gates = [shard.box for shard in layout.shards if "layers.0.mlp.experts" in shard.box.tensor]
-    return sorted((box.tensor, box.shape) for box in gates if "gate_proj" in box.tensor)
+    boxes = [shard.box for shard in layout.shards if "layers.0." in shard.box.tensor]
+    return sorted((box.tensor, box.shape) for box in boxes if "gate_proj" in box.tensor or "q_proj" in box.tensor)
 
 
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
 def test_ranks_of_vllm_hold_whole_experts_or_parts_of_all(sparse: Toy) -> None:
-    whole, parts = (run_ranks(2, learned_from_vllm, sparse.model, whole) for whole in (True, False))
+    sizes = ((2, 1, 2), (2, 1, 1), (1, 2, 2))
+    whole, parts, copies = (run_ranks(2, learned_from_vllm, sparse.model, *each) for each in sizes)
     gates = [f"model.layers.0.mlp.experts.{expert}.gate_proj.weight" for expert in range(4)]
-    assert whole == [[(name, (32, 64)) for name in gates[:2]], [(name, (32, 64)) for name in gates[2:]]]
-    assert parts == [[(name, (16, 64)) for name in gates]] * 2
+    half, both = (("model.layers.0.self_attn.q_proj.weight", (rows, 64)) for rows in (32, 64))
+    assert whole == [[*((name, (32, 64)) for name in held), half] for held in (gates[:2], gates[2:])]
+    assert parts == [[*((name, (16, 64)) for name in gates), half]] * 2
+    assert copies == [[*((name, (32, 64)) for name in held), both] for held in (gates[:2], gates[2:])]
+
+
+def served_together(folders: list[Path], tp: int) -> list[float]:
+    """How far log-probs are from transformers', on a rank of two copies of the attention that share four experts."""
+    from rlsys.rollout.vllm.engine import VLLMRollout
+
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(os.getppid()), "LOCAL_RANK": "0"}
+    divide_experts_on_cpus()
+    sizes = {"tensor_model_parallel_size": tp, "data_parallel_size": 2, "expert_parallel_size": 2 * tp}
+    rollout = GenerationConfig(enforce_eager=True, max_model_len=64, dtype="float32", max_num_seqs=8, **sizes)
+    engine, differences = VLLMRollout(folders[0], rollout, EngineContext()), []
+    group, _ = dist.new_subgroups(2 * tp)
+
+    def exchanged(new: Sequence[ModelRequest] = ()) -> list[ResponseDelta]:
+        """What the ranks that answer for their copies return."""
+        returned: list[list[ResponseDelta]] = [[]] * 2 * tp
+        dist.all_gather_object(returned, engine.exchange(new, wait_s=0.05), group)
+        return [delta for deltas in returned[::tp] for delta in deltas]
+
+    def update(version: int) -> None:
+        engine.begin_update()
+        engine.load([*load_file(folders[version] / "model.safetensors").items()])
+        engine.finish_update(version)
+
+    for version, folder in enumerate(folders):
+        if version:
+            update(version)
+        reference = AutoModelForCausalLM.from_pretrained(folder)
+        for number in (1, 5):  # with one request the other copy has none
+            lengths = range(3, 3 + 4 * number, 4)
+            requests = [ModelRequest(tuple(range(5, 5 + n)), SamplingParams(n, ignore_eos=True)) for n in lengths]
+            rids = [f"{version} {number} {n}" for n in lengths]
+            partial = {rid: PartialResponse(one) for rid, one in zip(rids, requests, strict=True)}
+            new = [one.rest(rid) for rid, one in partial.items()]
+            while any(one.finish is None for one in partial.values()):
+                for delta in exchanged(new):
+                    assert not delta.error
+                    partial[delta.rid].add(delta)
+                new = []
+            for one in partial.values():
+                ids = torch.tensor([*one.request.input_ids, *one.tokens])
+                logits = reference(ids[None]).logits[0, len(one.request.input_ids) - 1 : -1]
+                expected = logits.log_softmax(-1).gather(1, torch.tensor(one.tokens)[:, None])[:, 0]
+                differences.append((expected - torch.tensor(one.logprobs)).abs().max().item())
+            rows = from_responses(prompt_batch(requests), [one.response() for one in partial.values()])
+            scores = engine.compute_log_prob(rows)
+            differences.append((scores - rows.batch["rollout_log_probs"]).abs().max().item())
+    long = ModelRequest((5, 6, 7), SamplingParams(60, ignore_eos=True), "long")
+    deltas = exchanged([long])
+    update(0)
+    while not any(delta.finish for delta in deltas):
+        deltas += exchanged()
+    assert sum(len(delta.tokens) for delta in deltas) == 60
+    engine.close()
+    return differences
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
+@pytest.mark.parametrize(
+    ("num_ranks", "tp"), [(2, 1), (4, 2), (4, 1)], ids=["one copy", "tensor parallel", "two copies"]
+)
+def test_copies_of_the_attention_share_experts(num_ranks: int, tp: int, sparse: Toy, tmp_path: Path) -> None:
+    config = AutoConfig.from_pretrained(sparse.model)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / str(seed))
+    for differences in run_ranks(num_ranks, served_together, [tmp_path / str(seed) for seed in range(3)], tp):
+        assert max(differences) < 1e-5
 
 
 def test_fsdp_trains_experts_beside_their_rollout(sparse: Toy, tmp_path: Path) -> None:
