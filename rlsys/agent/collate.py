@@ -14,7 +14,7 @@ from rlsys.agent.runner import EpisodeResult
 from rlsys.agent.trace import TraceRow
 from rlsys.data.collate import pad_rows, padded_prompts
 from rlsys.protocol import IMAGES, DataProto, object_array
-from rlsys.protocol.rows import sequence_columns
+from rlsys.protocol.rows import row_tensors
 from rlsys.types import Finish
 
 
@@ -88,7 +88,7 @@ def _tensors(
     right = partial(pad_rows, length=response_length)
     responses = right([row.response_ids for row in rows], value=pad_token_id)
     return {
-        **sequence_columns(prompts, prompt_mask, responses, right([[1] * len(row.mask) for row in rows], value=0)),
+        **row_tensors(prompts, prompt_mask, responses, right([[1] * len(row.mask) for row in rows], value=0)),
         "response_mask": right([row.mask for row in rows], value=0),
         "weight_versions": right([row.versions for row in rows], value=-1),
         "turn_ids": right([row.turn_ids for row in rows], value=-1),

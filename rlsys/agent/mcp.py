@@ -3,13 +3,13 @@
 import asyncio
 import json
 from collections.abc import Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from rlsys.agent.tools import BaseTool, Tool
 from rlsys.telemetry.jsonl import JsonObject
+from rlsys.utils.daemon_threads import in_daemon_thread
 from rlsys.utils.errors import ConfigError
 
 TARGET = f"{__name__}:MCPTool"
@@ -59,8 +59,7 @@ def _offered(server: str) -> list[Any]:
         async with asyncio.timeout(START_S), _client(json.loads(server)) as client:
             return list((await client.list_tools()).tools)
 
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, ask()).result()
+    return in_daemon_thread(partial(asyncio.run, ask()), name="mcp").result()
 
 
 def _client(server: JsonObject) -> Any:

@@ -6,11 +6,9 @@ gives the same tokens. In an epoch an episode only takes part while it has room 
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from rlsys.protocol import ImageInputs
-from rlsys.types import ModelRequest, ModelResponse, SamplingParams
+from rlsys.types import ModelRequest, ModelResponse
 
 Generate = Callable[[Sequence[ModelRequest]], Sequence[ModelResponse]]
 
@@ -25,7 +23,6 @@ class Rounds:
 
     def __init__(self, generate: Generate, *, max_concurrent: int) -> None:
         self._generate, self._max_concurrent = generate, max_concurrent
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rounds")
         self._num_left = self._num_spare = 0
         self._waiting: list[tuple[ModelRequest, asyncio.Future[ModelResponse]]] = []
         self._running: asyncio.Task[None] | None = None
@@ -46,12 +43,10 @@ class Rounds:
         self._start()
         await self._epoch
 
-    async def sample(
-        self, ids: Sequence[int], params: SamplingParams, session: str = "", images: Sequence[ImageInputs] = ()
-    ) -> ModelResponse:
+    async def sample(self, request: ModelRequest) -> ModelResponse:
         """Complete a prompt with the next round; the order of sessions is that of the batch."""
         response: asyncio.Future[ModelResponse] = asyncio.get_running_loop().create_future()
-        self._waiting.append((ModelRequest(tuple(ids), params, session=session, images=tuple(images)), response))
+        self._waiting.append((request, response))
         self._start()
         return await response
 
@@ -75,7 +70,7 @@ class Rounds:
         self._waiting = [draw for draw in self._waiting if draw not in round_]
         requests = [replace(request, rid=f"{n}", session="") for n, (request, _) in enumerate(round_)]
         try:
-            responses = await asyncio.get_running_loop().run_in_executor(self._thread, self._generate, requests)
+            responses = await asyncio.to_thread(self._generate, requests)
             for (request, future), response in zip(round_, responses, strict=True):
                 if request.session in self._rooms:
                     self._rooms[request.session] -= len(response.output_tokens)

@@ -20,12 +20,12 @@ from rlsys.agent.trace import Span, Trace
 from rlsys.config.schema.agent import AgentConfig, MultiTurnConfig
 from rlsys.data.chat import Message
 from rlsys.rewards.pool.pool import RewardResult, failed
-from rlsys.types import Finish, ModelResponse, SamplingParams
+from rlsys.types import Finish, ModelRequest, ModelResponse, SamplingParams
 
 Row = Mapping[str, Any]
 """The columns of a prompt's row by name."""
-Sample = Callable[..., Awaitable[ModelResponse]]
-"""(token ids, sampling, session) and `images` where there are some -> response, as `RolloutFleet.sample`."""
+Sample = Callable[[ModelRequest], Awaitable[ModelResponse]]
+"""Completes a prompt, as `RolloutFleet.sample`."""
 Grade = Callable[[Row, str, Mapping[str, object]], Awaitable["Score"]]
 """(row, answer, extra_info) -> score by the job's reward function."""
 
@@ -208,8 +208,7 @@ class Session:
         self._num_draws[id(parent)] += 1
         params = replace(sampling, max_new_tokens=most, seed=seed)
         request = {"num_prompt_tokens": len(ids), **asdict(params)}
-        images = {"images": parent.all_images} if parent.all_images else {}
-        draw = partial(settings.sample, ids, params, self.name, **images)
+        draw = partial(settings.sample, ModelRequest(ids, params, session=self.name, images=parent.all_images))
         return await self.log.result(request, draw, partial(_response, ids))
 
     def _answer(self, span: Span) -> Answer:

@@ -87,10 +87,9 @@ class ChatTemplate:
         *,
         template_kwargs: Mapping[str, Any] | None = None,
         kinds: Sequence[Kind] = (),
-        num_proofs: int = NUM_PROOFS,
         processor: "VisionProcessor | None" = None,
     ) -> None:
-        self.tokenizer, self._kwargs, self._num_proofs = tokenizer, dict(template_kwargs or {}), num_proofs
+        self.tokenizer, self._kwargs = tokenizer, dict(template_kwargs or {})
         self._forms: dict[Kind, Form] = {}
         self.processor = processor
         self._encode_appended = lru_cache(maxsize=4096)(self._encode)
@@ -161,7 +160,7 @@ class ChatTemplate:
             ) from error
 
     def _check(self, form: Form, kind: Kind) -> None:
-        for seed in range(self._num_proofs):
+        for seed in range(NUM_PROOFS):
             random = Random(seed)
             history, answer = self._accepted(form, _random_history(random)), _word(random)
             new = [{"role": "user", "content": _word(random)}]

@@ -4,12 +4,12 @@ A schema comes from type hints and docstring, as transformers writes them. Impor
 transformers, as tool processes import it with the user's code.
 """
 
-import importlib
 import inspect
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, TypeVar
 
 from rlsys.telemetry.jsonl import JsonObject
@@ -125,12 +125,9 @@ def load_target(target: str, *, key: str) -> Any:
     if module.endswith(".py"):
         return load_from_file(module, name, key=key)
     try:
-        value: Any = importlib.import_module(module)
-        for part in name.split("."):
-            value = getattr(value, part)
+        return resolve_name(target)
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{key}={target} cannot be loaded: {type(error).__name__}: {error}") from error
-    return value
 
 
 def as_text(result: object, max_chars: int, side: str = "middle") -> str:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any, Literal
 
 from rlsys.utils.errors import ConfigError
@@ -80,5 +80,4 @@ def worker_class(name: str) -> Any:
             f"actor_rollout_ref.rollout.name={name}: unknown rollout engine; choose from {known}, or register it with "
             "register_rollout_backend in the module of actor_rollout_ref.model.external_lib"
         )
-    module, _, class_name = worker.partition(":")
-    return getattr(import_module(module), class_name)
+    return resolve_name(worker)

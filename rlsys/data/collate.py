@@ -14,7 +14,7 @@ from rlsys.data.chat import as_messages, encode_conversation
 from rlsys.data.rows import PromptRow
 from rlsys.data.supervised import TokenizedText
 from rlsys.protocol import IMAGES, DataProto, ImageInputs, object_array
-from rlsys.protocol.rows import position_ids, sequence_columns
+from rlsys.protocol.rows import position_ids, row_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -104,7 +104,7 @@ def collate_texts(rows: Sequence[Sequence[TokenizedText]], *, pad_token_id: int)
     prompts, prompt_mask = padded_prompts([text.prompt_ids for text in texts], pad_token_id)
     responses = pad_rows([text.response_ids for text in texts], value=pad_token_id)
     filled = pad_rows([[1] * len(text.mask) for text in texts], value=0)
-    tensors = sequence_columns(prompts, prompt_mask, responses, filled)
+    tensors = row_tensors(prompts, prompt_mask, responses, filled)
     tensors["response_mask"] = pad_rows([text.mask for text in texts], value=0)
     if any(text.is_desirable is not None for text in texts):
         tensors["is_desirable"] = torch.tensor([bool(text.is_desirable) for text in texts])

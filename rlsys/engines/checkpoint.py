@@ -42,15 +42,12 @@ class Contents(Protocol):
     @property
     def layout(self) -> tuple[str, JsonObject]:
         """Name and contents of the file that says from which layout the checkpoint was written."""
-        ...
 
     def shapes(self) -> Mapping[str, Sequence[int]]:
         """Full shape of every tensor that is loaded, by its key in the checkpoint; the same on all ranks."""
-        ...
 
     def boxes(self) -> StoredBoxes:
         """This rank's tensors, live."""
-        ...
 
     def read(self, path: Path) -> None: ...
 

@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager
 
-from rlsys.fleet.replica import Replica
 from rlsys.fleet.requests import (
     FleetDeadlines,
     FleetRequest,
+    Replica,
     ReplicaState,
     RequestBatch,
     WrongVersionError,
@@ -30,7 +30,7 @@ from rlsys.fleet.requests import (
 from rlsys.protocol import DataProto
 from rlsys.rollout.batch import from_responses, to_requests
 from rlsys.rollout.partial import EXCHANGE_WAIT_S, PartialResponse
-from rlsys.types import Finish, ModelRequest, ModelResponse, ResponseDelta, SamplingParams
+from rlsys.types import Finish, ModelRequest, ModelResponse, ResponseDelta
 from rlsys.utils.errors import DeadlineError, RolloutError, WeightTransferError
 
 log = logging.getLogger(__name__)
@@ -128,11 +128,8 @@ class RolloutFleet:
         """Complete every row of a batch of prompts, as `rlsys.rollout.batch.generate_sequences` does."""
         return from_responses(batch, self.generate(to_requests(batch)))
 
-    async def sample(
-        self, token_ids: Sequence[int], params: SamplingParams, session: str = "", images: Sequence[object] = ()
-    ) -> ModelResponse:
+    async def sample(self, request: ModelRequest) -> ModelResponse:
         """Complete one prompt; requests of one session go to the same replica while it serves."""
-        request = ModelRequest(tuple(token_ids), params, session=session, images=tuple(images))
         return await asyncio.wrap_future(self.submit([request])[0])
 
     def unfinished(self) -> list[PartialResponse]:

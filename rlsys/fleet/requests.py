@@ -1,13 +1,30 @@
-"""What a fleet keeps of its requests and replicas."""
+"""What a fleet needs of its replicas, and what it keeps of them and of its requests."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from rlsys.fleet.replica import Replica
 from rlsys.rollout.partial import PartialResponse
-from rlsys.types import ModelResponse, ResponseDelta
+from rlsys.types import ModelRequest, ModelResponse, ResponseDelta
+
+
+class Replica(Protocol):
+    """One serving engine and the process it lives in. Every method answers or raises by its deadline."""
+
+    @property
+    def name(self) -> str: ...
+    def exchange(
+        self, new: Sequence[ModelRequest], *, cancel: Collection[str], wait_s: float, deadline_s: float
+    ) -> Sequence[ResponseDelta]:
+        """As the engine's `exchange`."""
+
+    def health(self, deadline_s: float) -> Mapping[str, object]:
+        """The engine's `health`; raises if the replica is not alive."""
+
+    def restart(self, deadline_s: float) -> None:
+        """Replace the process, alive or not, by a new one that has loaded its model."""
 
 
 @dataclass(frozen=True)

@@ -200,8 +200,8 @@ def decode(body: Buffer, buffers: Sequence[Buffer], message: type[M], *, aliased
     `message` may be a union of tagged Structs. Its field `aliased`, a dict of Ext, becomes one of tensors over the
     memory as it is: who writes to them must have made sure that it can be written.
     """
-    reader = _Reader(buffers)
     try:
+        reader = _Reader(buffers)
         value = Decoder(message, ext_hook=reader.read).decode(body)
         if aliased:
             reader.copies = False
@@ -221,7 +221,7 @@ class _Reader:
 
     def __init__(self, buffers: Sequence[Buffer]) -> None:
         self.copies = True
-        self._views = [_bytes_of(buffer) for buffer in buffers]
+        self._views = [memoryview(buffer).cast("B") for buffer in buffers]
         self._restored: dict[tuple[Tag, _Memory, bool], Tensor | np.ndarray] = {}
 
     @property
@@ -307,13 +307,6 @@ def _check_size(memory: _Memory, view: memoryview, itemsize: int) -> None:
         raise WireError(f"{memory.shape} is too large a shape")
     if math.prod(memory.shape) * itemsize != view.nbytes:
         raise WireError(f"{view.nbytes} bytes for shape {memory.shape} of {memory.dtype}")
-
-
-def _bytes_of(buffer: Buffer) -> memoryview:
-    try:
-        return memoryview(buffer).cast("B")
-    except TypeError as error:
-        raise WireError(f"a {type(buffer).__name__} is not a contiguous buffer") from error
 
 
 def _read_dtype(text: str) -> np.dtype[Any]:

@@ -61,10 +61,8 @@ def position_ids(attention_mask: Tensor) -> Tensor:
     return (attention_mask.cumsum(-1) - 1).clamp(min=0) * attention_mask
 
 
-def sequence_columns(
-    prompts: Tensor, prompt_mask: Tensor, responses: Tensor, response_mask: Tensor
-) -> dict[str, Tensor]:
-    """The columns of generated rows that follow from prompts (B, P) and responses (B, R), 1 in the masks on tokens."""
+def row_tensors(prompts: Tensor, prompt_mask: Tensor, responses: Tensor, response_mask: Tensor) -> dict[str, Tensor]:
+    """The tensors of generated rows that follow from prompts (B, P) and responses (B, R), 1 in the masks on tokens."""
     attention_mask = torch.cat([prompt_mask, response_mask], dim=-1)
     return {
         "prompts": prompts,

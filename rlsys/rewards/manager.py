@@ -17,7 +17,6 @@ from rlsys.algorithms.filters import overlong_penalty
 from rlsys.algorithms.masked import at_last_token
 from rlsys.algorithms.registry import Registry
 from rlsys.config.schema.algorithm import GradingConfig
-from rlsys.config.vocabulary import REWARD_MANAGERS
 from rlsys.protocol import DataProto, object_array, response_lengths
 from rlsys.rewards.pool.pool import RewardItem, RewardPool, RewardResult, reward_metrics
 from rlsys.telemetry.log import get_logger
@@ -131,9 +130,6 @@ class PoolRewardManager:
             if overlong.log:
                 extra |= {"overlong_reward": penalty.numpy(), "overlong": (penalty < 0).numpy()}
         return Graded(_placed(rewards, data), extra, reward_metrics(results))
-
-
-assert set(_MANAGERS.names()) == set(REWARD_MANAGERS)
 
 
 def check_failures(results: Sequence[RewardResult], max_failed: float) -> None:

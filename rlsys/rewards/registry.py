@@ -1,9 +1,9 @@
 """Which built-in grader a data source gets; graders are imported when first needed."""
 
-from collections.abc import Callable, Iterable, Mapping
-from functools import cache
-from importlib import import_module
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
 from importlib.util import find_spec
+from pkgutil import resolve_name
 
 from rlsys.rewards.sandbox.run import GUARANTEES, ISOLATION, available_guarantees
 from rlsys.telemetry.log import get_logger
@@ -33,10 +33,8 @@ ROUTES: dict[str, str] = {source: target for target, sources in _SOURCES.items()
 
 def route(data_source: str) -> str | None:
     """The entry of ROUTES for a data source: the exact name first, then the longest prefix."""
-    if data_source in ROUTES and not data_source.endswith("*"):
-        return ROUTES[data_source]
-    prefixes = [p for p in ROUTES if p.endswith("*") and data_source.startswith(p[:-1])]
-    return ROUTES[max(prefixes, key=len)] if prefixes else None
+    matching = [name for name in ROUTES if fnmatchcase(data_source, name)]
+    return ROUTES[max(matching, key=lambda name: (name == data_source, len(name)))] if matching else None
 
 
 def compute_score(
@@ -60,7 +58,7 @@ def compute_score(
         return unknown_score
     if target.startswith("code:"):
         reward_kwargs |= sandbox or {}
-    return _load(target)(solution_str, ground_truth, **reward_kwargs)
+    return resolve_name(f"rlsys.rewards.{target}")(solution_str, ground_truth, **reward_kwargs)
 
 
 def check_sources(data_sources: Iterable[str], *, runs_here: bool = True) -> None:
@@ -93,9 +91,3 @@ def _no_grader(data_source: str) -> ConfigError:
         f"no built-in reward function for data_source {data_source!r}: set reward.custom_reward_function.path to a "
         f"file with a compute_score, or use one of {', '.join(ROUTES)}"
     )
-
-
-@cache
-def _load(target: str) -> Callable[..., object]:
-    module, _, function = target.partition(":")
-    return getattr(import_module(f"rlsys.rewards.{module}"), function)

@@ -15,7 +15,7 @@ from torch import Tensor
 from rlsys.interfaces import RolloutEngine
 from rlsys.protocol import DataProto, images_of, object_array
 from rlsys.protocol.columns import tensors_of
-from rlsys.protocol.rows import sequence_columns
+from rlsys.protocol.rows import row_tensors
 from rlsys.rollout.partial import complete
 from rlsys.rollout.sampling.sample import combine_seeds
 from rlsys.types import ModelRequest, ModelResponse, SamplingParams
@@ -79,7 +79,7 @@ def from_responses(batch: DataProto, responses: Sequence[ModelResponse]) -> Data
 
     tokens = column((r.output_tokens for r in responses), pad, torch.int64)
     response_mask = filled.to(torch.int64)
-    tensors = sequence_columns(prompts, prompt_mask, tokens, response_mask) | {
+    tensors = row_tensors(prompts, prompt_mask, tokens, response_mask) | {
         "response_mask": response_mask,
         "rollout_log_probs": column((r.output_logprobs for r in responses), 0.0, torch.float32),
         "rollout_sampled_log_probs": column((r.sampled_logprobs for r in responses), 0.0, torch.float32),

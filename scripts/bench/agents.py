@@ -84,9 +84,10 @@ class StubEngine:
         ids = [tokenizer(answer_text(n), add_special_tokens=False)["input_ids"] for n in range(NUM_ANSWERS)]
         self.answers = [(*answer, tokenizer.eos_token_id) for answer in ids]
 
-    async def sample(self, ids: Sequence[int], params: Any, session: str = "") -> Any:
+    async def sample(self, request: Any) -> Any:
         from rlsys.types import Finish, ModelResponse
 
+        ids, params = request.input_ids, request.gconfig
         tokens = self.answers[params.seed % NUM_ANSWERS]
         logs = tuple(-params.seed / (at + 1e20) for at in range(len(tokens)))
         return ModelResponse("", tuple(ids), tokens, logs, logs, (0,) * len(tokens), Finish.STOP)

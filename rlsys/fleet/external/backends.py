@@ -55,12 +55,12 @@ class SGLangBackend:
     """SGLang's own routes. Log-probabilities are of the full distribution at the request's temperature."""
 
     kind = "sglang"
-    identity = (Call("/model_info", method="GET"), Call("/get_model_info", method="GET"))
-    version = (Call("/server_info", method="GET"), Call("/get_server_info", method="GET"))
+    identity = (Call("/model_info", method="GET", optional=True), Call("/get_model_info", method="GET", optional=True))
+    version = (Call("/server_info", method="GET", optional=True), Call("/get_server_info", method="GET", optional=True))
     probe = about = None
     pause = Call("/pause_generation", {"mode": "abort"})
     resume = Call("/continue_generation", {}, optional=True)
-    num_ranks = Call("/server_info", method="GET"), "tp_size"
+    num_ranks = Call("/server_info", method="GET", optional=True), "tp_size"
     begin_update = Call("/begin_weight_update", {}, optional=True)
 
     def generate(self, request: ModelRequest, settings: RemoteSettings, *, adapter: str, version: int) -> Call:
@@ -147,11 +147,11 @@ class VLLMBackend:
     """
 
     kind = "vllm"
-    identity = (Call("/weight_info", method="GET"),)
-    version = (Call("/version", method="GET"),)
+    identity = (Call("/weight_info", method="GET", optional=True),)
+    version = (Call("/version", method="GET", optional=True),)
     pause = Call("/pause?mode=abort", {})
     resume = Call("/resume", {}, optional=True)
-    num_ranks = Call("/get_world_size", method="GET"), "world_size"
+    num_ranks = Call("/get_world_size", method="GET", optional=True), "world_size"
     begin_update = Call("/start_weight_update", {})
     about = Call("/server_info?config_format=json", method="GET", optional=True)
     probe = Call(

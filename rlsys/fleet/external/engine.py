@@ -13,8 +13,7 @@ from rlsys.fleet.external.backends import Backend, SGLangBackend, VLLMBackend
 from rlsys.fleet.external.server_pool import SendWeights, ServerPool
 from rlsys.fleet.external.settings import RemoteSettings
 from rlsys.fleet.fleet import RolloutFleet
-from rlsys.fleet.replica import Replica
-from rlsys.fleet.requests import FleetDeadlines
+from rlsys.fleet.requests import FleetDeadlines, Replica
 from rlsys.protocol import DataProto
 from rlsys.rollout.batch import score_sequences
 from rlsys.rollout.partial import PartialResponse
@@ -84,12 +83,11 @@ class RemoteEngine(RolloutFleet):
         A request in text needs `tokenizer` to be set; ValueError without it, or if the answer should be streamed.
         """
         if isinstance(req, ModelRequest):
-            return await asyncio.wrap_future(self.submit([req])[0])
+            return await self.sample(req)
         if self.tokenizer is None or req.stream:
             raise ValueError("requests in text need engine.tokenizer and stream=False: an answer is given as a whole")
         params = GenerationHyperparameters(**req.generation_config)
-        (answer,) = self.submit([ModelRequest(self.tokenizer.encode(req.text), params, rid=req.request_id)])
-        response = await asyncio.wrap_future(answer)
+        response = await self.sample(ModelRequest(self.tokenizer.encode(req.text), params, rid=req.request_id))
         text = self.tokenizer.decode(list(response.output_tokens), skip_special_tokens=True)
         usage = {"prompt_tokens": len(response.input_tokens), "completion_tokens": len(response.output_tokens)}
         return LLMResponse(text, response.logprobs, response.stop_reason.value, usage)
@@ -109,8 +107,7 @@ class RemoteEngine(RolloutFleet):
 
         def scored(sequences: list[list[int]], lengths: list[int]) -> list[tuple[int, list[float]]]:
             pending = [self.pool.start(self.pool.scores(ids)) for ids in sequences]
-            pairs = zip(pending, lengths, strict=True)
-            values = [(scores.result(), length) for scores, length in pairs]
+            values = zip((scores.result() for scores in pending), lengths, strict=True)
             return [(row, scores[len(scores) - length :]) for row, (scores, length) in enumerate(values)]
 
         self.connect()

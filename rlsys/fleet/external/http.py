@@ -37,7 +37,7 @@ class RefusedError(ValueError):
     """The server says that the request itself is wrong."""
 
 
-def open_session(token: str) -> aiohttp.ClientSession:
+async def open_session(token: str) -> aiohttp.ClientSession:
     """A session that sends the token, accepts no compression, keeps no cookies and reads no proxy settings."""
     headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {token}"} if token else {})
     return aiohttp.ClientSession(

@@ -1,7 +1,6 @@
 """An external server as a replica of a fleet: one stream for each request, health, and the weights that it holds."""
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Collection, Mapping, Sequence
 from contextlib import aclosing
@@ -9,7 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import aiohttp
+from tenacity import AsyncRetrying, retry_if_exception_type, wait_exponential
 
+from rlsys.config.checks.files import model_facts
 from rlsys.fleet.external.backends import FULL, RAW, BadResponseError, adapter_of, check, probed_mode, setting_of
 from rlsys.fleet.external.capabilities import ALL, capabilities_of
 from rlsys.fleet.external.http import Call, RefusedError, ServerFault, ask, events
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from rlsys.fleet.external.server_pool import ServerPool
 
 log = logging.getLogger(__name__)
+OUT = (ServerFault, RefusedError, ConfigError, WeightTransferError)
+"""Why a server is not admitted."""
 
 EVENT_BYTES, EVENT_TOKEN_BYTES = 1 << 20, 256
 CONNECT_S, ABORT_WAIT_S, FIRST_BACKOFF_S = 10.0, 0.05, 0.2
@@ -204,19 +207,15 @@ class ServerReplica:
                 self.identity = await self._identify()
             self.is_admitted, self.cause = True, ""
             self._examined_s = asyncio.get_running_loop().time()
-        except (ServerFault, RefusedError, ConfigError, WeightTransferError) as error:
+        except OUT as error:
             self.cause = str(error)
             raise
 
     async def _come_back(self) -> None:
         settings, self.is_admitted = self.pool.settings, False
-        rest_s = settings.cooldown_s
-        while True:
-            await asyncio.sleep(rest_s)
-            try:
-                return await self.admit()
-            except (ServerFault, RefusedError, ConfigError, WeightTransferError):
-                rest_s = min(2 * rest_s, settings.max_cooldown_s)
+        rests = wait_exponential(multiplier=2 * settings.cooldown_s, max=settings.max_cooldown_s)
+        await asyncio.sleep(settings.cooldown_s)
+        await AsyncRetrying(retry=retry_if_exception_type(OUT), wait=rests)(self.admit)
 
     async def attempt(self, act: Awaitable[None]) -> bool:
         """Whether this succeeds; where it fails the server is out until a health check or an update succeeds."""
@@ -243,7 +242,8 @@ class ServerReplica:
             if await self._identify() != str(meta.version):
                 raise ServerFault(self.url, stage, "it gets its weights with the next push", kind="stale")
             return
-        if self.on_cpu and not adapter_of(meta) and _tied(meta.weights_path):
+        is_tied = model_facts(Path(meta.weights_path)).get("tie_word_embeddings")
+        if self.on_cpu and not adapter_of(meta) and is_tied:
             raise ServerFault(self.url, stage, TIED_ON_CPU, kind="status")
         source = "adapters" if adapter_of(meta) else "files"
         if source not in self.capabilities:
@@ -272,13 +272,9 @@ class ServerReplica:
     async def _first_answer(self, calls: Sequence[Call], key: str) -> str:
         """The value under this key in the answer of the first of these routes that the server has."""
         for call in calls:
-            try:
-                answer = await self._ask(call, "health", self.pool.settings.health_deadline_s)
-            except ServerFault as fault:
-                if fault.status != 404:
-                    raise
-            else:
-                return str(answer.get(key, "")) if isinstance(answer, dict) else ""
+            answer = await self._ask(call, "health", self.pool.settings.health_deadline_s)
+            if isinstance(answer, dict):
+                return str(answer.get(key, ""))
         return ""
 
     async def _ask(self, call: Call, stage: str, deadline_s: float) -> object:
@@ -288,12 +284,3 @@ class ServerReplica:
             if call.optional and fault.status in (404, 405):
                 return None
             raise
-
-
-def _tied(folder: str) -> bool:
-    """Whether the model in a folder has tied embeddings, if its config can be read."""
-    try:
-        config = json.loads((Path(folder) / "config.json").read_text())
-    except (OSError, ValueError):
-        return False
-    return bool(config.get("tie_word_embeddings", False))

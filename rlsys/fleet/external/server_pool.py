@@ -31,10 +31,7 @@ class ServerPool:
         self._adapters: list[str] = []
         self._thread = LoopThread(f"remote-{backend.kind}")
         self.servers = [ServerReplica(url, self) for url in settings.urls]
-        self.do(self._open())
-
-    async def _open(self) -> None:
-        self.session, self.updating = open_session(self.settings.token), asyncio.Lock()
+        self.session, self.updating = self.do(open_session(settings.token)), asyncio.Lock()
 
     def start(self, work: Coroutine[object, None, T]) -> Future[T]:
         """Run a coroutine on the loop."""
@@ -60,8 +57,7 @@ class ServerPool:
         """Wait until a server is up; the others are admitted when they come up."""
         end_s = time.monotonic() + self.settings.start_s
         while not any(server.is_admitted for server in self.servers):
-            out = [server.admit() for server in self.servers if not server.is_admitted]
-            await asyncio.gather(*out, return_exceptions=True)
+            await asyncio.gather(*(server.admit() for server in self.servers), return_exceptions=True)
             if time.monotonic() > end_s and not any(server.is_admitted for server in self.servers):
                 states = "; ".join(server.cause for server in self.servers)
                 who = " and ".join(self.settings.urls)
@@ -101,9 +97,8 @@ class ServerPool:
             self._adapters.append(self.adapter)
         while len(self._adapters) > self.settings.keep_adapters:
             call = self.backend.unload_adapter(self._adapters.pop(0))
-            admitted = [server for server in self.servers if server.is_admitted]
-            limit_s = self.settings.update_s
-            await asyncio.gather(*(s._ask(call, "unload", limit_s) for s in admitted), return_exceptions=True)
+            unloaded = (server.send("unload", call) for server in self.servers if server.is_admitted)
+            await asyncio.gather(*unloaded, return_exceptions=True)
 
     async def scores(self, token_ids: list[int]) -> list[float]:
         """Log-probabilities of every token but the first, by the first server that gives them."""

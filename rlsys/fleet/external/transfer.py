@@ -4,7 +4,7 @@ import asyncio
 import shutil
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -53,9 +53,7 @@ class ExternalTransfer(ServerTransfer):
         path = self.folder / f"v{version}"
         self.actor.export(str(path), "adapter" if self.lora_name else "export")
         source = path / ADAPTER_DIR if self.lora_name else path
-        meta = WeightUpdateMeta(
-            version, weights_path=str(source), metadata={"lora_name": self.lora_name} if self.lora_name else {}
-        )
+        meta = WeightUpdateMeta(version, weights_path=str(source), metadata={"lora_name": self.lora_name})
         self.engine.load_weights(meta, self.deadline_s)
         self._delete_old(path)
         self.version = version
@@ -118,8 +116,8 @@ class BroadcastTransfer(ServerTransfer):
             ranks[server.url] = await server.num_ranks()
 
         await _each(servers, leave)
-        spec = BroadcastSpec(ranks, self.bucket_bytes, self.deadline_s)
-        specs = [replace(spec, rank=rank) for rank in range(self.actor.world_size)]
+        trainers = range(self.actor.world_size)
+        specs = [BroadcastSpec(ranks, self.bucket_bytes, self.deadline_s, rank) for rank in trainers]
         opened = [self.actor.execute_rank_async(spec.rank, "open_weight_transfer", spec) for spec in specs]
         self._groups = groups = (await self._results(opened))[0]
         await self._trainer("weight_step", "join")

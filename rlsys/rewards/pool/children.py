@@ -189,12 +189,11 @@ class Children:
         self._endings: set[asyncio.Task[str]] = set()
         self._num_items = self._failed_starts = 0
 
-    async def start(self) -> None:
-        """Wait until a child has loaded the grader; ConfigError where none can."""
-        await self.grade([None])
-
     async def grade(self, items: Sequence[RewardItem | None]) -> list[RewardResult]:
-        """Results of `items` in their order."""
+        """Results of `items` in their order; that of None comes when a child has loaded the grader.
+
+        ConfigError where none can load it.
+        """
         loop, first = asyncio.get_running_loop(), self._num_items
         self._num_items += len(items)
         pending = [PendingItem(first + i, item, loop.create_future()) for i, item in enumerate(items)]

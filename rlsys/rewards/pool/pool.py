@@ -47,8 +47,8 @@ class RewardPool:
         if self._num_workers == 0:
             self._grade_here(())
             return
-        deadline_s = MAX_FAILED_STARTS * (START_S + END_S)
-        result_within(self._run(Children.start), deadline_s, who="the reward pool", stage="start")
+        loaded = self._run(lambda children: children.grade([None]))
+        result_within(loaded, MAX_FAILED_STARTS * (START_S + END_S), who="the reward pool", stage="start")
 
     def score(self, items: Sequence[RewardItem], *, deadline_s: float | None = None) -> list[RewardResult]:
         """Grade `items`; results are in their order. Raises DeadlineError when `deadline_s` passes first."""

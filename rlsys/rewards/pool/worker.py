@@ -160,15 +160,13 @@ async def _serve_async(requests: BinaryIO, answers: BinaryIO, grade: ComputeScor
 
     lines = asyncio.StreamReader(limit=MAX_LINE_BYTES)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), requests)
-    tasks: set[asyncio.Task[None]] = set()
 
     async def answer(request: GradeItem) -> None:
         _send(answers, ItemGraded(request.id, await _grade_async(request.item, grade, timeout_s)))
 
-    while line := await lines.readline():
-        task = asyncio.ensure_future(answer(unpack(line, GradeItem)))
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
+    async with asyncio.TaskGroup() as tasks:
+        while line := await lines.readline():
+            tasks.create_task(answer(unpack(line, GradeItem)))
 
 
 async def _grade_async(item: RewardItem, grade: ComputeScore, timeout_s: float) -> RewardResult:

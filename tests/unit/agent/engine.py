@@ -1,6 +1,6 @@
 """An engine that draws seeded random tokens and records what each draw was given."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from random import Random
 
 from transformers import PreTrainedTokenizerBase
@@ -10,7 +10,7 @@ from rlsys.agent.template import ChatTemplate
 from rlsys.agent.tool_pool import ToolPool
 from rlsys.config.schema.agent import AgentConfig, MultiTurnConfig
 from rlsys.protocol import ImageInputs
-from rlsys.types import Finish, ModelResponse, SamplingParams
+from rlsys.types import Finish, ModelRequest, ModelResponse, SamplingParams
 
 
 class RandomEngine:
@@ -22,11 +22,10 @@ class RandomEngine:
         self.params: list[SamplingParams] = []
         self.images: list[tuple[ImageInputs, ...]] = []
 
-    async def sample(
-        self, ids: Sequence[int], params: SamplingParams, session: str = "", images: Sequence[ImageInputs] = ()
-    ) -> ModelResponse:
+    async def sample(self, request: ModelRequest) -> ModelResponse:
+        ids, params = request.input_ids, request.gconfig
         self.params.append(params)
-        self.images.append(tuple(images))
+        self.images.append(request.images)
         random = Random(params.seed)
         eos = int(self.tokenizer.eos_token_id)
         if self.write is not None:

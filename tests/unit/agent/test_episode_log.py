@@ -55,11 +55,11 @@ class StoppingEngine(RandomEngine):
     def is_stuck(self) -> bool:
         return self.num_left_waiting >= 8
 
-    async def sample(self, ids, params, session=""):
+    async def sample(self, request):
         if len(self.draws) >= self.num_draws:
             self.num_left_waiting += 1
             await asyncio.Event().wait()
-        return await super().sample(ids, params, session)
+        return await super().sample(request)
 
 
 def run(starts, engine, *, workflow=agent, until=None):
@@ -150,8 +150,8 @@ def test_an_episode_that_differs_from_its_log_starts_again_and_is_counted(tmp_pa
 
 def test_log_probs_that_are_not_finite_survive_the_file(tmp_path: Path) -> None:
     class Infinite(RandomEngine):
-        async def sample(self, ids, params, session=""):
-            response = await super().sample(ids, params, session)
+        async def sample(self, request):
+            response = await super().sample(request)
             return replace(response, sampled_logprobs=(-math.inf,) * len(response.output_tokens))
 
     starts = starts_of(tmp_path / "calls", num_episodes=1)

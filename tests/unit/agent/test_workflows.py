@@ -309,7 +309,7 @@ def test_malformed_and_unknown_calls_are_answered(episode):
 
 
 def test_an_engine_that_fails_is_not_an_episode_that_fails(episode):
-    async def broken(ids, params, session):
+    async def broken(request):
         raise RolloutError("all replicas are gone")
 
     engine = RandomEngine(TOKENIZER)
@@ -395,7 +395,7 @@ async def waits_its_time(row, session):
 
 def test_the_last_episodes_are_not_waited_for(pool):
     engine = RandomEngine(TOKENIZER)
-    rounds = Rounds(lambda rs: [asyncio.run(engine.sample(r.input_ids, r.gconfig)) for r in rs], max_concurrent=5)
+    rounds = Rounds(lambda rs: [asyncio.run(engine.sample(r)) for r in rs], max_concurrent=5)
     settings = replace(settings_for(engine, TEMPLATE), sample=rounds.sample)
     runner = EpisodeRunner(settings, load_workflow(waits_its_time), pool, rounds=rounds, max_concurrent=5)
     for num_spare, num_cancelled in ((4, 4), (0, 0)):
@@ -416,7 +416,7 @@ def test_rounds_are_the_same_however_long_tools_take(pool, max_concurrent):
 
     def generate(requests):
         batches.append([request.input_ids for request in requests])
-        return [asyncio.run(engine.sample(r.input_ids, r.gconfig)) for r in requests]
+        return [asyncio.run(engine.sample(r)) for r in requests]
 
     seen = []
     for _ in range(2):
@@ -441,7 +441,7 @@ def test_in_an_epoch_episodes_draw_while_they_have_room_however_long_tools_take(
 
         def generate(requests, batches=batches):
             batches.append([request.input_ids for request in requests])
-            return [asyncio.run(engine.sample(r.input_ids, r.gconfig)) for r in requests]
+            return [asyncio.run(engine.sample(r)) for r in requests]
 
         rounds = Rounds(generate, max_concurrent=100)
         settings = replace(settings_for(engine, TEMPLATE), sample=rounds.sample)

@@ -444,7 +444,10 @@ async def test_a_session_stays_on_its_server(fleet: Fleet) -> None:
     engine = fleet.engine(*servers)
     for turn in range(4):
         await asyncio.gather(
-            *(engine.sample((3, turn, episode), SamplingParams(2), session=f"e{episode}") for episode in range(6))
+            *(
+                engine.sample(ModelRequest((3, turn, episode), SamplingParams(2), session=f"e{episode}"))
+                for episode in range(6)
+            )
         )
     for server in servers:
         prompts = [body.get("input_ids") or body["prompt"] for body in server.requests]

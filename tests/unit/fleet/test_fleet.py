@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from rlsys.fleet.fleet import FleetDeadlines, RolloutFleet
-from rlsys.fleet.replica import Replica
+from rlsys.fleet.requests import Replica
 from rlsys.protocol import DataProto
 from rlsys.rollout.batch import generate_sequences
 from rlsys.rollout.partial import PartialResponse
@@ -375,7 +375,7 @@ def test_a_cancelled_request_is_dropped_everywhere() -> None:
 
         async def give_up() -> None:
             with pytest.raises(TimeoutError):
-                await asyncio.wait_for(fleet.sample((7, 9), SamplingParams(100_000)), 0.1)
+                await asyncio.wait_for(fleet.sample(ModelRequest((7, 9), SamplingParams(100_000))), 0.1)
 
         asyncio.run(give_up())
         assert wait_until(lambda: len(replica.open) == 1)
@@ -426,7 +426,8 @@ def test_a_session_stays_on_its_replica_until_that_one_fails() -> None:
         assert all(len(r.served) % 4 == 0 for r in replicas)
 
         async def both() -> list[ModelResponse]:
-            return await asyncio.gather(*[fleet.sample((7, 9), SamplingParams(1), session="s") for _ in range(5)])
+            requests = [ModelRequest((7, 9), SamplingParams(1), session="s") for _ in range(5)]
+            return await asyncio.gather(*map(fleet.sample, requests))
 
         before = [len(r.served) for r in replicas]
         expected = drawn(ModelRequest((7, 9), SamplingParams(1)), 1)

@@ -10,7 +10,7 @@ import pytest
 
 from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.fleet.fleet import FleetDeadlines, RolloutFleet
-from rlsys.fleet.replica import Replica
+from rlsys.fleet.requests import Replica
 from rlsys.rollout.hf.engine import HFRollout
 from rlsys.rollout.partial import complete
 from rlsys.types import ModelRequest, ModelResponse, SamplingParams

@@ -221,7 +221,7 @@ def t(value: Any) -> Callable[[dict[str, Any], list[Any]], None]:
         (t(Ext(99, b"")), "extension 99"),
         (lambda f, b: b.append(b"more"), "not named by the message"),
         (lambda f, b: b.__setitem__(0, b[0][:-1]), "bytes for shape"),
-        (lambda f, b: b.__setitem__(0, "text"), "not a contiguous buffer"),
+        (lambda f, b: b.__setitem__(0, "text"), "bytes-like object is required"),
     ],
 )
 def test_the_error_for_a_bad_header_names_the_fault(change: Any, message: str) -> None:
