@@ -181,7 +181,8 @@ class TransferReport:
     """What a weight push moved.
 
     `checksum` is over all HF tensors and does not depend on how they were sharded; "" where it is not known.
-    `network_bytes` are what each host received from others, where `ipc` spans hosts.
+    `network_bytes` are what each host received from others, where `ipc` spans hosts; `stage_s` the seconds that the
+    controller waited for each stage, as far as its executor has stages.
     """
 
     version: int
@@ -190,6 +191,7 @@ class TransferReport:
     checksum: str
     executor: str = ""
     network_bytes: Mapping[str, int] = field(default_factory=dict)
+    stage_s: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -207,6 +207,7 @@ class RayPPOTrainer(CheckpointedLoop):
                 "weights/network_bytes": float(sum(report.network_bytes.values())),
                 "weights/seconds": report.seconds,
                 "weights/version": report.version,
+                **{f"weights/seconds_{stage}": seconds for stage, seconds in report.stage_s.items()},
             }
         )
         return report

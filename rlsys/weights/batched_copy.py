@@ -1,7 +1,7 @@
 """Many copies that are repeated at every push, compiled once into a few large operations.
 
 On a GPU copies are merged where they touch on both sides, and all of them are one or two launches over a table of
-tiles; where that kernel is not available, and on a CPU, they are grouped foreach copies.
+tiles; where dtypes differ or that kernel is not available, and on a CPU, they are grouped foreach copies.
 """
 
 import logging
@@ -43,11 +43,10 @@ class BatchedCopy:
         self.num_bytes = sum(target.numel() * target.element_size() for target, _ in self.pairs)
         self._tables: list[tuple[Tensor, int, bool]] = []
         self._groups: list[tuple[list[Tensor], list[Tensor]]] = []
-        self._cast: list[TensorPair] = []
         if self.uses_kernel:
             self._compile()
         if not self.uses_kernel:
-            self._group()
+            self._group(self.pairs)
 
     @torch.no_grad()
     def run(self) -> None:
@@ -56,12 +55,10 @@ class BatchedCopy:
             self._copy_tiles(table, word_bytes=word_bytes, pitched=pitched)
         for targets, sources in self._groups:
             torch._foreach_copy_(targets, sources, non_blocking=True)
-        for target, source in self._cast:
-            target.copy_(source, non_blocking=True)
 
-    def _group(self) -> None:
+    def _group(self, pairs: Sequence[TensorPair]) -> None:
         groups: dict[tuple, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
-        for target, source in self.pairs:
+        for target, source in pairs:
             plain = target.is_contiguous() and source.is_contiguous()
             if target.dtype == source.dtype:
                 target, source = bits_of(target), bits_of(source)
@@ -73,7 +70,7 @@ class BatchedCopy:
     def _compile(self) -> None:
         same = [(t, s) for t, s in self.pairs if t.dtype == s.dtype and s.is_cuda]
         device = self.pairs[0][0].device
-        self._cast = [(t, s) for t, s in self.pairs if not (t.dtype == s.dtype and s.is_cuda)]
+        self._group([(t, s) for t, s in self.pairs if not (t.dtype == s.dtype and s.is_cuda)])
         tiles: dict[tuple[int, bool], list[tuple[int, ...]]] = defaultdict(list)
         tile_bytes = SMALLEST_TILE_BYTES
         while tile_bytes < LARGEST_TILE_BYTES and self.num_bytes > tile_bytes * MANY_TILES:
@@ -93,7 +90,7 @@ class BatchedCopy:
                 copy_tiles(table[:1], word_bytes=word_bytes, pitched=pitched)
         except Exception as error:  # triton missing, or no compiler for it: foreach serves too
             log.warning("copying weights with foreach, because the copy kernel does not work here: %s", error)
-            self.uses_kernel, self._tables, self._cast = False, [], []
+            self.uses_kernel, self._tables = False, []
 
 
 def bits_of(tensor: Tensor) -> Tensor:

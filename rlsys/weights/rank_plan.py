@@ -6,6 +6,7 @@ checksum, every engine that receives them compares its own.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -14,11 +15,11 @@ from torch import Tensor
 from rlsys.interfaces import RolloutEngine
 from rlsys.types import Box, WeightLayout
 from rlsys.utils.errors import WeightTransferError
-from rlsys.weights.checksum import BoxValues, box_checksums, digest, prepared_checksums
+from rlsys.weights.checksum import BoxValues, add_checksums, box_checksums, digest, prepared_checksums
 from rlsys.weights.engine_update import EngineUpdate
 from rlsys.weights.layout import dtype_of, view_of
 from rlsys.weights.plan import Copy, Plan, full_shapes
-from rlsys.weights.verify import merge_box_checksums
+from rlsys.weights.verify import tiling
 
 Checksums = Callable[[], list[int]]
 """Computes the checksums of the same boxes at every call."""
@@ -69,12 +70,18 @@ class RankPlans:
 
     def digest(self, checksums: np.ndarray) -> str:
         """One checksum for all tensors, the same for any layouts."""
+        numbers = checksums.tolist()
+        return digest({name: add_checksums([numbers[n] for n in ids]) for name, ids in self._tilings.items()})
+
+    @cached_property
+    def _tilings(self) -> dict[str, list[int]]:
+        """The ids whose checksums add up to that of each tensor."""
         boxes: dict[str, dict[Box, int]] = {}
         copies = (copy for source in self.sources for copy in source.checksummed)
         for copy, number in zip(copies, np.concatenate(self.checksum_ids).tolist(), strict=True):
-            boxes.setdefault(copy.tensor, {}).setdefault(copy.box, int(checksums[number]))
+            boxes.setdefault(copy.tensor, {}).setdefault(copy.box, number)
         shapes = self.sources[0].full_shapes
-        return digest({name: merge_box_checksums(name, tuple(shapes[name]), held) for name, held in boxes.items()})
+        return {name: [ids[box] for box in tiling(name, tuple(shapes[name]), ids)] for name, ids in boxes.items()}
 
 
 def split_plan(plan: Plan, sources: Sequence[WeightLayout]) -> RankPlans:
@@ -123,7 +130,8 @@ class PlanReceiver:
                     (copy, view_of(tensors[copy.local], copy.local_start, copy.shape)) for copy in self.plan.copies
                 )
                 self.checksums = prepared_checksums([(view, copy.start, shapes[copy.tensor]) for copy, view in views])
-            for copy, number, checksum in zip(self.plan.copies, self.plan.checksum_ids, self.checksums(), strict=True):
-                if checksum != int(sent[number]):
+            expected = sent[list(self.plan.checksum_ids)].tolist()
+            for copy, wanted, checksum in zip(self.plan.copies, expected, self.checksums(), strict=True):
+                if checksum != wanted:
                     raise WeightTransferError(f"tensor '{copy.tensor}': the received values differ from the trainer's")
         self.update.finish(version)

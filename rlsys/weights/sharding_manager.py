@@ -91,10 +91,12 @@ class ShardingManager:
         """Bring every rollout engine to the trainer's weights, under this version."""
         started_s = time.monotonic()
         with self._stage(f"push of version {version}") as remaining_s:
-            num_bytes, checksum = self._connected().push(version, remaining_s)
+            transport = self._connected()
+            transport.stage.drain()
+            num_bytes, checksum = transport.push(version, remaining_s)
             self.version = version
-            network = self._connected().network_bytes
-        return TransferReport(version, num_bytes, time.monotonic() - started_s, checksum, self.executor, network)
+        seconds, network, stage_s = time.monotonic() - started_s, transport.network_bytes, transport.stage.drain()
+        return TransferReport(version, num_bytes, seconds, checksum, self.executor, network, stage_s)
 
     def restore(self, rank: int) -> None:
         """Bring a restarted rollout rank to the last pushed version, where the executor still has it.

@@ -1,7 +1,7 @@
 """Whether a trainer and its rollout engines hold the same weights: checksums of boxes, merged and compared."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,19 +63,24 @@ def merge_rank_checksums(
 
 
 def merge_box_checksums(name: str, shape: tuple[int, ...], boxes: Mapping[Box, int]) -> int:
-    """The checksum of a tensor from those of its boxes; boxes inside larger ones are left out."""
-    missing, merged = [whole_box(name, shape)], []
+    """The checksum of a tensor from those of its boxes."""
+    return add_checksums([boxes[box] for box in tiling(name, shape, boxes)])
+
+
+def tiling(name: str, shape: tuple[int, ...], boxes: Iterable[Box]) -> list[Box]:
+    """The boxes that together are a tensor; those inside larger ones are left out."""
+    missing, chosen = [whole_box(name, shape)], list[Box]()
     for box in sorted(boxes, key=lambda b: (-num_elements(b), b.start)):
         left = subtract_all(missing, box)
         gained = sum(map(num_elements, missing)) - sum(map(num_elements, left))
         if gained == num_elements(box):
-            merged.append(boxes[box])
+            chosen.append(box)
             missing = left
         elif gained:
             raise WeightTransferError(f"{box} overlaps other boxes of its tensor: their checksums cannot be added")
     if sum(map(num_elements, missing)):
         raise WeightTransferError(f"no rank holds {missing[0]}")
-    return add_checksums(merged)
+    return chosen
 
 
 def compare_checksums(source: Sequence[LayoutChecksums], destination: Sequence[LayoutChecksums]) -> list[TensorCheck]:

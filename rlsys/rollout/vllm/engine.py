@@ -73,7 +73,7 @@ class VLLMRollout(BaseRolloutEngine):
             max_model_len=arguments["max_model_len"],
             eos_token_ids=eos_ids_of(path),
         )
-        self._shares_groups = dist.is_initialized()
+        self._salt, self._shares_groups = "0", dist.is_initialized()
         self._place, self._group = dist.get_rank() % size if size > 1 else 0, None
         if size > 1:
             self._group, _ = dist.new_subgroups(size, backend="gloo")
@@ -197,9 +197,9 @@ class VLLMRollout(BaseRolloutEngine):
             output_kind=RequestOutputKind.FINAL_ONLY,
             extra_args={SPEC_KEY: spec},
         )
-        prompt = {"prompt_token_ids": list(ids), "cache_salt": str(self.version)}
+        prompt = {"prompt_token_ids": list(ids), "cache_salt": self._salt}
         if images:
-            prompt = image_prompt(ids, self.hf_config, images, salt=str(self.version))
+            prompt = image_prompt(ids, self.hf_config, images, salt=self._salt)
         self.engine.add_request(str(spec.number), prompt, params)
         return str(spec.number)
 
@@ -236,10 +236,12 @@ class VLLMRollout(BaseRolloutEngine):
         self.weights.load(bucket)
 
     def finish_update(self, version: int) -> None:
-        """Switch to the new weights; the cache that the old ones computed serves no new request."""
+        """Switch to the new weights; by its salt the cache that the old ones computed serves no new request.
+
+        To reset that cache as well would take vLLM tens of milliseconds for the blocks of a large GPU.
+        """
         self.weights.finish()
-        if not self._running:
-            self.engine.reset_prefix_cache()
+        self._salt = f"{version}/{next(self._numbers)}"
         if has_images(self.hf_config):
             self.engine.reset_encoder_cache()  # loading emptied the model's half of it
         super().finish_update(version)

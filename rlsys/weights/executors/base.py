@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from rlsys.telemetry.metrics import StageTimer
 from rlsys.types import WeightLayout
 from rlsys.utils.errors import WeightTransferError
 
@@ -56,6 +57,8 @@ class Executor:
     def __init__(self, source: WeightGroup, destination: WeightGroup, options: TransferOptions) -> None:
         self.source, self.destination, self.options = source, destination, options
         self.network_bytes: dict[str, int] = {}
+        self.stage = StageTimer()
+        """The seconds of a push in which the controller waits for each stage."""
 
     def connect(self, sources: Layouts, destinations: Layouts, remaining_s: RemainingTime) -> None:
         """Plan the transfer and let all ranks join it."""
@@ -76,13 +79,16 @@ class Executor:
 
     def step(self, group: WeightGroup, remaining_s: RemainingTime, step: str, *args: object) -> list[Any]:
         """Run one of the executor's own steps on all ranks of a group."""
-        return wait_all(group.execute_all_async("weight_step", step, *args), remaining_s)
+        with self.stage(step):
+            return wait_all(group.execute_all_async("weight_step", step, *args), remaining_s)
 
     def send(self, version: int, remaining_s: RemainingTime) -> list[Any]:
-        return wait_all(self.source.execute_all_async("send_weights", version), remaining_s)
+        with self.stage("send"):
+            return wait_all(self.source.execute_all_async("send_weights", version), remaining_s)
 
     def receive(self, version: int, remaining_s: RemainingTime, *args: object) -> int:
-        return sum(wait_all(self.destination.execute_all_async("receive_weights", version, *args), remaining_s))
+        with self.stage("receive"):
+            return sum(wait_all(self.destination.execute_all_async("receive_weights", version, *args), remaining_s))
 
     def reopen(self, rank: int, version: int, spec: object, remaining_s: RemainingTime) -> None:
         """Let one rollout rank join again and receive a version that is still there."""

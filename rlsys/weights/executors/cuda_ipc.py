@@ -211,7 +211,7 @@ class IpcExporter(RelayRank):
             plan, tensors = self.snapshot.plan, self.snapshot.tensors
         elif self._addresses != self._addresses_of(tensors):
             self._new_handle = self._export(tensors)
-        synchronize(tensors)
+        synchronize(self.device)
         if verify and self._checksums is None:
             self._checksums = source_checksums(plan, tensors)
         checksums = np.array(self._checksums() if verify and self._checksums else [], np.uint64)
@@ -279,7 +279,7 @@ class IpcImporter(PlanReceiver):
         """Copy what a round has brought, of round 0 what the host has; returns the bytes written."""
         copy = self.copies[number]
         copy.run()
-        synchronize(self.update.tensors())
+        synchronize(self.device)
         return copy.num_bytes
 
     def close(self) -> None:
@@ -294,11 +294,11 @@ class IpcImporter(PlanReceiver):
         self.copies, self.checksums = [], None
         self._unmap(moved)
         self._handles.update({rank: new_handles[rank] for rank in moved})
-        device = device_of(tensors)
+        self.device = device_of(tensors)
         for rank, handle in self._handles.items():
             if rank not in self._imported:
                 names = {copy.source_local for copies in self.rounds for copy in copies if copy.source_rank == rank}
-                self._imported[rank] = ImportedTensors(handle, names, device=device)
+                self._imported[rank] = ImportedTensors(handle, names, device=self.device)
         pairs = [
             [
                 (

@@ -15,7 +15,6 @@ from torch import Tensor
 from rlsys.utils.errors import WeightTransferError
 from rlsys.weights.executors.base import Layouts
 from rlsys.weights.executors.nccl import GroupMember, Round, plan_rounds
-from rlsys.weights.layout import device_of
 from rlsys.weights.plan import Copy, Plan
 
 STAGING_BYTES = 256 << 20
@@ -115,11 +114,11 @@ class RelayRank(GroupMember):
         """Send and receive the messages of a round; returns the bytes received."""
         with self.group.guarded(f"round {number} between hosts"):
             self.exchange(number - 1, self.exported)
-        synchronize(self.exported)
+        synchronize(self.device)
         return sum(part.num_bytes for part, _ in self.received_in(number - 1))
 
 
-def synchronize(tensors: Mapping[str, Tensor]) -> None:
-    """Wait for the device of some tensors."""
-    if (device := device_of(tensors)).type == "cuda":
+def synchronize(device: torch.device) -> None:
+    """Wait for a GPU; on a CPU there is nothing to wait for."""
+    if device.type == "cuda":
         torch.cuda.synchronize(device)
