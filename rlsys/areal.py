@@ -5,16 +5,16 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from rlsys.agent.presets import MathRLVRWorkflow as MathRLVRWorkflow
-from rlsys.agent.presets import MathVerifier as MathVerifier
-from rlsys.agent.presets import RLVRWorkflow as RLVRWorkflow
-from rlsys.agent.presets import VisionRLVRWorkflow as VisionRLVRWorkflow
+from rlsys.agent.presets import MathRLVRWorkflow, MathVerifier, RLVRWorkflow, VisionRLVRWorkflow  # noqa: F401
 from rlsys.config.schema.megatron import MegatronConfig
+from rlsys.engines.fsdp.engine import FSDPEngine as FSDPEngine
 from rlsys.fleet.external.engine import RemoteEngine, SGLangRemoteEngine, VLLMRemoteEngine
 from rlsys.interfaces import RolloutEngine
 from rlsys.interfaces import TrainEngine as TrainEngine
 from rlsys.roles.actor import PPOActor
+from rlsys.roles.critic import PPOCritic as PPOCritic
 from rlsys.roles.lm import LMEngine
+from rlsys.roles.reward_model import RWEngine as RWEngine
 from rlsys.types import GenerationHyperparameters as GenerationHyperparameters
 from rlsys.types import LLMRequest as LLMRequest
 from rlsys.types import LLMResponse as LLMResponse

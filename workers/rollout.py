@@ -8,6 +8,7 @@ from rlsys.engines.mesh import ensure_process_group
 from rlsys.interfaces import RolloutEngine
 from rlsys.protocol import DataProto
 from rlsys.rollout.base import EngineContext, LoadFormat
+from rlsys.rollout.batch import generate_sequences
 from rlsys.single_controller.base import Worker
 from rlsys.single_controller.dispatch import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from rlsys.types import ModelRequest, ResponseDelta
@@ -59,6 +60,11 @@ class RolloutWorker(Worker, WeightReceiver):
     def exchange(self, new: list[ModelRequest], wait_s: float, cancel: list[str]) -> list[ResponseDelta]:
         """Hand in requests and take what was sampled (see RolloutEngine); the first rank of a replica answers."""
         return self.engine.exchange(new, wait_s=wait_s, cancel=cancel)
+
+    @register(dispatch_mode=BY_REPLICA)
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """The rows completed by this engine alone, outside of a fleet (see `rlsys.rollout.batch`)."""
+        return generate_sequences(self.engine, prompts)
 
     @register(dispatch_mode=BY_REPLICA)
     def compute_log_prob(self, data: DataProto) -> DataProto:

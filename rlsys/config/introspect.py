@@ -173,8 +173,7 @@ def _words(schema: dict[str, Any], value: object) -> str:
     if kind == "array" and "prefixItems" in schema:
         return f"{schema['minItems']} in a list, each {_words(schema['prefixItems'][0], None)}"
     if kind == "array":
-        each = _words(schema["items"], None)
-        return f"{each}, or a list of such"
+        return f"{_words(schema['items'], None)}, or a list of such"
     if kind in ("integer", "number"):
         return ", ".join(filter(None, (_NAMES[kind], " and ".join(_range(schema, value)))))
     return "a path" if schema.get("format") == "path" else _NAMES[kind]

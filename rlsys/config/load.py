@@ -76,7 +76,7 @@ def load(arguments: Arguments, schema: type[S], *, chosen: Mapping[str, object] 
         layers.adapt(derived)
         values = layers.resolve()
     config, wrong = _validated(values, layers, schema)
-    problems = [*arguments.problems, *layers.problems, *conflicts, *wrong]
+    problems = [*arguments.problems, *layers.refused.values(), *layers.problems, *conflicts, *wrong]
     names = unknown_names(values, schema)
     if config is None or problems:
         raise ConfigError(_listed([*problems, *names]))

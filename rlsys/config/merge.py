@@ -52,8 +52,9 @@ class Given:
 class Layers:
     """Collects the settings of each layer; `resolve` returns the values of all keys.
 
-    `given` holds the settings by key; `engines` the parts of an allocation that were set one by one; `problems` what
-    cannot be accepted; `unresolved` the keys whose value could not be resolved.
+    `given` holds the settings by key; `engines` the parts of an allocation that were set one by one; `refused` problems
+    with other projects' keys, by key; `problems` what else cannot be accepted; `unresolved` the keys whose value could
+    not be resolved.
     """
 
     def __init__(self, schema: type[Section]) -> None:
@@ -65,6 +66,7 @@ class Layers:
         self.given: dict[str, Given] = {}
         self.engines: dict[str, str] = {}
         self.problems: list[str] = []
+        self.refused: dict[str, str] = {}
         self.unresolved: set[str] = set()
 
     def add_tree(self, tree: dict[str, object], origin: str) -> None:
@@ -158,6 +160,7 @@ class Layers:
             return
         compat = self._compat
         path = compat.canonical(spelling)
+        self.refused.pop(path, None)
         if (path != spelling and value is None) or value in compat.groups.get(path, ()):
             if path in self.given and self.given[path].spelling == spelling:
                 self._remove(Override(path, removes=True))
@@ -249,7 +252,7 @@ class Layers:
         elif foreign.accepts(given.value):
             return
         elif foreign.refused and given.value not in foreign.noted:
-            self.problems.append(f"{given} ({given.origin}): {foreign.why}")
+            self.refused[path] = f"{given} ({given.origin}): {foreign.why}"
         else:
             self._ignored.setdefault(foreign.why, []).append(given.spelling)
 

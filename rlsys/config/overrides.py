@@ -164,7 +164,6 @@ def format_value(value: object) -> str:
 
 
 def _format_text(text: str) -> str:
-    plain = re.fullmatch(r"[A-Za-z_/.~][\w/.@%+-]*", text) and isinstance(_primitive(text), str)
-    if plain:
+    if re.fullmatch(r"[A-Za-z_/.~][\w/.@%+-]*", text) and isinstance(_primitive(text), str):
         return text
     return "'" + re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), text) + "'"

@@ -125,8 +125,7 @@ def _teachers(cfg: PPOConfig) -> Iterator[str]:
             why = f"several teachers need different keys, values of the column {cfg.distillation.teacher_key}"
             yield wrong(cfg, key, f"{why}; set {key}.{name}.key=<value>", value=name)
     if any(teacher.inference.model_fields_set or teacher.num_replicas for teacher in teachers.values()):
-        why = "inference and num_replicas: a training engine scores, as actor_rollout_ref.ref sets; only Megatron's"
-        why += " tensor and pipeline sizes count, if distillation.nnodes > 0"
+        why = "of inference only Megatron's sizes count, with nnodes > 0; actor_rollout_ref.ref sets the rest"
         yield Note(wrong(cfg, key, why, value=list(teachers)))
 
 

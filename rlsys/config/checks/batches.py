@@ -1,7 +1,6 @@
 """Whether batches divide evenly and sequences fit into token budgets."""
 
 from collections.abc import Iterator
-from math import gcd
 
 from rlsys.config.checks.findings import wrong
 from rlsys.config.plan import shared_by
@@ -45,7 +44,8 @@ def _role(cfg: PPOConfig, role: str, section: TrainedRoleConfig) -> Iterator[str
     samples = mini * answers
     if samples % groups:
         why = f"times actor_rollout_ref.rollout.n={answers} gives {samples} samples, which {groups} data-parallel ranks"
-        yield wrong(cfg, key, f"{why} cannot share evenly; set a multiple of {groups // gcd(groups, answers)}")
+        least = next(prompts for prompts in range(1, groups + 1) if prompts * answers % groups == 0)
+        yield wrong(cfg, key, f"{why} cannot share evenly; set a multiple of {least}")
     elif not section.use_dynamic_bsz and (section.ppo_micro_batch_size_per_gpu or 1) > (share := samples // groups):
         why = f"a rank's share of a mini-batch is only {share} samples"
         yield wrong(cfg, f"{role}.ppo_micro_batch_size_per_gpu", why, share)

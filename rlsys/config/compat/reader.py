@@ -105,9 +105,8 @@ def compat_table(schema: type[Section]) -> CompatTable:
             table.engines.extend(block.get("engines", ()))
             for name, keys in block.get("expansions", {}).items():
                 table.expansions[prefix + name] = {prefix + key: values for key, values in keys.items()}
-            table.splits.update(block.get("splits", {}))
-            table.groups.update(block.get("groups", {}))
-            table.meanings.update(block.get("meanings", {}))
+            for kind in ("splits", "groups", "meanings"):
+                getattr(table, kind).update(block.get(kind, {}))
             table.aliases.update({prefix + key: prefix + path for key, path in block.get("aliases", {}).items()})
             for kind in ("ignored", "refused"):
                 for key, entry in block.get(kind, {}).items():

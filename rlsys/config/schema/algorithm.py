@@ -151,8 +151,7 @@ class DistillationLossConfig(Section):
     @property
     def clipping(self) -> dict[str, float]:
         """The clip range in the actor's keys."""
-        names = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
-        return {name: getattr(self, name) for name in names}
+        return self.model_dump(include={"clip_ratio", "clip_ratio_low", "clip_ratio_high"})
 
     @property
     def weight(self) -> float:

@@ -61,7 +61,7 @@ class RemoteEngine(RolloutFleet):
             max_failures=settings.breaker_failures,
             affinity=servers.policy == "affinity",
         )
-        self.version = version
+        self.version, self.server_urls = version, list(settings.urls)
 
     def connect(self) -> None:
         """Wait until a server is up; DeadlineError after `start_s`. The first call does this, too."""
@@ -149,6 +149,17 @@ class RemoteEngine(RolloutFleet):
         server = next(server for server in self.pool.servers if server is replica)
         if not server.is_admitted:
             self.pool.do(server.admit(), self.settings.update_s, server.url, "update_weights")
+
+    def pause(self) -> None:
+        """Interrupt all servers, which keep their tokens, and hand them nothing until `resume` or `update_weights`."""
+        self._is_pushing = True
+        self.settle()
+        self.pool.do(self.pool.stop())
+
+    def resume(self) -> None:
+        """Let the servers continue."""
+        with self.pushing(self.get_version()):
+            self.pool.do(self.pool.resume())
 
     # ---- life --------------------------------------------------------------------------------------------------
 

@@ -70,7 +70,6 @@ class ServerPool:
 
     async def resume(self) -> None:
         await asyncio.gather(*(s.attempt(s.send("resume", self.backend.resume)) for s in self.servers if s.is_admitted))
-        self.quarantined = False
 
     async def update(self, meta: WeightUpdateMeta, send: SendWeights | None = None) -> None:
         """Bring every server to new weights, which it loads or `send` sends; those that fail are out until they have
@@ -90,6 +89,7 @@ class ServerPool:
             self.weights, self.version, self.adapter = meta, meta.version, adapter
             if not adapter:
                 await self.resume()
+                self.quarantined = False
             await self._forget_adapters()
 
     async def _forget_adapters(self) -> None:

@@ -59,7 +59,7 @@ ref: {backend: "${actor.backend}", path: "${actor.path}", dtype: "${actor.dtype}
 sglang: {model_path: "${actor.path}", dtype: "${actor.dtype}", mem_fraction_static: 0.8, attention_backend: fa3}
 vllm: {model: "${actor.path}", gpu_memory_utilization: 0.9}
 train_dataset: {batch_size: 256, shuffle: true, num_workers: 4, path: rows.jsonl, type: rl, max_length: 700}
-valid_dataset: {batch_size: 64, path: rows.jsonl, type: rl}
+valid_dataset: {batch_size: 64, path: rows.jsonl, type: rl, shuffle: true}
 saver: {experiment_name: "${experiment_name}", freq_epochs: 1, freq_steps: null, freq_secs: null}
 evaluator: {freq_epochs: null, freq_steps: 20, freq_secs: null}
 recover: {mode: disabled, freq_secs: 3600}
@@ -107,7 +107,7 @@ def test_a_grpo_file_is_read_as_it_stands() -> None:
     assert (cfg.data.train_batch_size, cfg.data.max_prompt_length, cfg.data.max_response_length) == (256, 700, 1024)
     assert (cfg.data.train_files, cfg.data.val_files, cfg.data.seed) == (("rows.jsonl",), ("rows.jsonl",), 3)
     assert (trainer.save_freq, trainer.test_freq, trainer.resume_mode) == ("after_each_epoch", 20, "disable")
-    assert trainer.default_local_dir == "experiments/gsm8k-grpo/trial0"
+    assert (trainer.default_local_dir, cfg.data.validation_shuffle) == ("experiments/gsm8k-grpo/trial0", True)
     assert (cfg.algorithm.adv_estimator, cfg.use_critic) == ("reinforce_plus_plus", False)
 
 

@@ -21,6 +21,7 @@ from rlsys.config.introspect import default_of, leaves, sections
 from rlsys.config.load import load
 from rlsys.config.presets import preset_names, presets_folder
 from rlsys.config.schema.base import Section
+from rlsys.utils.errors import ConfigError
 from tests.timing import scaled_s
 
 JOBS = [PPOConfig, SFTConfig, RMConfig, DPOConfig, EvalConfig]
@@ -342,6 +343,13 @@ def test_both_spellings_may_agree() -> None:
 
 def test_a_later_layer_wins_under_either_spelling() -> None:
     assert load_config(["reward_model.num_workers=5"]).reward.num_workers == 5  # quickstart says reward.num_workers
+
+
+def test_what_is_refused_may_be_taken_back_later() -> None:
+    refused = [f"{M}.mtp.enable_train=true", "trainer.v1.trainer_mode=colocate_async"]
+    with pytest.raises(ConfigError, match="heads are not trained"):
+        load_config(refused)
+    load_config([*refused, f"{M}.mtp.enable_train=false", "trainer.v1.trainer_mode=sync"])
 
 
 def test_sizes_over_all_ranks_are_divided_and_followed() -> None:

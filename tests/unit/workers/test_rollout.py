@@ -1,0 +1,27 @@
+"""A group of rollout workers, called as verl's tutorials call it."""
+
+import torch
+
+from rlsys.config.schema.model import PolicyModelConfig
+from rlsys.config.schema.rollout import RolloutConfig
+from rlsys.data.start_assets import START_MODEL
+from rlsys.protocol import DataProto
+from rlsys.single_controller.base import ClassWithInitArgs
+from rlsys.single_controller.local import LocalWorkerGroup
+from rlsys.single_controller.resource_pool import ResourcePool
+from workers.build import EngineRun
+from workers.rollout import HFRolloutWorker
+
+
+def test_a_group_generates_sequences_without_a_fleet() -> None:
+    model, run = PolicyModelConfig(path=str(START_MODEL)), EngineRun(device="cpu", nccl_timeout_s=60.0)
+    cls = ClassWithInitArgs(HFRolloutWorker, model, RolloutConfig(), run, "auto")
+    with LocalWorkerGroup(ResourcePool([1]), cls) as group:
+        group.init_model()
+        ids = torch.tensor([[0, 5, 6], [7, 8, 9]])
+        meta = {"response_length": 4, "pad_token_id": 0, "temperature": 1.0, "seed": 3}
+        prompts = DataProto.from_dict({"input_ids": ids, "attention_mask": (ids > 0).long()}, meta_info=meta)
+        first, again = group.generate_sequences(prompts), group.generate_sequences(prompts)
+    assert first.tensors["responses"].shape == (2, 4)
+    assert torch.equal(first.tensors["prompts"], ids)
+    assert torch.equal(first.tensors["responses"], again.tensors["responses"])
