@@ -55,18 +55,6 @@ class EngineRun:
         if self.num_threads:
             torch.set_num_threads(self.num_threads)
 
-    def place(self, *, full_determinism: bool = False) -> str:
-        """Prepare the process, join the process group, seed this rank's generators and return its device.
-
-        `full_determinism` goes for all that this process computes from then on.
-        """
-        self.prepare()
-        if full_determinism:
-            rng.repeat_bitwise()
-        ensure_process_group(self.device, timeout_s=self.nccl_timeout_s)
-        rng.seed_all(dist.get_rank())
-        return self.device
-
 
 def make_mfu_meter(model: ModelConfig, engine: TrainEngine, run: EngineRun, *, lm_head: bool = True) -> MfuMeter:
     """The MFU meter of a rank of an engine."""
@@ -78,15 +66,20 @@ def make_mfu_meter(model: ModelConfig, engine: TrainEngine, run: EngineRun, *, l
 def _engine(
     model: ModelConfig, section: ShardConfig | MegatronShardConfig, run: EngineRun, *, sp_size: int, **options: Any
 ) -> "Engine":
-    """The engine that `section` belongs to; `options` are what both engines take."""
-    device = run.place(full_determinism=section.full_determinism)
+    """The engine that `section` belongs to, once this process has joined the process group and is seeded; `options` are
+    what both engines take. `full_determinism` of a section goes for all that the process computes from then on."""
+    run.prepare()
+    if section.full_determinism:
+        rng.repeat_bitwise()
+    ensure_process_group(run.device, timeout_s=run.nccl_timeout_s)
+    rng.seed_all(dist.get_rank())
     for path in (model.path, model.lora_adapter_path):
         ensure_downloaded(path)
     if isinstance(section, MegatronShardConfig):
         from rlsys.engines.megatron.engine import MegatronEngine
 
-        return MegatronEngine(model, device=device, megatron=section, **options)
-    return FSDPEngine(model, device=device, shard=section, sp_size=sp_size, **options)
+        return MegatronEngine(model, device=run.device, megatron=section, **options)
+    return FSDPEngine(model, device=run.device, shard=section, sp_size=sp_size, **options)
 
 
 def check_model(key: str, model: ModelConfig, section: ShardConfig | MegatronShardConfig, *, head: Head = "lm") -> None:

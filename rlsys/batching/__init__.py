@@ -8,11 +8,10 @@ import bisect
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from torch import Tensor
 
 from rlsys.batching.partition import balanced_partitions
 
-Lengths = Sequence[int] | np.ndarray | Tensor
+Lengths = Sequence[int] | np.ndarray
 
 TOO_LONG = 1 << 30
 
@@ -37,12 +36,7 @@ def balance_rows(lengths: Lengths, num_ranks: int, mini_batch_rows: int | None =
     return np.concatenate([part for share in shares for part in share]) if len(work) else np.empty(0, np.int64)
 
 
-def micro_batches(
-    lengths: Lengths,
-    max_tokens: int,
-    *,
-    agree: Callable[[int], int] | None = None,
-) -> list[np.ndarray]:
+def micro_batches(lengths: Lengths, max_tokens: int, *, agree: Callable[[int], int] | None = None) -> list[np.ndarray]:
     """Rows (ascending) of each micro-batch, none over `max_tokens`, the one with the most tokens first.
 
     About as few as the budget allows (a packing heuristic), balanced. `agree` maps this rank's number to the maximum
@@ -125,7 +119,7 @@ def seqlen_metrics(lengths: Lengths, parts: Sequence[np.ndarray]) -> dict[str, f
 
 
 def _array(lengths: Lengths) -> np.ndarray:
-    values = lengths.detach().cpu().numpy() if isinstance(lengths, Tensor) else np.asarray(lengths)
+    values = np.asarray(lengths)
     if values.ndim != 1 or (len(values) and values.min() < 0):
         raise ValueError(f"lengths must be 1-D and non-negative, got shape {values.shape}")
     return values if values.dtype.kind == "f" else values.astype(np.int64)

@@ -24,8 +24,6 @@ def balanced_partitions(weights: np.ndarray, num_parts: int, *, equal_size: bool
         raise ValueError(f"cannot split {num} weights into {num_parts} parts{' of equal size' if equal_size else ''}")
     if num_parts == 1 or num == 0:
         return [np.arange(num) if part == 0 else np.empty(0, np.int64) for part in range(num_parts)]
-    weights = np.asarray(weights)
-    weights = weights if weights.dtype.kind == "f" else weights.astype(np.int64)
     descending = _descending_order(weights)
     assign = _difference if equal_size else _longest_first
     ascending_parts = [descending[np.sort(part)[::-1]] for part in assign(weights[descending], num_parts)]

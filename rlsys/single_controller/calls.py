@@ -99,7 +99,7 @@ RankCall = tuple[int, CallSpec, tuple[object, ...]]
 
 @dataclass(eq=False)
 class Pending:
-    """An answer on its way. `header` and `value` may be read once a wait has reported it done.
+    """An answer on its way. Its backend reads `header` and `value` of it once a wait has reported it done.
 
     `references` are what its backend knows the header and the value by. `is_noted` is set when the report that came
     with the answer has been kept.
@@ -111,12 +111,6 @@ class Pending:
     stage: str
     references: tuple[Any, Any]
     is_noted: bool = False
-
-    def header(self) -> Header:
-        return self.backend.header(self)
-
-    def value(self) -> Any:
-        return self.backend.value(self)
 
 
 class Backend(ABC):
@@ -195,7 +189,7 @@ class Future:
 
 def of_rank(one: Pending, peers: Sequence[Pending] = ()) -> Future:
     """The answer of one rank."""
-    return Future([one], lambda pending: pending[0].value(), peers)
+    return Future([one], lambda _: one.backend.value(one), peers)
 
 
 def finish(
@@ -244,7 +238,7 @@ def _failures(done: Sequence[Pending]) -> list[tuple[Pending, Failure]]:
     """Those that failed; of all, what their workers noted is kept."""
     failed = []
     for one in done:
-        header = one.header()
+        header = one.backend.header(one)
         if header.report is not None and not one.is_noted:
             one.backend.reports.append(header.report)
             one.is_noted = True

@@ -167,8 +167,8 @@ class WorkerGroup:
     def _collected(self, mode: DispatchMode, pending: Sequence[Pending]) -> object:
         """The call's result; of ranks that only repeat another's rows, nothing is fetched."""
         if mode.parts_fn is None:
-            return mode.collect_fn(self, [one.value() for one in pending])
-        return join([pending[rank].value() for rank in mode.parts_fn(self)])
+            return mode.collect_fn(self, [self.backend.value(one) for one in pending])
+        return join([self.backend.value(pending[rank]) for rank in mode.parts_fn(self)])
 
     def _start(self, method: str, split: SplitArguments) -> list[Pending]:
         names = tuple(split.kwargs)
@@ -183,7 +183,7 @@ class WorkerGroup:
     def _results(self, pending: Sequence[Pending], collect: Callable[[Sequence[Pending]], object] | None = None) -> Any:
         busy = {one.rank for one in pending}
         finish(pending, idle=[rank for rank in self.backend.present if rank not in busy])
-        return [one.value() for one in pending] if collect is None else collect(pending)
+        return [self.backend.value(one) for one in pending] if collect is None else collect(pending)
 
 
 def _resolved(values: Sequence[object]) -> tuple[object, ...]:

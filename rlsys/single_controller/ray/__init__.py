@@ -3,7 +3,6 @@
 import sys
 
 from rlsys.single_controller.colocate import create_colocated_worker_cls as create_colocated_worker_cls
-from rlsys.single_controller.ray.cluster import Cluster as Cluster
 from rlsys.single_controller.ray.cluster import cluster_nodes as cluster_nodes
 from rlsys.single_controller.ray.cluster import connect as connect
 from rlsys.single_controller.ray.cluster import node_size as node_size

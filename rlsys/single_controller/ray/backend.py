@@ -180,7 +180,7 @@ class RayBackend(Backend):
     def _locate(self, ranks: Sequence[int], deadline_s: float | None = None) -> None:
         asked = [self._describe(rank, START) for rank in ranks]
         finish(asked, deadline_s=deadline_s)
-        self._places |= {one.rank: one.value() for one in asked}
+        self._places |= {one.rank: self.value(one) for one in asked}
 
     def _rank_environments(self) -> list[dict[str, str]]:
         """The variables of every rank; local ranks count along the ranks of one node."""
