@@ -268,7 +268,7 @@ def test_training_follows_the_server(
     check_run(tmp_path / "out")
 
 
-@pytest.mark.parametrize("kind", ["vllm"])
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_images_are_read_with_the_weights_that_are_pushed(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,7 +92,7 @@ def test_episodes_on_images_have_the_log_probs_of_the_trainer(tmp_path: Path) ->
             ["actor_rollout_ref.actor.strategy=megatron", "actor_rollout_ref.model.lora_rank=2"],
             "actor_rollout_ref.actor.strategy=fsdp",
         ),
-        (["actor_rollout_ref.rollout.name=sglang_remote"], "set actor_rollout_ref.rollout.name=hf"),
+        (["actor_rollout_ref.rollout.name=sglang_remote"], "set actor_rollout_ref.rollout.name=vllm_remote"),
         (
             [
                 "actor_rollout_ref.rollout.name=vllm_remote",

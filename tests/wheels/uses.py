@@ -181,7 +181,7 @@ def calls_of(package: str) -> dict[str, list[str]]:
     request = ModelRequest((1, 2), SamplingParams(max_new_tokens=4))
     calls = [backend.health, *backend.identity, *backend.version, backend.pause, backend.resume]
     calls += [call for call in (backend.probe, backend.about) if call]
-    calls += [backend.generate(request, RemoteSettings((), send_seeds=True), adapter="a", version=1)]
+    calls += [backend.generate(request, RemoteSettings((), send_seeds=True), adapter="a", salt="1")]
     calls += [backend.score([1, 2], model="m", adapter="a"), backend.unload_adapter("a")]
     for about in ({}, {"lora_name": "a"}):
         calls += backend.update(WeightUpdateMeta(version=1, weights_path="/w", metadata=about))

@@ -9,7 +9,7 @@ from rlsys.config.checks.findings import wrong
 from rlsys.config.schema.jobs import EvalConfig, PPOConfig
 from rlsys.config.vocabulary import GRIDS, TILES
 
-IMAGE_ENGINES = ("hf", "vllm", "sglang", "vllm_remote")
+IMAGE_ENGINES = ("hf", "vllm", "sglang", "vllm_remote", "sglang_remote")
 PATCH = 14
 POLICY = "actor_rollout_ref"
 

@@ -63,7 +63,7 @@ class SGLangBackend:
     num_ranks = Call("/server_info", method="GET", optional=True), "tp_size"
     begin_update = Call("/begin_weight_update", {}, optional=True)
 
-    def generate(self, request: ModelRequest, settings: RemoteSettings, *, adapter: str, version: int) -> Call:
+    def generate(self, request: ModelRequest, settings: RemoteSettings, *, adapter: str, salt: str) -> Call:
         params = request.gconfig
         sampling: dict[str, object] = {
             "max_new_tokens": params.max_new_tokens,
@@ -80,7 +80,7 @@ class SGLangBackend:
         body: dict[str, object] = {"input_ids": list(request.input_ids), "sampling_params": sampling}
         body |= {"return_logprob": True, "stream": True}
         if request.images:
-            body["image_data"] = [image_record(request.images, salt=str(version))]
+            body["image_data"] = [image_record(request.images, salt=salt)]
         return Call("/generate", body | {"lora_path": adapter or None})
 
     def read(self, event: Mapping[str, Any], num_seen: int) -> Delta:
@@ -159,7 +159,7 @@ class VLLMBackend:
         {"prompt": [1], "max_tokens": 1, "temperature": 1.0, "top_k": 1, "logprobs": 0, "ignore_eos": True},
     )
 
-    def generate(self, request: ModelRequest, settings: RemoteSettings, *, adapter: str, version: int) -> Call:
+    def generate(self, request: ModelRequest, settings: RemoteSettings, *, adapter: str, salt: str) -> Call:
         params, ids = request.gconfig, list(request.input_ids)
         sampling: dict[str, object] = {
             "max_tokens": params.max_new_tokens,
@@ -180,7 +180,7 @@ class VLLMBackend:
         if request.images:
             if settings.hf_config is None:
                 raise ValueError("prompts with images need RemoteSettings.hf_config")
-            features = image_features(ids, settings.hf_config, request.images, salt=str(version))
+            features = image_features(ids, settings.hf_config, request.images, salt=salt)
             images = {"token_ids": ids, "features": features, "sampling_params": sampling}
             return Call("/inference/v1/generate", body | images)
         asked = {"prompt": ids, "return_token_ids": True, "return_tokens_as_token_ids": True}

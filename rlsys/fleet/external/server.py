@@ -106,7 +106,7 @@ class ServerReplica:
         self._check(request)
         pool, settings, backend = self.pool, self.pool.settings, self.pool.backend
         version, adapter, stamp = pool.version, pool.adapter, self._stamp()
-        call = backend.generate(request, settings, adapter=adapter, version=version)
+        call = backend.generate(request, settings, adapter=adapter, salt=f"{pool.job}-{version}")
         timeout = aiohttp.ClientTimeout(sock_connect=CONNECT_S, sock_read=settings.servers.timeout_s)
         num, seen = request.gconfig.max_new_tokens, 0
         size = EVENT_BYTES + EVENT_TOKEN_BYTES * (len(request.input_ids) + num)

@@ -1,6 +1,7 @@
 """All external servers of a fleet: their event loop, and the weights that they are to hold."""
 
 import asyncio
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
@@ -27,6 +28,7 @@ class ServerPool:
     def __init__(self, backend: Backend, settings: RemoteSettings, *, version: int) -> None:
         self.backend, self.settings, self.version = backend, settings, version
         self.adapter, self.quarantined = "", False
+        self.job = secrets.token_hex(8)  # a server may still know images by the weights of another job
         self.weights: WeightUpdateMeta | None = None
         self._adapters: list[str] = []
         self._thread = LoopThread(f"remote-{backend.kind}")
