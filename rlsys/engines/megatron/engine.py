@@ -80,14 +80,13 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
             first = family.layers_of(hf_config, replace(ranks.place, pp_rank=0))[0]
             self.tower = ImageTower(whole, family, len(first))
             family = self.tower.family
-        self.fp8 = megatron.fp8 if isinstance(megatron, MegatronConfig) else None
         seed = megatron.seed if isinstance(megatron, MegatronTrainConfig) else 0
         settings = lora.lora_settings(model, seed=seed) if optim is not None else None
         if settings is not None and self.tower is not None:
             raise ConfigError("Megatron adapts models of text only: set lora_rank=0, or strategy=fsdp")
         kind = "value" if head == "scalar" else "lm"
         with current(sizes):
-            chunks = build_chunks(
+            self.chunks: Sequence[TokenGPT] = build_chunks(
                 family,
                 hf_config,
                 megatron,
@@ -97,8 +96,8 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
                 device=ranks.device,
                 tower=self.tower,
             )
-            self.held = ModelShards(family, hf_config, kind, ranks, chunks, settings, freeze_vision_tower)
-            add_adapters(chunks, self.held.factors)
+            self.held = ModelShards(family, hf_config, kind, ranks, self.chunks, settings, freeze_vision_tower)
+            add_adapters(self.chunks, self.held.factors)
             base = open_weights(model, config, head=head, seed=seed)
             unused = [*family.carried(hf_config), *family.aliases(hf_config)]
             check_names(self.held.base_shapes, base, aliases=unused)
@@ -110,15 +109,13 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
             self.held.fill(weights)
             if optim is not None:
                 dtype = self._weight_dtype
-                self.optimizer = MegatronAdamW(chunks, optim, dtype=dtype, grad_clip=grad_clip, total_steps=total_steps)
+                self.optimizer = MegatronAdamW(
+                    self.chunks, optim, dtype=dtype, grad_clip=grad_clip, total_steps=total_steps
+                )
                 self._state().fill("master", weights)
         self._recorder: RouterReplay | None = None
         self._carried = base if model.path is not None else {}
         self._offload = HostOffload()
-
-    @property
-    def chunks(self) -> Sequence[TokenGPT]:
-        return self.held.chunks
 
     @property
     def _weight_dtype(self) -> torch.dtype:
@@ -182,7 +179,7 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
         lengths = [pack.tokens.num_tokens for pack in packs]
         if sizes.pp > 1 or (sizes.ep > 1 and config.moe_token_dispatcher_type == "allgather"):
             lengths = [max_over_ranks(max(lengths, default=0))] * len(packs)
-        multiple = pack_multiple((sizes.tp if config.sequence_parallel else 1) * (16 if self.fp8 else 1), sizes.cp)
+        multiple = pack_multiple((sizes.tp if config.sequence_parallel else 1) * (16 if config.fp8 else 1), sizes.cp)
         return [
             Pack(pack.index, padded_to(pack.tokens, -(-length // multiple) * multiple).to(self.ranks.device))
             for pack, length in zip(packs, lengths, strict=True)
