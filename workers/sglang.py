@@ -19,9 +19,9 @@ from rlsys.weights.endpoints import Spec, WeightReceiver
 from rlsys.weights.executors.cuda_ipc import IpcHandle, IpcImportSpec, StorageHandle
 from rlsys.weights.executors.disk import DiskSpec
 from rlsys.weights.executors.gather import Bucket, GatherSpec
-from rlsys.weights.executors.nccl import NcclReceiveSpec
+from rlsys.weights.executors.nccl import NcclSpec
 from rlsys.weights.plan import Copy
-from rlsys.weights.rank_plan import DestinationPlan
+from rlsys.weights.rank_plan import RankPlan
 from rlsys.weights.shared_memory import TensorHandle
 from rlsys.weights.verify import BoxChecksum
 from workers.colocated import learn_engine_layout
@@ -29,8 +29,8 @@ from workers.colocated import learn_engine_layout
 WEIGHTS_WAIT_S = 1800.0
 """Longer than any deadline of the controller, whose errors are clearer."""
 
-allow_records(IpcImportSpec, IpcHandle, StorageHandle, TensorHandle, NcclReceiveSpec, Rendezvous, DiskSpec, GatherSpec)
-allow_records(Bucket, DestinationPlan, Copy, WeightLayout, Shard, Box)
+allow_records(IpcImportSpec, IpcHandle, StorageHandle, TensorHandle, NcclSpec, Rendezvous, DiskSpec, GatherSpec)
+allow_records(Bucket, RankPlan, Copy, WeightLayout, Shard, Box)
 
 
 def replica_of(rank: int, size: int, *, ranks_per_host: int) -> ReplicaRank:

@@ -13,21 +13,21 @@ from rlsys.weights.executors.cuda_ipc import IpcExporter, IpcExportSpec, IpcImpo
 from rlsys.weights.executors.disk import DiskReader, DiskSpec, DiskWriter
 from rlsys.weights.executors.external import Broadcaster, BroadcastSpec
 from rlsys.weights.executors.gather import GatherLoader, GatherSender, GatherSpec
-from rlsys.weights.executors.nccl import NcclReceiver, NcclReceiveSpec, NcclSender, NcclSendSpec
+from rlsys.weights.executors.nccl import NcclReceiver, NcclSender, NcclSpec
 from rlsys.weights.layout import device_of
 from rlsys.weights.verify import BoxChecksum, layout_checksums
 
-Spec = IpcExportSpec | IpcImportSpec | NcclSendSpec | NcclReceiveSpec | DiskSpec | GatherSpec | BroadcastSpec
+Spec = IpcExportSpec | IpcImportSpec | NcclSpec | DiskSpec | GatherSpec | BroadcastSpec
 SENDERS: dict[type, Callable[[Any, TrainEngine], Any]] = {
     IpcExportSpec: IpcExporter,
-    NcclSendSpec: NcclSender,
+    NcclSpec: NcclSender,
     DiskSpec: DiskWriter,
     GatherSpec: GatherSender,
     BroadcastSpec: Broadcaster,
 }
 RECEIVERS: dict[type, Callable[[Any, RolloutEngine], Any]] = {
     IpcImportSpec: IpcImporter,
-    NcclReceiveSpec: NcclReceiver,
+    NcclSpec: NcclReceiver,
     DiskSpec: DiskReader,
     GatherSpec: GatherLoader,
 }

@@ -26,21 +26,16 @@ Checksums = Callable[[], list[int]]
 
 
 @dataclass(frozen=True)
-class SourcePlan:
-    """A trainer rank's part: the local tensors it gives from, and the copies whose checksums it computes, in order."""
+class RankPlan:
+    """A rank's part: the copies whose checksums it computes, in order, which are all that an engine rank receives.
 
-    local_names: tuple[str, ...]
-    checksummed: tuple[Copy, ...]
-    full_shapes: Mapping[str, tuple[int, ...]]
-
-
-@dataclass(frozen=True)
-class DestinationPlan:
-    """An engine rank's part: its copies, and the checksum id of each."""
+    An engine rank knows the checksum id of each, a trainer rank the names of the local tensors that it gives from.
+    """
 
     copies: tuple[Copy, ...]
-    checksum_ids: tuple[int, ...]
     full_shapes: Mapping[str, tuple[int, ...]]
+    checksum_ids: tuple[int, ...] = ()
+    local_names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -48,18 +43,15 @@ class RankPlans:
     """The parts of all ranks; `checksum_ids` are the ids of the checksums of each trainer rank."""
 
     plan: Plan
-    sources: tuple[SourcePlan, ...]
+    sources: tuple[RankPlan, ...]
     checksum_ids: tuple[np.ndarray, ...]
 
-    def destination(self, rank: int) -> DestinationPlan:
+    def destination(self, rank: int) -> RankPlan:
         """The part of an engine rank."""
         chosen = np.flatnonzero(self.plan.moves[:, 4] == rank)
         copies, shapes = self.plan.select(chosen), self.sources[0].full_shapes
-        return DestinationPlan(
-            copies=copies,
-            checksum_ids=tuple(self.plan.checksum_ids[0][chosen].tolist()),
-            full_shapes={name: shapes[name] for name in {copy.tensor for copy in copies}},
-        )
+        own = {name: shapes[name] for name in {copy.tensor for copy in copies}}
+        return RankPlan(copies, own, tuple(self.plan.checksum_ids[0][chosen].tolist()))
 
     def merge(self, by_rank: Sequence[np.ndarray]) -> np.ndarray:
         """The checksums of all trainer ranks, indexed by id."""
@@ -77,7 +69,7 @@ class RankPlans:
     def _tilings(self) -> dict[str, list[int]]:
         """The ids whose checksums add up to that of each tensor."""
         boxes: dict[str, dict[Box, int]] = {}
-        copies = (copy for source in self.sources for copy in source.checksummed)
+        copies = (copy for source in self.sources for copy in source.copies)
         for copy, number in zip(copies, np.concatenate(self.checksum_ids).tolist(), strict=True):
             boxes.setdefault(copy.tensor, {}).setdefault(copy.box, number)
         shapes = self.sources[0].full_shapes
@@ -89,31 +81,32 @@ def split_plan(plan: Plan, sources: Sequence[WeightLayout]) -> RankPlans:
     _, first = plan.checksum_ids
     source_ranks = plan.moves[first, 3]
     shapes = full_shapes(sources)
-    parts, ids = list[SourcePlan](), list[np.ndarray]()
+    parts, ids = list[RankPlan](), list[np.ndarray]()
     for layout in sources:
         ids.append(np.flatnonzero(source_ranks == layout.rank))
         given = np.unique(plan.source_shards.local[plan.moves[plan.moves[:, 3] == layout.rank, 1]])
-        parts.append(SourcePlan(tuple(plan.locals[n] for n in given), plan.select(first[ids[-1]]), shapes))
+        names = tuple(plan.locals[n] for n in given)
+        parts.append(RankPlan(plan.select(first[ids[-1]]), shapes, local_names=names))
     return RankPlans(plan, tuple(parts), tuple(ids))
 
 
 @torch.no_grad()
-def source_checksums(plan: SourcePlan, tensors: Mapping[str, Tensor]) -> Checksums:
+def source_checksums(plan: RankPlan, tensors: Mapping[str, Tensor]) -> Checksums:
     """The checksums of a trainer rank, each of the values cast to the dtype in which they will arrive."""
 
     def values_of(copy: Copy) -> BoxValues:
         values = view_of(tensors[copy.source_local], copy.source_start, copy.shape)
         return values.to(dtype_of(copy.dtype)), copy.start, plan.full_shapes[copy.tensor]
 
-    if all(tensors[copy.source_local].dtype == dtype_of(copy.dtype) for copy in plan.checksummed):
-        return prepared_checksums([values_of(copy) for copy in plan.checksummed])
-    return lambda: box_checksums(values_of(copy) for copy in plan.checksummed)
+    if all(tensors[copy.source_local].dtype == dtype_of(copy.dtype) for copy in plan.copies):
+        return prepared_checksums([values_of(copy) for copy in plan.copies])
+    return lambda: box_checksums(map(values_of, plan.copies))
 
 
 class PlanReceiver:
     """A rollout rank written by its part of a plan; its engine is quarantined from `receive` to `finish`."""
 
-    def __init__(self, plan: DestinationPlan, engine: RolloutEngine) -> None:
+    def __init__(self, plan: RankPlan, engine: RolloutEngine) -> None:
         self.plan, self.update = plan, EngineUpdate(engine)
         self.received: int | None = None
         self.checksums: Checksums | None = None

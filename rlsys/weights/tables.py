@@ -7,7 +7,7 @@ leading ones are the range 0 to 1. Ranks that hold the same shards share one tem
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, groupby, pairwise, product
+from itertools import chain, count, groupby, pairwise, product
 from typing import TypeVar
 
 import numpy as np
@@ -54,21 +54,18 @@ class BoxTable:
         return (self.stop - self.start).prod(1)
 
 
-class Ids(dict[str, int]):
+def new_ids() -> defaultdict[str, int]:
     """Numbers for names, in the order of their first use."""
-
-    def __missing__(self, name: str) -> int:
-        self[name] = len(self)
-        return self[name]
+    return defaultdict(count().__next__)
 
 
 @dataclass(frozen=True)
 class NameIds:
     """The ids of the names of HF tensors, local tensors and dtypes."""
 
-    tensors: Ids = field(default_factory=Ids)
-    locals: Ids = field(default_factory=Ids)
-    dtypes: Ids = field(default_factory=Ids)
+    tensors: Mapping[str, int] = field(default_factory=new_ids)
+    locals: Mapping[str, int] = field(default_factory=new_ids)
+    dtypes: Mapping[str, int] = field(default_factory=new_ids)
 
 
 def merged(mappings: Iterable[Mapping[str, ValueT]]) -> dict[str, ValueT]:

@@ -30,10 +30,9 @@ from rlsys.weights.layout import check_complete, device_of, element_bytes, view_
 from rlsys.weights.plan import Copy, make_plan
 from rlsys.weights.rank_plan import (
     Checksums,
-    DestinationPlan,
     PlanReceiver,
+    RankPlan,
     RankPlans,
-    SourcePlan,
     source_checksums,
     split_plan,
 )
@@ -152,7 +151,7 @@ class IpcExportSpec:
     `sends` and `receives` are its messages of each round between hosts.
     """
 
-    plan: SourcePlan
+    plan: RankPlan
     snapshot: bool = False
     sends: tuple[tuple[Message, ...], ...] = ()
     receives: tuple[tuple[Message, ...], ...] = ()
@@ -169,18 +168,18 @@ class ExportedVersion:
 class Snapshot:
     """A trainer rank's boxes in shared memory, in the dtypes in which they are sent; box n is the tensor `str(n)`."""
 
-    def __init__(self, plan: SourcePlan) -> None:
-        boxes = [(str(n), copy.shape, copy.dtype) for n, copy in enumerate(plan.checksummed)]
+    def __init__(self, plan: RankPlan) -> None:
+        boxes = [(str(n), copy.shape, copy.dtype) for n, copy in enumerate(plan.copies)]
         packed, num_bytes = pack_tensors(boxes)
         self._memory = SharedMemory.create(num_bytes)
         self.tensors = unpack_tensors(self._memory.bytes, packed)
         self.handle = IpcHandle((StorageHandle(num_bytes, path=self._memory.path),), packed)
-        copies = zip(self.tensors, plan.checksummed, strict=True)
-        self.plan = replace(plan, checksummed=tuple(_from_snapshot(copy, 0, name) for name, copy in copies))
+        copies = zip(self.tensors, plan.copies, strict=True)
+        self.plan = replace(plan, copies=tuple(_from_snapshot(copy, 0, name) for name, copy in copies))
 
     @torch.no_grad()
-    def write(self, plan: SourcePlan, tensors: Mapping[str, Tensor]) -> None:
-        for box, copy in zip(self.tensors.values(), plan.checksummed, strict=True):
+    def write(self, plan: RankPlan, tensors: Mapping[str, Tensor]) -> None:
+        for box, copy in zip(self.tensors.values(), plan.copies, strict=True):
             box.copy_(view_of(tensors[copy.source_local], copy.source_start, copy.shape))
 
     def close(self) -> None:
@@ -250,7 +249,7 @@ class IpcImportSpec:
     `rounds` are the copies of each round between hosts, those inside the host first, where there are any.
     """
 
-    plan: DestinationPlan
+    plan: RankPlan
     handles: Mapping[int, IpcHandle]
     rounds: tuple[tuple[Copy, ...], ...] = ()
 

@@ -21,7 +21,7 @@ from rlsys.utils.boxes import buckets
 from rlsys.weights.executors.base import Executor, Layouts, RankFuture, RemainingTime, WeightGroup
 from rlsys.weights.layout import device_of, dtype_of, view_of
 from rlsys.weights.plan import Copy, make_plan
-from rlsys.weights.rank_plan import DestinationPlan, PlanReceiver, RankPlans, SourcePlan, source_checksums, split_plan
+from rlsys.weights.rank_plan import PlanReceiver, RankPlan, RankPlans, source_checksums, split_plan
 
 STAGING_BYTES = 32 << 20
 ALIGN_BYTES = 16
@@ -34,18 +34,10 @@ Rounds = Sequence[Sequence[Message]]
 
 
 @dataclass(frozen=True)
-class NcclSendSpec:
-    """A trainer rank's part: the messages of each round."""
+class NcclSpec:
+    """A rank's part, and the messages of each round that it sends or receives."""
 
-    plan: SourcePlan
-    rounds: tuple[tuple[Message, ...], ...]
-
-
-@dataclass(frozen=True)
-class NcclReceiveSpec:
-    """An engine's part."""
-
-    plan: DestinationPlan
+    plan: RankPlan
     rounds: tuple[tuple[Message, ...], ...]
 
 
@@ -155,7 +147,7 @@ class GroupMember:
 class NcclSender(GroupMember):
     """A trainer rank."""
 
-    def __init__(self, spec: NcclSendSpec, engine: TrainEngine) -> None:
+    def __init__(self, spec: NcclSpec, engine: TrainEngine) -> None:
         super().__init__(sends=spec.rounds)
         self.spec, self.engine, self.device = spec, engine, device_of(engine.local_tensors())
 
@@ -172,7 +164,7 @@ class NcclSender(GroupMember):
 class NcclReceiver(PlanReceiver, GroupMember):
     """A rollout rank."""
 
-    def __init__(self, spec: NcclReceiveSpec, engine: RolloutEngine) -> None:
+    def __init__(self, spec: NcclSpec, engine: RolloutEngine) -> None:
         PlanReceiver.__init__(self, spec.plan, engine)
         GroupMember.__init__(self, receives=spec.rounds)
         self.device = device_of(self.update.tensors())
@@ -228,9 +220,9 @@ class NcclExecutor(Executor):
         self.plans, self.unused = split_plan(plan, sources), plan.unused
         first = len(sources)  # engines come after the trainer's ranks
         rounds = plan_rounds([replace(copy, rank=first + copy.rank) for copy in plan.copies])
-        sends = [NcclSendSpec(part, messages_of(rounds, rank, 0)) for rank, part in enumerate(self.plans.sources)]
+        sends = [NcclSpec(part, messages_of(rounds, rank, 0)) for rank, part in enumerate(self.plans.sources)]
         receives = [
-            NcclReceiveSpec(self.plans.destination(rank), messages_of(rounds, first + rank, 1))
+            NcclSpec(self.plans.destination(rank), messages_of(rounds, first + rank, 1))
             for rank in range(self.destination.world_size)
         ]
         self.open(self.source, sends, remaining_s)
