@@ -152,11 +152,8 @@ def image_features(model: VisionModel, tensors: Mapping[str, Tensor]) -> list[Te
     """The features (F, H) of images, and those that the first layers add."""
     given = {name: t[None] for name, t in tensors.items()} if model.config.model_type in TILES else tensors
     output = model.model.get_image_features(**given, return_dict=True)
-    return [_flat(part) for part in (output.pooler_output, *(getattr(output, "deepstack_features", None) or ()))]
-
-
-def _flat(features: Tensor | tuple[Tensor, ...]) -> Tensor:
-    return features.flatten(0, -2) if isinstance(features, Tensor) else torch.cat(features)
+    parts = (output.pooler_output, *(getattr(output, "deepstack_features", None) or ()))
+    return [part.flatten(0, -2) if isinstance(part, Tensor) else torch.cat(part) for part in parts]
 
 
 def joined_images(images: Sequence[ImageInputs]) -> dict[str, Tensor]:

@@ -96,10 +96,9 @@ def whole_layout(tensors: NamedTensors, aliases: Mapping[str, str], *, rank: int
 def copy_by_name(held: NamedTensors, aliases: Mapping[str, str], bucket: Sequence[tuple[str, Tensor]]) -> None:
     """Copy full HF tensors into the held ones; WeightTransferError for an unknown name or a wrong shape."""
     for name, tensor in bucket:
-        target = held.get(aliases.get(name, name))
-        _check_shape(name, tensor, None if target is None else tuple(target.shape))
-        if target is not None:
-            target.copy_(tensor)
+        own = aliases.get(name, name)
+        _check_shape(name, tensor, tuple(held[own].shape) if own in held else None)
+        held[own].copy_(tensor)
 
 
 def _check_shape(name: str, tensor: Tensor, expected: tuple[int, ...] | None) -> None:

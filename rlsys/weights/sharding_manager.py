@@ -63,8 +63,7 @@ class ShardingManager:
         self.report_dir = None if report_dir is None else Path(report_dir)
         self.version: int | None = None
         """The version that was pushed last, as its caller numbered it."""
-        root = None if disk_root is None else Path(disk_root)
-        self._options = TransferOptions(deadline_s, bucket_bytes, root, str(disk_assets))
+        self._options = TransferOptions(deadline_s, bucket_bytes, disk_root, str(disk_assets))
         self._transport: Executor | None = None
         self._layouts: tuple[list[WeightLayout], list[WeightLayout]] = ([], [])
 

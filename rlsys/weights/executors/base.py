@@ -20,7 +20,7 @@ class TransferOptions:
 
     timeout_s: float
     bucket_bytes: int = 256 << 20
-    disk_root: Path | None = None
+    disk_root: str | Path | None = None
     disk_assets: str = ""
 
 
