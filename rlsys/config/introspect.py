@@ -2,9 +2,10 @@
 
 import difflib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from copy import copy
 from functools import cache
+from operator import attrgetter
 from typing import Annotated, Any, get_origin
 
 from pydantic import Field, TypeAdapter
@@ -78,10 +79,7 @@ def absolute(path: str, section: str) -> str:
 
 def value_at(cfg: Section, path: str) -> object:
     """The value of a key of a configuration."""
-    value: Any = cfg
-    for name in path.split("."):
-        value = getattr(value, name)
-    return value
+    return attrgetter(path)(cfg)
 
 
 def _is_section(field: FieldInfo) -> bool:
@@ -125,12 +123,9 @@ def nest(values: dict[str, Any]) -> dict[str, object]:
 
 def replaced(section: Any, settings: dict[str, Any]) -> Any:
     """A section with other values of some keys, given with their dots."""
-    return _replaced(section, nest(settings))
-
-
-def _replaced(section: Any, tree: Mapping[str, Any]) -> object:
+    tree: dict[str, Any] = nest(settings)
     update = {
-        name: _replaced(old, value) if isinstance(old := getattr(section, name), Section) else value
+        name: replaced(old, value) if isinstance(old := getattr(section, name), Section) else value
         for name, value in tree.items()
     }
     return section.model_copy(update=update)
@@ -176,7 +171,7 @@ def _words(schema: dict[str, Any], value: object) -> str:
         return f"{_words(schema['items'], None)}, or a list of such"
     if kind in ("integer", "number"):
         return ", ".join(filter(None, (_NAMES[kind], " and ".join(_range(schema, value)))))
-    return "a path" if schema.get("format") == "path" else _NAMES[kind]
+    return schema.get("format", _NAMES[kind])
 
 
 def _range(schema: dict[str, Any], value: object) -> Iterator[str]:

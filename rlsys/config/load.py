@@ -80,10 +80,9 @@ def load(arguments: Arguments, schema: type[S], *, chosen: Mapping[str, object] 
     names = unknown_names(values, schema)
     if config is None or problems:
         raise ConfigError(_listed([*problems, *names]))
-    problems, notes = check(config)
-    problems = [*names, *problems]
-    if problems:
-        raise ConfigError(_listed(problems))
+    conflicts, notes = check(config)
+    if names or conflicts:
+        raise ConfigError(_listed([*names, *conflicts]))
     notes = [*layers.notes(), *notes, *unused_settings(config, typed.given)]
     settings = {key: given.value for key, given in layers.given.items() if not given.origin.startswith(DERIVED)}
     return Loaded(config, settings, _headline(preset, arguments), tuple(notes))

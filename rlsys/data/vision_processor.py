@@ -3,7 +3,6 @@
 import io
 from collections.abc import Mapping, Sequence
 from itertools import repeat
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -53,7 +52,7 @@ class VisionProcessor:
         limit_images: int | None = None,
     ) -> "VisionProcessor | None":
         """That of the model in a folder, None for a model of text; `settings` replace those of its image processor."""
-        if model_facts(Path(path)).get("model_type") not in (*GRIDS, *TILES):
+        if model_facts(path).get("model_type") not in (*GRIDS, *TILES):
             if settings:
                 raise ConfigError(f"data.mm_processor_kwargs: the model {path} has no image processor; remove them")
             return None

@@ -1,7 +1,6 @@
 """A memory plan as people read it: a line, a table, the stages that do not fit, and what would change that."""
 
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 from rlsys.config import PPOConfig
 from rlsys.config.checks.files import model_facts
@@ -49,18 +48,14 @@ def memory_line(cfg: PPOConfig, machine: Machine) -> str:
 def facts_of(cfg: PPOConfig, device: Device, device_bytes: int) -> Machine:
     """A device of a job, with what is on this machine of the config.json of its models."""
     policy, grader = cfg.actor_rollout_ref, cfg.reward.reward_model
-    actor = _facts(policy.model.path)
+    actor = model_facts(policy.model.path)
     return Machine(
         device,
         device_bytes,
         actor={**actor, **policy.model.override_config} if actor else {},
-        critic=_facts(cfg.critic.model.path) if cfg.critic.model.path != policy.model.path else None,
-        reward_model=_facts(grader.model_path) if grader.enable and not cfg.reward.has_judge else None,
+        critic=model_facts(cfg.critic.model.path) if cfg.critic.model.path != policy.model.path else None,
+        reward_model=model_facts(grader.model_path) if grader.enable and not cfg.reward.has_judge else None,
     )
-
-
-def _facts(path: str | None) -> dict[str, object]:
-    return model_facts(Path(path)) if path else {}
 
 
 def _gib(stage: Stage) -> str:

@@ -7,7 +7,6 @@ is what torch allocates; the CUDA context, NCCL's buffers and unused room of the
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rlsys.config import PPOConfig, plan_batches
@@ -286,7 +285,7 @@ def _reference(job: PlanInputs) -> Iterator[DeviceRole]:
     leaves = frozenset([PARAMETERS] * settings.param_offload)
     for name, model in models:
         facts = job.machine.actor
-        own = facts if model is policy.model else model_facts(Path(model.path or "")) or facts
+        own = facts if model is policy.model else model_facts(model.path) or facts
         yield DeviceRole(_role(job, own, settings, trained=False), leaves, ((name, False, scored),))
 
 

@@ -294,11 +294,14 @@ class DataProto:
 
     def select_idxs(self, idxs: Index) -> "DataProto":
         """The rows at integer indices, or where a mask is true, as copies."""
-        rows = _row_index(idxs)
+        rows = torch.as_tensor(idxs).detach()
+        if rows.ndim != 1:
+            raise IndexError(f"row indices must have one dimension, got shape {tuple(rows.shape)}")
         if rows.dtype == torch.bool:
             if len(rows) != len(self):
                 raise IndexError(f"a mask of {len(rows)} for {len(self)} rows")
             rows = rows.nonzero().squeeze(-1)
+        rows = rows.long()
         return self._with_rows(self._readable, lambda _, values: take_rows(values, rows), len(rows))
 
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> "DataProto":
@@ -474,10 +477,3 @@ def concat_chunk(chunks: int, index: int, data: Sequence[DataProto]) -> DataProt
     pairs = zip(data, cuts, strict=True)
     columns = cols.concat_arrays([{k: array[cut] for k, array in part.non_tensor_batch.items()} for part, cut in pairs])
     return type(data[0])(batch=batch, non_tensor_batch=columns, meta_info=whole.meta_info)
-
-
-def _row_index(idxs: Index) -> Tensor:
-    rows = torch.as_tensor(idxs).detach()
-    if rows.ndim != 1:
-        raise IndexError(f"row indices must have one dimension, got shape {tuple(rows.shape)}")
-    return rows if rows.dtype == torch.bool else rows.long()

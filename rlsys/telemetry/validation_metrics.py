@@ -45,9 +45,9 @@ def validation_metrics(
             metrics = _prompt_metrics(values, seed=seed)
             if "pred" in infos:
                 metrics |= _majority(values, [infos["pred"][i] for i in numeric], seed=seed)
-            if variable == core[source]:
+            if variable == core[source] and len(values) > 1:  # of a single response it equals the mean
                 correct = int((values >= CORRECT_AT).sum())
-                metrics |= {f"pass@{k}": pass_at_k(len(values), correct, k) for k in _pass_sizes(len(values))}
+                metrics |= {f"pass@{k}": pass_at_k(len(values), correct, k) for k in (1, *_subset_sizes(len(values)))}
             for metric, value in metrics.items():
                 by_metric[source, variable, metric].append(value)
     return _named(by_metric, core)
@@ -69,11 +69,6 @@ def _subset_sizes(num: int) -> list[int]:
     """2, 4, 8, ... below `num`, then `num` itself; nothing for a single response."""
     powers = [2**i for i in range(1, num.bit_length()) if 2**i < num]
     return [*powers, num] if num > 1 else []
-
-
-def _pass_sizes(num: int) -> list[int]:
-    """1, 2, 4, ..., `num`; nothing for a single response, where it equals the mean."""
-    return [1, *_subset_sizes(num)] if num > 1 else []
 
 
 @lru_cache(maxsize=64)

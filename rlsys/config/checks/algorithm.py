@@ -131,9 +131,6 @@ def _teachers(cfg: PPOConfig) -> Iterator[str]:
 
 def _overlong(cfg: PPOConfig) -> Iterator[str]:
     reward, longest = cfg.reward, cfg.data.max_response_length
-    url = reward.sandbox_fusion.url
-    if url is not None and not url.startswith(("http://", "https://")):
-        yield wrong(cfg, "reward.sandbox_fusion.url", "not the address of a server", "http://HOST:8080/run_code")
     overlong, limit = reward.reward_kwargs.overlong_buffer_cfg, reward.reward_kwargs.max_resp_len or longest
     if overlong.enable and not 0 < overlong.len <= limit:
         yield wrong(cfg, f"{OVERLONG}.len", f"must be from 1 to the longest response, {limit} tokens", 1)

@@ -116,7 +116,7 @@ def _model(cfg: Section, key: str, model: ModelFolderConfig, longest: int, lengt
         yield wrong(cfg, f"{key}.external_lib", "the module cannot be imported; put it on PYTHONPATH")
     if model.path is None or not Path(model.path).is_dir():
         return
-    facts = model_facts(Path(model.path))
+    facts = model_facts(model.path)
     limit = (facts | getattr(model, "override_config", {})).get("max_position_embeddings")
     if not facts:
         yield wrong(cfg, f"{key}.path", "the folder has no readable config.json, so it is not a Hugging Face model")
@@ -151,11 +151,11 @@ def _no_folder(name: str) -> str:
     return "folder not found; set one that is there, or a model of the hub as org/name or org/name@revision"
 
 
-def model_facts(folder: Path) -> dict[str, object]:
-    """The config.json of a model, also of one in a checkpoint or a run; empty if it cannot be read."""
-    path = config_folder(folder) / "config.json"
+def model_facts(folder: str | Path | None) -> dict[str, object]:
+    """The config.json of a model, also of one in a checkpoint or a run; empty if there is none that can be read."""
+    path = config_folder(Path(folder or "")) / "config.json"
     try:
-        facts = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        facts = json.loads(path.read_text(encoding="utf-8")) if folder and path.is_file() else {}
     except (OSError, ValueError):
         return {}
     return facts if isinstance(facts, dict) else {}

@@ -29,10 +29,6 @@ def check_run(cfg: PPOConfig | SupervisedConfig | EvalConfig) -> Iterator[str]:
         elif extra and importlib.util.find_spec(name) is None:
             why = f"{name} is not installed; pip install -e '.[{extra}]', or remove {name}"
             yield wrong(cfg, "trainer.logger", why)
-    for key in ("project_name", "experiment_name"):
-        name = getattr(trainer, key)
-        if not re.fullmatch(r"[\w.@+=,:-][\w.@+=,: -]*", name) or name in (".", ".."):
-            yield wrong(cfg, f"trainer.{key}", "it becomes a folder name; use letters, digits, '-', '_' and '.'")
     if trainer.backend == "local" and trainer.nnodes * trainer.n_gpus_per_node > 1:
         why = "everything runs in this one process; set trainer.n_gpus_per_node=1 or trainer.backend=ray"
         yield wrong(cfg, "trainer.backend", why)

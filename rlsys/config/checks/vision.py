@@ -1,7 +1,6 @@
 """Whether what the configuration chooses can take the images of a vision-language model."""
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from rlsys.config.checks.files import model_facts
@@ -17,7 +16,7 @@ POLICY = "actor_rollout_ref"
 def check_vision(cfg: PPOConfig | EvalConfig) -> Iterator[str]:
     """Engines and roles beside a vision-language model, and settings of images beside a model of text."""
     path, engine = cfg.actor_rollout_ref.model.path, cfg.actor_rollout_ref.rollout.name
-    facts = model_facts(Path(path)) if path is not None and Path(path).is_dir() else {}
+    facts = model_facts(path)
     actor = cfg.actor_rollout_ref.actor if isinstance(cfg, PPOConfig) else None
     if facts and facts.get("model_type") not in (*GRIDS, *TILES):
         if actor is not None and actor.freeze_vision_tower:

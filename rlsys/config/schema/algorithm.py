@@ -8,7 +8,7 @@ from rlsys.config.engines import IN_JOB_ENGINES
 from rlsys.config.schema import types as t
 from rlsys.config.schema.base import ActiveIf, Registered, Requires, Section, linked, open_dict, section
 from rlsys.config.schema.model import ServedModelConfig
-from rlsys.config.schema.rollout import GenerationConfig
+from rlsys.config.schema.rollout import GenerationConfig, ServingConfig
 from rlsys.config.vocabulary import ADV_ESTIMATORS, REWARD_MANAGERS, KLEstimator
 
 Level = Literal["batch", "group"]
@@ -296,23 +296,11 @@ class RewardKwargsConfig(Section):
     """Longest length for the penalty; null is data.max_response_length."""
 
 
-class JudgeRolloutConfig(Section):
+class JudgeRolloutConfig(ServingConfig):
     """The engine of a generative reward model, which the reward function asks."""
 
     name: Annotated[t.Text | None, Registered(IN_JOB_ENGINES), IF_FUNCTION] = None
     """Engine that serves the model to reward.custom_reward_function: hf, sglang or vllm; null if it is a classifier."""
-    tensor_model_parallel_size: t.Count = 1
-    """Processes that share one copy of the model."""
-    gpu_memory_utilization: t.Fraction = 0.5
-    """Fraction of GPU memory for the weights and KV cache of vLLM or SGLang."""
-    enforce_eager: t.Flag = False
-    """Run vLLM and SGLang without compilation and CUDA graphs."""
-    dtype: t.DType = "auto"
-    """dtype of the engine; auto is bfloat16 on CUDA and float32 on CPU."""
-    max_num_seqs: t.Count = 256
-    """Largest number of sequences decoded together."""
-    max_model_len: t.Count | None = None
-    """Longest question and answer together; null is as many as the model has positions."""
     prompt_length: t.Count = 2048
     """Longest question, in tokens; a longer one is answered with an error."""
     response_length: t.Count = 2048
@@ -321,8 +309,7 @@ class JudgeRolloutConfig(Section):
     @property
     def generation(self) -> GenerationConfig:
         """The engine's section."""
-        names = type(self).model_fields.keys() & GenerationConfig.model_fields.keys()
-        return GenerationConfig(**{name: getattr(self, name) for name in sorted(names)})
+        return GenerationConfig(**{name: getattr(self, name) for name in ServingConfig.model_fields})
 
 
 class RewardModelConfig(Section):
@@ -369,7 +356,7 @@ class RewardModelConfig(Section):
 class SandboxConfig(Section):
     """Processes that run generated code."""
 
-    url: t.Text | None = None
+    url: t.Url | None = None
     """Address of a SandboxFusion server that runs it instead (http://HOST:PORT/run_code)."""
     max_concurrent: t.Count = 64
     """Programs that run on that server at a time, over all grading processes, at least one each."""

@@ -62,24 +62,35 @@ IF_WORKFLOW = ActiveIf(
 )
 
 
-class GenerationConfig(Section):
-    """The engine that generates responses."""
+class ServingConfig(Section):
+    """An engine that answers prompts."""
 
     tensor_model_parallel_size: t.Count = 1
-    """Processes that share one copy of the model, or with data_parallel_size one copy of its attention."""
+    """Processes that share one copy of the model, or with the rollout's data_parallel_size one of its attention."""
+    gpu_memory_utilization: TopP = 0.5
+    """Fraction of GPU memory for the weights and KV cache of vLLM or SGLang; not set, or auto, a job chooses the
+    rollout's by its memory plan."""
+    enforce_eager: t.Flag = False
+    """Run vLLM and SGLang without compilation and CUDA graphs: faster to start, slower to generate."""
+    dtype: AnyDType = "auto"
+    """dtype of the engine; auto is bfloat16 on CUDA and float32 on CPU."""
+    max_num_seqs: t.Count = 256
+    """Largest number of sequences decoded together; not set, or auto, a job chooses the rollout's by its memory."""
+    max_model_len: t.Count | None = None
+    """Longest prompt and response together; null is as many as the model has positions."""
+
+
+class GenerationConfig(ServingConfig):
+    """The engine that generates responses."""
+
     data_parallel_size: t.Count = 1
     """Copies of the attention within a copy of the model, each for requests of its own; all share the experts
     (expert_parallel_size). vllm only."""
     expert_parallel_size: t.Count = 1
     """Processes of a copy among which its experts are divided whole: all of them, or for sglang a divisor; 1 divides
     each expert among all."""
-    gpu_memory_utilization: TopP = 0.5
-    """Fraction of GPU memory for the weights and KV cache of vLLM or SGLang; not set, or auto, a job chooses it by its
-    memory plan."""
     kv_cache_gib: t.Count = 1
     """Size of vLLM's or SGLang's KV cache on CPU, in GiB."""
-    enforce_eager: t.Flag = False
-    """Run vLLM and SGLang without compilation and CUDA graphs: faster to start, slower to generate."""
     cuda_graph_max_bs: t.Count | None = None
     """Largest batch that vLLM and SGLang decode with a CUDA graph; null is max_num_seqs, at most 512."""
     cudagraph_capture_sizes: t.Counts | None = None
@@ -98,17 +109,11 @@ class GenerationConfig(Section):
     """Seed of sampling."""
     ignore_eos: t.Flag = False
     """Continue after the end token, up to the full length (for benchmarks)."""
-    dtype: AnyDType = "auto"
-    """dtype of the engine; auto is bfloat16 on CUDA and float32 on CPU."""
-    max_num_seqs: t.Count = 256
-    """Largest number of sequences decoded together; not set, or auto, a job chooses it by its rows and memory."""
     max_num_batched_tokens: t.Count = 8192
     """Largest number of prompt tokens prefilled together."""
     on_update: Literal["keep", "recompute"] = "keep"
     """What happens to the KV cache of unfinished answers when new weights arrive: vLLM and SGLang can keep it; hf and
     external servers compute it again in any case."""
-    max_model_len: t.Count | None = None
-    """Longest prompt and response together; null is as many as the model has positions."""
     eos: t.TokenIds | None = None
     """Ids of the tokens that end a response; null takes them from the model's generation config."""
     padding: t.CountOrZero | None = None

@@ -44,9 +44,9 @@ class GradingDeadlinesConfig(DeadlinesConfig):
 class RunConfig(Section):
     """Keys of every job."""
 
-    project_name: t.Text = "rlsys"
+    project_name: t.FolderName = "rlsys"
     """Project name in folder names and trackers."""
-    experiment_name: t.Text = "run"
+    experiment_name: t.FolderName = "run"
     """Name of the run within the project."""
     nnodes: t.Count = 1
     """Number of nodes."""

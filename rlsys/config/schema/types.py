@@ -39,10 +39,18 @@ def _expand(path: str) -> str:
     return expanded
 
 
+def _shown_as(words: str) -> WithJsonSchema:
+    """What errors and --help say that the text must be."""
+    return WithJsonSchema({"type": "string", "format": words})
+
+
 Flag = Annotated[bool, Strict()]
 Text = Annotated[str, BeforeValidator(_text), Field(min_length=1)]
 Texts = Annotated[tuple[Text, ...], BeforeValidator(_texts)]
-LocalPath = Annotated[Text, AfterValidator(_expand), WithJsonSchema({"type": "string", "format": "path"})]
+LocalPath = Annotated[Text, AfterValidator(_expand), _shown_as("a path")]
+_NAME = r"^\.*[\w@+=,:-][\w.@+=,: -]*$"
+FolderName = Annotated[Text, Field(pattern=_NAME), _shown_as("text that becomes a folder name: letters, digits, -_.")]
+Url = Annotated[Text, Field(pattern="^https?://"), _shown_as("the address of a server, e.g. http://HOST:8080/run_code")]
 LocalPaths = Annotated[tuple[LocalPath, ...], BeforeValidator(_texts)]
 Number = Annotated[float, Strict()]
 Count = Annotated[int, Strict(), Field(ge=1, le=MAX_COUNT)]
