@@ -25,15 +25,13 @@ from trainer.job import exit_on_sigterm
 class WorkerBackend:
     """The device, the classes that start workers there, and what to close at the end.
 
-    `num_threads` is a process's share of its host's cores, None where OMP_NUM_THREADS is set. `node_size` is the number
-    of processes that the largest node has room for.
+    `node_size` is the number of processes that the largest node has room for.
     """
 
     device: str
     group_cls: Callable[..., WorkerGroup]
     worker_cls: Callable[..., ClassWithInitArgs]
     make_manager: Callable[..., ResourcePoolManager]
-    num_threads: int | None
     node_size: int
     close: Callable[[], None]
 
@@ -56,10 +54,9 @@ def start_backend(run: RunConfig, ray_kwargs: RayKwargsConfig, *, num_ranks: int
 
     ConfigError if the device asked for does not exist.
     """
-    cores = None if "OMP_NUM_THREADS" in os.environ else os.cpu_count()
     if run.backend == "local":
         device = _device(run.device, torch.cuda.is_available())
-        return WorkerBackend(device, LocalWorkerGroup, ClassWithInitArgs, ResourcePoolManager, cores, 1, lambda: None)
+        return WorkerBackend(device, LocalWorkerGroup, ClassWithInitArgs, ResourcePoolManager, 1, lambda: None)
     from rlsys.single_controller import ray as on_ray
 
     cluster = on_ray.connect(
@@ -67,16 +64,16 @@ def start_backend(run: RunConfig, ray_kwargs: RayKwargsConfig, *, num_ranks: int
     )
     device = _device(run.device, any(node.num_gpus > 0 for node in on_ray.cluster_nodes()))
     node_size = on_ray.node_size(use_gpu=device != "cpu")
-    # Teams that together have more threads than there are cores wait for each other in every operation on the CPU.
-    in_node = max(1, min(num_ranks or run.nnodes * run.n_gpus_per_node, node_size))
-    num_threads = cores and max(1, cores // in_node)
     worker_env = {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    if num_threads:
+    if "OMP_NUM_THREADS" not in os.environ:
+        # Teams that together have more threads than there are cores wait for each other in every operation on the CPU.
+        in_node = max(1, min(num_ranks or run.nnodes * run.n_gpus_per_node, node_size))
+        num_threads = max(1, (os.cpu_count() or 1) // in_node)
         torch.set_num_threads(num_threads)
         worker_env["OMP_NUM_THREADS"] = str(num_threads)
     manager = partial(on_ray.ResourcePoolManager, use_gpu=device != "cpu", max_colocate_count=1)
     group = partial(on_ray.RayWorkerGroup, worker_env=worker_env)
-    return WorkerBackend(device, group, on_ray.RayClassWithInitArgs, manager, num_threads, node_size, cluster.close)
+    return WorkerBackend(device, group, on_ray.RayClassWithInitArgs, manager, node_size, cluster.close)
 
 
 def _device(wanted: str, has_gpus: bool) -> str:

@@ -116,7 +116,6 @@ def _build(
         rollout_n=config.actor_rollout_ref.rollout.n,
         actor_steps=max(1, actor_steps * plan.actor.optimizer_steps),
         critic_steps=start.num_steps * critic.optimizer_steps if critic else -1,
-        num_threads=backend.num_threads,
         offload_on_sleep=not drops_weights_on_sleep(config),
         external_libs=start.external_libs,
     )
@@ -186,18 +185,15 @@ def check_models(config: PPOConfig, plan: BatchPlan) -> None:
 
 def place_roles(config: PPOConfig, plan: BatchPlan, node_size: int) -> tuple[dict[Role, str], dict[str, list[int]]]:
     """Each role's pool, and each pool's processes by node; roles the algorithm does not need are left out."""
-    mapping = {Role.Actor: "train"}
-    if plan.pools.colocated:
-        mapping[Role.Rollout] = "train"
-    elif not plan.pools.external:
-        mapping[Role.Rollout] = "rollout"
-    if plan.critic is not None:
-        mapping[Role.Critic] = "train"
-    if plan.use_reference and config.actor_rollout_ref.has_reference_weights:
-        mapping[Role.RefPolicy] = "train"
-    if config.distillation.enabled:
-        mapping[Role.Teacher] = "teacher" if plan.pools.teacher_ranks else "train"
-    if config.reward.reward_model.enable:
-        role = Role.Judge if config.reward.has_judge else Role.RewardModel
-        mapping[role] = "reward_model" if plan.pools.reward_model_ranks else "train"
-    return mapping, process_pools(config, node_size)
+    pools, grader = plan.pools, config.reward.reward_model
+    grading = "reward_model" if pools.reward_model_ranks else "train"
+    roles = (
+        (Role.Actor, "train", True),
+        (Role.Rollout, "train" if pools.colocated else "rollout", not pools.external),
+        (Role.Critic, "train", plan.critic is not None),
+        (Role.RefPolicy, "train", plan.use_reference and config.actor_rollout_ref.has_reference_weights),
+        (Role.Teacher, "teacher" if pools.teacher_ranks else "train", config.distillation.enabled),
+        (Role.Judge, grading, grader.enable and config.reward.has_judge),
+        (Role.RewardModel, grading, grader.enable and not config.reward.has_judge),
+    )
+    return {role: pool for role, pool, is_played in roles if is_played}, process_pools(config, node_size)

@@ -127,7 +127,6 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
         engine = EngineRun(
             device=backend.device,
             nccl_timeout_s=run.deadlines.call_s,
-            num_threads=backend.num_threads,
             external_libs=external_libs,
         )
         worker = worker_class(rollout.name)

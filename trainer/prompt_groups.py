@@ -52,12 +52,6 @@ class PromptGroup:
         columns = {**self.rows.non_tensor_batch, **completed.non_tensor_batch}
         return DataProto(completed.batch, columns, meta_of_all_calls(self.rows.meta_info))
 
-    def draft(self) -> DataProto:
-        """What a checkpoint keeps of an open group."""
-        draft = self.completed()
-        draft.tensors[SEEDS] = self.rows.tensors[SEEDS]
-        return draft
-
 
 class PromptGroups:
     """Starts groups as the window allows, and hands out those of a step once they are graded; has no threads."""
@@ -159,7 +153,9 @@ class PromptGroups:
         files: dict[str, list[DataProto]] = {WAITING: [], OPEN: []}
         for group in self.open:
             graded = group.graded if group.number in self.window.finished else None
-            rows = group.draft() if graded is None else graded
+            rows = group.completed() if graded is None else graded
+            if graded is None:
+                rows.tensors[SEEDS] = group.rows.tensors[SEEDS]
             files[OPEN if graded is None else WAITING].append(_numbered(group.number, rows))
         for name, parts in files.items():
             if parts:

@@ -103,7 +103,6 @@ class SupervisedTrainer(CheckpointedLoop):
             device=backend.device,
             nccl_timeout_s=self.cfg.nccl_timeout,
             actor_steps=self.total_steps,
-            num_threads=backend.num_threads,
             external_libs=self.external_libs,
         )
         with self.stage("start_workers"):

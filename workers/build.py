@@ -43,17 +43,10 @@ class EngineRun:
     rollout_n: int = 1
     actor_steps: int = -1
     critic_steps: int = -1
-    num_threads: int | None = None
     offload_on_sleep: bool = True
     """Whether rollout engines keep weights on the host while they sleep; else the next push brings them."""
     external_libs: tuple[tuple[str, str], ...] = ()
     """(configuration key, module name or absolute path of a .py file) to import before a model is built."""
-
-    def prepare(self) -> None:
-        """Import external libraries and set the number of threads of this process."""
-        import_libraries(self.external_libs)
-        if self.num_threads:
-            torch.set_num_threads(self.num_threads)
 
 
 def make_mfu_meter(model: ModelConfig, engine: TrainEngine, run: EngineRun, *, lm_head: bool = True) -> MfuMeter:
@@ -68,7 +61,7 @@ def _engine(
 ) -> "Engine":
     """The engine that `section` belongs to, once this process has joined the process group and is seeded; `options` are
     what both engines take. `full_determinism` of a section goes for all that the process computes from then on."""
-    run.prepare()
+    import_libraries(run.external_libs)
     if section.full_determinism:
         rng.repeat_bitwise()
     ensure_process_group(run.device, timeout_s=run.nccl_timeout_s)

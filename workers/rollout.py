@@ -14,6 +14,7 @@ from rlsys.single_controller.dispatch import Dispatch, make_nd_compute_dataproto
 from rlsys.types import ModelRequest, ResponseDelta
 from rlsys.utils.errors import ConfigError
 from rlsys.utils.hub import ensure_downloaded
+from rlsys.utils.plugins import import_libraries
 from rlsys.weights.endpoints import WeightReceiver
 from workers.build import EngineRun
 from workers.colocated import learn_engine_layout, set_local_rollout
@@ -42,7 +43,7 @@ class RolloutWorker(Worker, WeightReceiver):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Build the engine."""
-        self.run.prepare()
+        import_libraries(self.run.external_libs)
         assert self.model_cfg.path is not None, "the start model is resolved before workers start"
         ensure_downloaded(self.model_cfg.path)
         size = self.cfg.replica_size
