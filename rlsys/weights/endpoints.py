@@ -31,7 +31,7 @@ RECEIVERS: dict[type, Callable[[Any, RolloutEngine], Any]] = {
     DiskSpec: DiskReader,
     GatherSpec: GatherLoader,
 }
-STEPS = ("listen", "join", "relay", "take", "confirm", "prepare", "commit", "bucket", "finish")
+STEPS = ("listen", "join", "begin", "relay", "take", "confirm", "prepare", "commit", "bucket", "finish")
 
 
 class WeightEndpoint:

@@ -23,7 +23,7 @@ from torch import Tensor
 from rlsys.interfaces import RolloutEngine, TrainEngine
 from rlsys.utils.errors import WeightTransferError
 from rlsys.weights.batched_copy import BatchedCopy
-from rlsys.weights.executors.base import Executor, Layouts, RemainingTime
+from rlsys.weights.executors.base import Executor, Layouts, RemainingTime, wait_all
 from rlsys.weights.executors.nccl import Message, form_group, messages_of, wait_for_peers
 from rlsys.weights.executors.relay import RelayRank, plan_relays, synchronize
 from rlsys.weights.layout import check_complete, device_of, element_bytes, view_of
@@ -263,14 +263,21 @@ class IpcImporter(PlanReceiver):
         self.copies: list[BatchedCopy] = []
         """Of each round; made again where memory has moved on either side."""
         self._addresses: dict[str, int] = {}
+        self._tensors: Mapping[str, Tensor] = {}
         self._handles = dict(spec.handles)
         self._imported: dict[int, ImportedTensors] = {}
 
-    def receive(self, version: int, new_handles: Mapping[int, IpcHandle] | None = None) -> int:
-        """Quarantine the engine and copy; it stays quarantined until `finish`."""
+    def begin(self) -> None:
+        """Quarantine the engine until `finish`."""
         self.received = None
-        tensors = self.update.begin()
-        self._compile(tensors, new_handles or {})
+        self._tensors = self.update.begin()
+
+    def receive(self, version: int, new_handles: Mapping[int, IpcHandle] | None = None) -> int:
+        """Copy, into an engine that is quarantined first unless it has been by `begin`."""
+        if not self._tensors:
+            self.begin()
+        self._compile(self._tensors, new_handles or {})
+        self._tensors = {}
         self.received = version
         return self.take(0)
 
@@ -344,12 +351,15 @@ class IpcExecutor(Executor):
 
     def push(self, version: int, remaining_s: RemainingTime) -> tuple[int, str]:
         self.pushed = None
+        begun = [] if self.snapshot else self.destination.execute_all_async("weight_step", "begin")
         exported: list[ExportedVersion] = self.send(version, remaining_s)
         if self.relays.rounds and not self.joined:
             form_group([self.source], self.options.timeout_s, remaining_s)
         new_handles = {rank: part.handle for rank, part in enumerate(exported) if part.handle is not None}
         self.handles |= new_handles
         checksums = self.plans.merge([part.checksums for part in exported])
+        with self.stage("begin"):  # what is left of it: engines stop while the trainer exports
+            wait_all(begun, remaining_s)
         num_bytes = self.receive(version, remaining_s, new_handles)
         num_bytes += self._relay(remaining_s)
         self.step(self.source, remaining_s, "confirm", version)
