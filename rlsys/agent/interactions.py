@@ -48,8 +48,7 @@ class InteractionWorkflow:
         for entry in read_entries(path, ENTRIES, key=key).get("interaction", ()):
             target = str(entry.get("class_name", ""))
             load_target(target, key=key)
-            short = target.rpartition(".")[2].removesuffix("Interaction").lower()
-            name = entry.get("name") or short
+            name = entry.get("name") or target.rpartition(".")[2].removesuffix("Interaction").lower()
             if name in self._classes:
                 raise ConfigError(f"{key}={path}: two interactions are named {name}")
             self._classes[name] = target, {"config": {**(entry.get("config") or {}), "name": name}}

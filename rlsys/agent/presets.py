@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from rlsys.protocol import ImageInputs
 
 Outcome = float | Score | Sequence[TraceRow] | None
-Run = Callable[[Row, Session], Awaitable[Outcome]]
 MAX_TOKENS = 1 << 30
 
 
@@ -43,7 +42,7 @@ class Workflow:
     With `is_one_draw` an episode is an answer to the row's prompt, graded by the job: a batch needs no episodes for it.
     """
 
-    run: Run
+    run: Callable[[Row, Session], Awaitable[Outcome]]
     tools: Sequence[Tool] = ()
     environment: str | None = None
     close: Callable[[], Awaitable[None]] | None = None

@@ -20,10 +20,9 @@ from rlsys.utils.errors import ConfigError
 from rlsys.utils.plugins import named_arguments
 
 TAIL_BYTES = 2000
-Call = Callable[[Row, OpenEpisode], Awaitable[float | None]]
 
 
-def _workflow(call: Call) -> Workflow:
+def _workflow(call: Callable[[Row, OpenEpisode], Awaitable[float | None]]) -> Workflow:
     """An episode of one run of a program; its reward is returned, posted to /reward, or the last answer's grade."""
     endpoint = Endpoint()
 

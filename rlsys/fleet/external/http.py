@@ -4,11 +4,10 @@ import json
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import aiohttp
 
-Kind = Literal["unreachable", "status", "busy", "timeout", "bad_answer", "stale"]
 MAX_TEXT_CHARS = 300
 MAX_ANSWER_BYTES = 64 << 20
 MAX_WAIT_S = 60.0
@@ -28,9 +27,13 @@ class Call:
 class ServerFault(RuntimeError):
     """A server failed at something that another one, or the same one later, may do."""
 
-    def __init__(self, url: str, stage: str, cause: str, *, kind: Kind, wait_s: float = 0.0, status: int = 0) -> None:
+    def __init__(self, url: str, stage: str, cause: str, *, wait_s: float = 0.0, status: int = 0) -> None:
         super().__init__(f"{url} at stage '{stage}': {cause}")
-        self.url, self.stage, self.kind, self.wait_s, self.status = url, stage, kind, wait_s, status
+        self.wait_s, self.status = wait_s, status
+
+
+class StaleWeightsFault(ServerFault):
+    """A server's tokens are of other weights than those that it was given last."""
 
 
 class RefusedError(ValueError):
@@ -45,7 +48,6 @@ async def open_session(token: str) -> aiohttp.ClientSession:
         auto_decompress=False,
         cookie_jar=aiohttp.DummyCookieJar(),
         connector=aiohttp.TCPConnector(limit=0),
-        trust_env=False,
     )
 
 
@@ -57,11 +59,11 @@ async def ask(session: aiohttp.ClientSession, url: str, call: Call, *, stage: st
         while len(data) <= MAX_ANSWER_BYTES and (more := await response.content.read(MAX_ANSWER_BYTES)):
             data += more
     if len(data) > MAX_ANSWER_BYTES:
-        raise ServerFault(url, stage, f"an answer of more than {MAX_ANSWER_BYTES} bytes", kind="bad_answer")
+        raise ServerFault(url, stage, f"an answer of more than {MAX_ANSWER_BYTES} bytes")
     try:
         return json.loads(data) if data.lstrip()[:1] in (b"{", b"[") else None
     except ValueError as error:
-        raise ServerFault(url, stage, f"invalid JSON: {error}", kind="bad_answer") from error
+        raise ServerFault(url, stage, f"invalid JSON: {error}") from error
 
 
 async def events(
@@ -81,7 +83,7 @@ async def events(
             *lines, rest = buffer.split(b"\n")
             buffer = bytearray(rest)
             if max(map(len, (*lines, rest))) > max_event_bytes:
-                raise ServerFault(url, stage, f"an event of more than {max_event_bytes} bytes", kind="bad_answer")
+                raise ServerFault(url, stage, f"an event of more than {max_event_bytes} bytes")
             for line in lines:
                 text = bytes(line).strip()
                 if not text.startswith(EVENT):
@@ -90,22 +92,22 @@ async def events(
                 if text == b"[DONE]":
                     return
                 yield _event(text, url, stage)
-    raise ServerFault(url, stage, "the stream ended in the middle of an answer", kind="unreachable")
+    raise ServerFault(url, stage, "the stream ended in the middle of an answer")
 
 
 def _event(text: bytes, url: str, stage: str) -> dict[str, object]:
     try:
         event = json.loads(text)
     except ValueError as error:
-        raise ServerFault(url, stage, f"invalid JSON in the stream: {error}", kind="bad_answer") from error
+        raise ServerFault(url, stage, f"invalid JSON in the stream: {error}") from error
     if not isinstance(event, dict):
-        raise ServerFault(url, stage, "an event that is not a JSON object", kind="bad_answer")
+        raise ServerFault(url, stage, "an event that is not a JSON object")
     if error := event.get("error"):
         details = error if isinstance(error, dict) else {"message": error}
         text_of, code = _short(details.get("message", "")), details.get("code")
         if isinstance(code, int) and 400 <= code < 500 and code not in (408, 429):
             raise RefusedError(f"{url} at stage '{stage}': {text_of}")
-        raise ServerFault(url, stage, f"error in the stream: {text_of}", kind="status")
+        raise ServerFault(url, stage, f"error in the stream: {text_of}")
     return event
 
 
@@ -128,9 +130,9 @@ async def _answer(
             allowed = f"{timeout.total:g} s" if timeout.total else "its time"
             if timeout.sock_read is not None:
                 allowed += f" (or {timeout.sock_read:g} s of silence)"
-            raise ServerFault(url, stage, f"no answer within {allowed}", kind="timeout") from error
+            raise ServerFault(url, stage, f"no answer within {allowed}") from error
         cause = f"{type(error).__name__}: {error}" if isinstance(error, aiohttp.ClientError | OSError) else repr(error)
-        raise ServerFault(url, stage, cause, kind="unreachable") from error
+        raise ServerFault(url, stage, cause) from error
 
 
 async def _refusal(response: aiohttp.ClientResponse, url: str, stage: str) -> Exception:
@@ -146,12 +148,12 @@ async def _refusal(response: aiohttp.ClientResponse, url: str, stage: str) -> Ex
         return RefusedError(f"{url} at stage '{stage}': {say}")
     if status in (429, 503):
         wait_s = min(float(wait), MAX_WAIT_S) if wait.isdecimal() else 0.0
-        return ServerFault(url, stage, say, kind="busy", wait_s=wait_s, status=status)
+        return ServerFault(url, stage, say, wait_s=wait_s, status=status)
     if 300 <= status < 400:
         say = f"HTTP {status}: redirects are not followed; name the server itself"
     if status == 401:
         say = f"HTTP {status}: the token is missing or wrong"
-    return ServerFault(url, stage, say, kind="status", status=status)
+    return ServerFault(url, stage, say, status=status)
 
 
 def _short(text: object) -> str:

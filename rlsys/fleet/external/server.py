@@ -13,7 +13,7 @@ from tenacity import AsyncRetrying, retry_if_exception_type, wait_exponential
 from rlsys.config.checks.files import model_facts
 from rlsys.fleet.external.backends import FULL, RAW, BadResponseError, adapter_of, check, probed_mode, setting_of
 from rlsys.fleet.external.capabilities import ALL, capabilities_of
-from rlsys.fleet.external.http import Call, RefusedError, ServerFault, ask, events
+from rlsys.fleet.external.http import Call, RefusedError, ServerFault, StaleWeightsFault, ask, events
 from rlsys.rollout.base import check_sampling
 from rlsys.types import Finish, ModelRequest, ResponseDelta, WeightUpdateMeta
 from rlsys.utils.errors import ConfigError, WeightTransferError
@@ -69,7 +69,7 @@ class ServerReplica:
 
     async def _exchange(self, new: Sequence[ModelRequest], cancel: set[str], wait_s: float) -> list[ResponseDelta]:
         if not self.is_admitted:
-            raise ServerFault(self.url, "exchange", self.cause, kind="unreachable")
+            raise ServerFault(self.url, "exchange", self.cause)
         if asyncio.get_running_loop().time() - self._examined_s > self.pool.settings.health_s:
             await self.examine()
         for rid in cancel & self._streams.keys():
@@ -92,7 +92,7 @@ class ServerReplica:
             self._outbox.append(ResponseDelta(request.rid, error=str(error), refused=True))
         except ServerFault as fault:
             log.warning("%s", fault)
-            if fault.kind == "stale" or (self.pool.adapter and fault.status == 404):
+            if isinstance(fault, StaleWeightsFault) or (self.pool.adapter and fault.status == 404):
                 self.is_admitted, self.cause = False, str(fault)
             wait_s = max(fault.wait_s, FIRST_BACKOFF_S * 2 ** min(self.num_failures, 30))
             self.num_failures += 1
@@ -119,10 +119,10 @@ class ServerReplica:
                     if delta.finish is Finish.STOP and not seen + len(delta.tokens):
                         raise BadResponseError("an answer that stopped without a stop token")
                 except BadResponseError as error:
-                    raise ServerFault(self.url, "generate", str(error), kind="bad_answer") from error
+                    raise ServerFault(self.url, "generate", str(error)) from error
                 if stamp and (wrong := set(delta.stamps) - {stamp, ""}):
                     what = f"tokens of weights {sorted(wrong)}, wanted '{stamp}' (version {version})"
-                    raise ServerFault(self.url, "generate", what, kind="stale")
+                    raise StaleWeightsFault(self.url, "generate", what)
                 seen += len(delta.tokens)
                 finish = Finish.LENGTH if seen == num and delta.finish is not Finish.STOP else delta.finish
                 if finish is Finish.ABORT:
@@ -132,7 +132,7 @@ class ServerReplica:
                 yield ResponseDelta(request.rid, tuple(delta.tokens), full, sampled, (version,) * len(full), finish)
                 if finish is not None:
                     return
-        raise ServerFault(self.url, "generate", "the answer has no finish reason", kind="bad_answer")
+        raise ServerFault(self.url, "generate", "the answer has no finish reason")
 
     def _check(self, request: ModelRequest) -> None:
         if not request.input_ids or min(request.input_ids) < 0:
@@ -240,15 +240,15 @@ class ServerReplica:
         stage = f"update_weights to version {meta.version}"
         if not meta.weights_path:
             if await self._identify() != str(meta.version):
-                raise ServerFault(self.url, stage, "it gets its weights with the next push", kind="stale")
+                raise ServerFault(self.url, stage, "it gets its weights with the next push")
             return
         is_tied = model_facts(Path(meta.weights_path)).get("tie_word_embeddings")
         if self.on_cpu and not adapter_of(meta) and is_tied:
-            raise ServerFault(self.url, stage, TIED_ON_CPU, kind="status")
+            raise ServerFault(self.url, stage, TIED_ON_CPU)
         source = "adapters" if adapter_of(meta) else "files"
         if source not in self.capabilities:
             why = f"{self.pool.backend.kind} {self.version}: servers of this version cannot load weights by '{source}'"
-            raise ServerFault(self.url, stage, why, kind="status")
+            raise ServerFault(self.url, stage, why)
         await self.send(stage, *self.pool.backend.update(meta))
 
     async def send(self, stage: str, *calls: Call) -> None:
@@ -256,14 +256,14 @@ class ServerReplica:
         for call in calls:
             answer = await self._ask(call, stage, self.pool.settings.update_s)
             if isinstance(answer, dict) and answer.get("success") is False:
-                raise ServerFault(self.url, stage, str(answer.get("message"))[:300], kind="status")
+                raise ServerFault(self.url, stage, str(answer.get("message"))[:300])
 
     async def num_ranks(self) -> int:
         """The ranks that receive weights over a process group."""
         call, key = self.pool.backend.num_ranks
         num = await self._first_answer((call,), key)
         if not num.isdecimal():
-            raise ServerFault(self.url, "join", f"no {key}: see docs/external_servers.md", kind="bad_answer")
+            raise ServerFault(self.url, "join", f"no {key}: see docs/external_servers.md")
         return int(num)
 
     async def _identify(self) -> str:

@@ -60,7 +60,10 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _watch(worker: int, log_read: int, child_ended: int, owner_pid: int) -> tuple[int | None, bytes]:
-    """Collect output until the worker or the pool ends; the worker's wait status if it ended, and the last output."""
+    """Collect output until the worker or the pool ends; the worker's wait status if it ended, and the last output.
+
+    Its beginning is copied to the standard error of the pool's process, as much as can be written without waiting.
+    """
     poller = select.poll()
     poller.register(0, 0)  # reports that the pool has closed it
     for fd in (child_ended, log_read):
@@ -73,7 +76,10 @@ def _watch(worker: int, log_read: int, child_ended: int, owner_pid: int) -> tupl
             if not data:
                 poller.unregister(log_read)
             tail = (tail + data)[-TAIL_BYTES:]
-            left -= _forward(data[:left])
+            shown = data[:left]
+            if shown and select.select([], [2], [], 0)[1]:
+                os.write(2, shown)
+            left -= len(shown)
         if 0 in ready or os.getppid() != owner_pid:
             return None, tail
         if child_ended in ready:
@@ -83,13 +89,6 @@ def _watch(worker: int, log_read: int, child_ended: int, owner_pid: int) -> tupl
                 with suppress(BlockingIOError):
                     tail += os.read(log_read, 1 << 20)
                 return status, tail[-TAIL_BYTES:]
-
-
-def _forward(data: bytes) -> int:
-    """Copy a grader's output to the standard error of the pool's process, as much as can be written without waiting."""
-    if data and select.select([], [2], [], 0)[1]:
-        os.write(2, data)
-    return len(data)
 
 
 def _kill_descendants(worker: int, status: int | None, seconds: float) -> int:

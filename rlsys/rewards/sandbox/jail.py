@@ -77,8 +77,7 @@ def main() -> None:
         missing.append("files")
     if not filter_system_calls():
         missing += ["network", "processes"]
-    lacking = [m for m in missing if m in spec["require"]]
-    if lacking:
+    if lacking := [m for m in missing if m in spec["require"]]:
         os.write(2, f"{spec['refusal']}{','.join(lacking)}".encode())
         os._exit(1)
     os.execve(spec["command"][0], spec["command"], spec["environment"])
