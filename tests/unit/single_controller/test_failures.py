@@ -166,12 +166,12 @@ def test_children_of_a_killed_worker_end_too() -> None:
 
 def test_a_dead_rank_is_replaced_in_its_place(sleepers: RayWorkerGroup) -> None:
     first, second = sleepers.pid()
-    future = sleepers.execute_rank_async(1, "sleep", [0.0, 1000.0], stage="generate")
-    healthy = sleepers.execute_rank_async(0, "sleep", [0.1, 0.0], stage="generate")
+    future = sleepers.execute_rank_async(1, "sleep", [0.0, 1000.0])
+    healthy = sleepers.execute_rank_async(0, "sleep", [0.1, 0.0])
     os.kill(second, signal.SIGKILL)
     with pytest.raises(WorkerError) as caught:
         future.get()
-    assert (caught.value.failed.rank, caught.value.failed.stage) == (1, "generate")
+    assert (caught.value.failed.rank, caught.value.failed.stage) == (1, "sleep")
     assert healthy.get() == 0
     sleepers.restart_rank(1)
     again = sleepers.pid()
