@@ -56,8 +56,10 @@ def _replicas(cfg: PPOConfig | EvalConfig, name: str, ranks: int) -> Iterator[st
     elif cfg.actor_rollout_ref.rollout.tensor_model_parallel_size > 1 and "t" not in backend.dims:
         yield wrong(cfg, key, f"the {name} engine runs a model in one process; set {key}=1, or use vllm or sglang")
     elif ranks % size:
-        why = f"the {ranks} rollout processes cannot hold copies of the model on {size} each; set a divisor of {ranks}"
-        yield wrong(cfg, key, why)
+        tp = cfg.actor_rollout_ref.rollout.tensor_model_parallel_size
+        key, divided = (key, ranks) if ranks % tp else (f"{KEY}.data_parallel_size", ranks // tp)
+        why = f"the {ranks} rollout processes cannot hold copies of the model on {size} each"
+        yield wrong(cfg, key, f"{why}; set a divisor of {divided}")
     elif isinstance(cfg, EvalConfig) or cfg.trainer.rollout_workers == 0:
         node = cfg.trainer.n_gpus_per_node
         if cfg.trainer.nnodes > 1 and node % size and size % node:

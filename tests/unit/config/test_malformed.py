@@ -226,8 +226,8 @@ FOREIGN = [
     bad([f"{R}.name=vllm", f"{R}.data_parallel_size=2", *DEVICES], f"{R}.data_parallel_size", "expert_parallel_size=2"),
     bad(
         [f"{R}.name=vllm", "trainer.device=cuda", *(f"{R}.{size}_parallel_size=2" for size in ("data", "expert"))],
-        f"{R}.tensor_model_parallel_size",
-        "the 1 rollout processes cannot hold copies of the model on 2 each",
+        f"{R}.data_parallel_size",
+        "the 1 rollout processes cannot hold copies of the model on 2 each; set a divisor of 1",
     ),
     bad(f"{R}.engine_kwargs.vllm.data_parallel_size=2", "engine_kwargs.vllm.data_parallel_size", "set rollout.data"),
     bad(f"{R}.engine_kwargs.vllm.enable_expert_parallel=true", "enable_expert_parallel", "expert_parallel_size"),

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from rlsys.config import PPOConfig, SFTConfig, load_config, plan_batches
 from rlsys.config.plan import RolePlan, plan_text, total_steps
-from rlsys.config.pools import resolve_pools
+from rlsys.config.pools import process_pools, resolve_pools
 from rlsys.config.schema.types import MicroBatches
 
 SMOLLM2_135M = {
@@ -84,6 +84,14 @@ def test_total_steps_leave_out_the_rest_of_an_epoch() -> None:
     assert total_steps(100, 32, 3, None) == 9
     assert total_steps(100, 32, 3, 5) == 5
     assert total_steps(31, 32, 3, None) == 0
+
+
+def test_copies_of_the_attention_are_of_one_replica() -> None:
+    sizes = {"tensor_model_parallel_size": 2, "data_parallel_size": 8, "expert_parallel_size": 16, "name": "vllm"}
+    argv = [f"actor_rollout_ref.rollout.{name}={value}" for name, value in sizes.items()]
+    cfg = load_config([*argv, "trainer.device=cuda", "trainer.n_gpus_per_node=8", "trainer.rollout_workers=32"])
+    assert process_pools(cfg, 8) == {"train": [8], "rollout": [8] * 4}
+    assert process_pools(cfg, 6)["rollout"] == [6, 6, 4] * 2
 
 
 def test_split_and_shared_pools() -> None:

@@ -15,7 +15,10 @@ from typing import Any
 import pytest
 import torch
 
+from rlsys.config.schema.rollout import GenerationConfig
+from rlsys.config.schema.trainer import GradingDeadlinesConfig
 from rlsys.fleet.fleet import FleetDeadlines, RolloutFleet
+from rlsys.fleet.group import group_fleet
 from rlsys.fleet.requests import Replica
 from rlsys.protocol import DataProto
 from rlsys.rollout.batch import generate_sequences
@@ -550,3 +553,26 @@ def test_real_processes_are_killed_and_stopped(deed: signal.Signals, together: b
     finally:
         for replica in replicas:
             replica.close()
+
+
+class Ranks:
+    """Four ranks of an engine with two copies of the attention, of which each draws every second request."""
+
+    world_size = 4
+
+    def __init__(self) -> None:
+        self.engines = [Fake() for _ in range(4)]
+
+    def execute_rank_async(
+        self, rank: int, method: str, new: Sequence[ModelRequest], wait_s: float, cancel: Collection[str]
+    ) -> Any:
+        deltas = self.engines[rank].exchange(new[rank // 2 :: 2], cancel=cancel)
+        return type("Result", (), {"get": lambda self, deadline_s: deltas})()
+
+
+def test_every_copy_of_the_attention_answers_for_its_requests() -> None:
+    rollout = GenerationConfig(tensor_model_parallel_size=2, data_parallel_size=2, expert_parallel_size=4)
+    fleet = group_fleet(Ranks(), rollout, GradingDeadlinesConfig(), num_rows=5, restartable=False)
+    requests = requests_of(5, num_tokens=7)
+    assert [answer.output_tokens for answer in fleet.generate(requests)] == [drawn(one, 7) for one in requests]
+    fleet.close()

@@ -161,6 +161,14 @@ def test_vllm_takes_its_share() -> None:
     assert stages(planned(shared, SHAPES["tiny"]))["rollout"].bytes["rollout weights"] == N
 
 
+def test_copies_of_the_attention_share_the_experts_alone() -> None:
+    d, sizes = fp.decoder_of(SHAPES["30B-A3B"]), {"tensor_model": 2, "data": 4, "expert": 8}
+    argv = [f"actor_rollout_ref.rollout.{name}_parallel_size={size}" for name, size in sizes.items()]
+    cfg = config("actor_rollout_ref.rollout.name=vllm", *argv, "trainer.device=cuda", "trainer.n_gpus_per_node=8")
+    held = stages(planned(cfg, SHAPES["30B-A3B"]))["rollout"].bytes["rollout weights"]
+    assert held == 2 * ((d.parameters - d.in_experts) // 2 + d.in_experts // 8)
+
+
 def test_sglang_takes_its_share_of_what_the_actor_leaves() -> None:
     names = ("actor_rollout_ref.rollout.name=sglang", "actor_rollout_ref.rollout.gpu_memory_utilization=0.5")
     by_name = stages(planned(config(*names, "trainer.n_gpus_per_node=1"), SHAPES["tiny"], device_bytes=10 * GIB))

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlsys.config import PPOConfig, load_config
-from rlsys.config.introspect import shown
+from rlsys.config.introspect import replaced, shown
 from rlsys.planning import footprint as fp
 from rlsys.planning import step_time as steps
 from rlsys.planning.advice import step_table
@@ -150,6 +150,13 @@ def test_a_decode_step_reads_the_experts_that_some_answer_is_sent_to() -> None:
         seconds = steps.rollout_phase(job, free, 0.0).seconds["memory"]
         read = d.parameters - d.vocab * d.hidden - d.hidden - (120 / 128) ** running * d.in_experts
         assert seconds == pytest.approx(64 / running * 2 * read / (steps.MEMORY * 3.35e12), rel=1e-3)
+    shared = replaced(cfg, {f"{ROLLOUT}.{of}_parallel_size": 8 for of in ("data", "expert")})
+    job = PlanInputs(shared, machine("30B-A3B"), job.lengths)
+    dense, reached = read + (120 / 128) ** 64 * d.in_experts - d.in_experts, 1 - (120 / 128) ** (64 * 8)
+    seconds = steps.rollout_phase(job, free, 0.0).seconds["memory"]
+    reads = 2 * (dense + reached * d.in_experts / 8) / (steps.MEMORY * 3.35e12)
+    exchanges = 2 * d.num_sparse * (steps.ALL_REDUCE_S + 2 * 64 * 8 * d.hidden * 7 / 8 / PEER)
+    assert seconds == pytest.approx(reads + exchanges, rel=1e-3)
 
 
 @given(st.integers(10, 4000), st.integers(1, 8), st.floats(0, 1.5))
