@@ -84,12 +84,10 @@ def create_rl_sampler(data_config: DataConfig, dataset: Sized) -> Sampler[int] |
     path, name = data_config.sampler.class_path, data_config.sampler.class_name
     if path is None or name is None:
         return None
+    key = f"data.sampler.class_name={name}"
     sampler = load_from_file(path, name, key="data.sampler.class_path")(data_source=dataset, data_config=data_config)
     if not isinstance(sampler, Sampler) or not isinstance(sampler, Sized):
-        raise ConfigError(
-            f"data.sampler.class_name={name}: it must be an rlsys.data.rl_sampler.AbstractSampler with a length"
-        )
+        raise ConfigError(f"{key}: it must be an rlsys.data.rl_sampler.AbstractSampler with a length")
     if len(sampler) != len(dataset):
-        lengths = f"its length is {len(sampler)}, that of the rows {len(dataset)}"
-        raise ConfigError(f"data.sampler.class_name={name}: {lengths}")
+        raise ConfigError(f"{key}: its length is {len(sampler)}, that of the rows {len(dataset)}")
     return sampler

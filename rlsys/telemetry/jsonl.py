@@ -32,7 +32,8 @@ class JsonlWriter:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             if resume_step is None and path.stat().st_size:
-                path.rename(_free_name(path))
+                names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in count(1))
+                path.rename(next(name for name in names if not name.exists()))
             elif resume_step is not None:
                 _truncate(path, resume_step)
         self.path = path
@@ -79,11 +80,6 @@ def _whole_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
 def _truncate(path: Path, step: int) -> None:
     kept = [line.decode() for line, record in _whole_lines(path) if record.get("step", 0) <= step]
     write_whole(path, "".join(kept).encode(), durable=True)
-
-
-def _free_name(path: Path) -> Path:
-    names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in count(1))
-    return next(name for name in names if not name.exists())
 
 
 def plain(value: object, *, is_strict: bool = False) -> Any:

@@ -151,8 +151,7 @@ class MlflowTracker:
     _MAX_PARAM_CHARS = 500
 
     def __init__(self, run: TrackedRun) -> None:
-        mlflow = import_module("mlflow")
-        self._mlflow = mlflow
+        self._mlflow = mlflow = import_module("mlflow")
         if "MLFLOW_TRACKING_URI" not in os.environ:
             directory = run.directory.resolve()
             mlflow.set_tracking_uri(f"sqlite:///{directory}/mlflow.db")
