@@ -2,6 +2,8 @@
 
 import os
 
+import torch.utils._triton
+
 VISIBLE, SHOWN = "CUDA_VISIBLE_DEVICES", "SHOWN_GPUS"
 
 
@@ -10,6 +12,9 @@ def show_gpus() -> None:
     os.environ.pop(VISIBLE, None)
     if shown := os.environ.pop(SHOWN, ""):
         os.environ[VISIBLE] = shown
+    for answer in vars(torch.utils._triton).values():  # whether there is Triton was asked, and kept, without GPUs
+        if hasattr(answer, "cache_clear"):
+            answer.cache_clear()
 
 
 if SHOWN in os.environ:
