@@ -43,7 +43,7 @@ ENGINES = [
 
 @pytest.fixture(scope="module")
 def sparse(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Toy:
-    """The toy with four experts in each layer and heads of 32, the smallest that vLLM's CPU attention has."""
+    """The toy with four experts in each layer and heads of 64, the smallest that both engines serve on CPUs and GPUs."""
     return with_model(
         toy,
         tmp_path_factory.mktemp("sparse"),
@@ -54,7 +54,7 @@ def sparse(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Toy:
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=2,
-        head_dim=32,
+        head_dim=64,
         num_experts=4,
         num_experts_per_tok=2,
         norm_topk_prob=True,
