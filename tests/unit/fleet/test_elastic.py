@@ -118,6 +118,7 @@ def test_requests_of_a_drained_and_of_a_lost_replica_continue() -> None:
         requests = requests_of(60, num_tokens=300)
         answers = fleet.submit(requests)
         replicas[0].draining, replicas[1].alive = True, False
+        assert wait_until(lambda: ready(fleet) == 2, 10)
         weights.push(fleet, 2)
         assert_answered(requests, results(answers))
         counts = fleet.metrics()
