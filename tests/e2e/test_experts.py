@@ -43,7 +43,7 @@ ENGINES = [
 
 @pytest.fixture(scope="module")
 def sparse(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Toy:
-    """The toy with four experts in each layer and heads of 64, the smallest that both engines serve on CPUs and GPUs."""
+    """The toy with four experts in each layer and heads of 64, which both engines serve on CPUs and on GPUs."""
     return with_model(
         toy,
         tmp_path_factory.mktemp("sparse"),
