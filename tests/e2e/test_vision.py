@@ -129,20 +129,30 @@ def test_two_ranks_on_ray_freeze_the_tower_and_continue_a_checkpoint(tmp_path: P
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "sizes"),
-    [("qwen2_5_vl", {"tensor": 2}), ("qwen2_5_vl", {"pipeline": 2}), ("qwen3_vl", {"tensor": 2})],
+    ("family", "sizes", "engine"),
+    [
+        ("qwen2_5_vl", {"tensor": 2}, "hf"),
+        ("qwen2_5_vl", {"pipeline": 2}, "hf"),
+        ("qwen3_vl", {"tensor": 2}, "hf"),
+        pytest.param("qwen2_5_vl", {"pipeline": 2}, "vllm", marks=pytest.mark.vllm),
+        pytest.param("qwen3_vl", {"tensor": 2}, "vllm", marks=pytest.mark.vllm),
+        pytest.param("qwen2_5_vl", {"tensor": 2}, "sglang", marks=pytest.mark.sglang),
+    ],
 )
 def test_megatron_trains_on_images_and_continues_a_checkpoint(
-    tmp_path: Path, family: str, sizes: dict[str, int]
+    tmp_path: Path, family: str, sizes: dict[str, int], engine: str
 ) -> None:
+    """A push into any engine brings the image encoder too."""
     sections = [f"actor_rollout_ref.{role}.megatron" for role in ("actor", "ref")]
     split = [f"{key}.{name}_model_parallel_size={n}" for key in sections for name, n in sizes.items()]
     more = ["actor_rollout_ref.actor.strategy=megatron", "actor_rollout_ref.actor.use_kl_loss=true", *split]
-    text = {**MODELS[family]["text_config"], "num_hidden_layers": 4}
+    more += [f"actor_rollout_ref.rollout.name={engine}", "actor_rollout_ref.rollout.enforce_eager=true"]
+    config: dict[str, Any] = MODELS[family] if engine == "hf" else wide(MODELS[family])
+    text = {**config["text_config"], "num_hidden_layers": 4}
     given = arguments(
         tmp_path,
         *("trainer.backend=ray", "trainer.n_gpus_per_node=2", "trainer.save_freq=1", *more),
-        config={**MODELS[family], "text_config": text},
+        config={**config, "text_config": text},
     )
     assert main(given) == 0
     assert max(line["parity/max_abs"] for line in metrics_of(tmp_path)) < 1e-4
