@@ -20,26 +20,14 @@ from rlsys.config.schema.types import MicroBatches
 from rlsys.models.megatron.family import Head
 from rlsys.models.megatron.parallel import ParallelSizes
 from rlsys.planning import footprint as fp
-from rlsys.planning.roles import (
-    GRADIENTS,
-    MASTERS,
-    OPTIMIZER,
-    PARAMETERS,
-    Bytes,
-    Computing,
-    FsdpRole,
-    MegatronRole,
-    Pass,
-    Role,
-    together,
-)
+from rlsys.planning import roles as ro
 from rlsys.types import EXPORT_FILE_BYTES
 
 if TYPE_CHECKING:
     from rlsys.models.lora import LoraSettings
 
 ROLLOUT_WEIGHTS, CACHE, DRAWING, STAGING = "rollout weights", "cache", "drawing", "staging"
-RESIDENT = (PARAMETERS, GRADIENTS, MASTERS, OPTIMIZER, ROLLOUT_WEIGHTS)
+RESIDENT = (ro.PARAMETERS, ro.GRADIENTS, ro.MASTERS, ro.OPTIMIZER, ROLLOUT_WEIGHTS)
 CHECKSUM_WORDS_BYTES = 64 << 20
 """What the checksum of a tensor takes beside a copy of it on a GPU (`rlsys.weights.checksum`)."""
 ORDER = (
@@ -108,11 +96,11 @@ class PlanInputs:
 class DeviceRole:
     """A role, the owners that leave the device while others run, and its stages: (name, whether it trains, pass)."""
 
-    role: Role
+    role: ro.Role
     leaves: frozenset[str]
-    stages: tuple[tuple[str, bool, Pass], ...]
+    stages: tuple[tuple[str, bool, ro.Pass], ...]
 
-    def waiting(self, *, but: frozenset[str] = frozenset()) -> Bytes:
+    def waiting(self, *, but: frozenset[str] = frozenset()) -> ro.Bytes:
         """What is on the device while another role runs."""
         return {owner: size for owner, size in self.role.held().items() if owner not in self.leaves - but}
 
@@ -122,7 +110,7 @@ class Stage:
     """A stage of a step and its bytes at their highest, by owner."""
 
     name: str
-    bytes: Bytes
+    bytes: ro.Bytes
 
     @property
     def total(self) -> int:
@@ -158,7 +146,7 @@ def plan_memory(cfg: PPOConfig, machine: Machine, *, lengths: Lengths | None = N
     return MemoryPlan(train, () if pools.colocated or pools.external else _rollout_stages(_engine(job, {})))
 
 
-def _training_stages(job: PlanInputs, roles: list[DeviceRole], engine: Bytes) -> tuple[Stage, ...]:
+def _training_stages(job: PlanInputs, roles: list[DeviceRole], engine: ro.Bytes) -> tuple[Stage, ...]:
     """`engine` is the rollout's where it lives here: on CUDA it sleeps while roles run, unless it keeps its memory."""
     rollout = job.cfg.actor_rollout_ref.rollout
     cache_share_of = rollout_backend(rollout.name).cache_share_of
@@ -167,32 +155,32 @@ def _training_stages(job: PlanInputs, roles: list[DeviceRole], engine: Bytes) ->
     beside = {} if job.device == "cuda" and rollout.free_cache_engine else weights
     first = engine if cache_share_of == "device" else weights
     waiting = [role.waiting() for role in roles]
-    stages = [Stage("start", together([*(role.role.held() for role in roles), first]))]
+    stages = [Stage("start", ro.together([*(role.role.held() for role in roles), first]))]
     if engine:
-        stages.append(Stage("rollout", together([*waiting, engine])))
+        stages.append(Stage("rollout", ro.together([*waiting, engine])))
     for number, role in enumerate(roles):
         others = [left for at, left in enumerate(waiting) if at != number]
         for name, trains, size in role.stages:
             passing = role.role.training(size) if trains else role.role.scoring(size)
-            stages.append(Stage(name, together([*others, role.role.held(), passing, beside])))
-    synced = together([roles[0].waiting(but=frozenset([PARAMETERS])), *waiting[1:], weights])
-    stages.append(Stage("update_weights", together([synced, {STAGING: _staging(job, roles[0].role)}])))
-    stages.append(Stage("save_checkpoint", together([synced, {STAGING: _export(job)}])))
+            stages.append(Stage(name, ro.together([*others, role.role.held(), passing, beside])))
+    synced = ro.together([roles[0].waiting(but=frozenset([ro.PARAMETERS])), *waiting[1:], weights])
+    stages.append(Stage("update_weights", ro.together([synced, {STAGING: _staging(job, roles[0].role)}])))
+    stages.append(Stage("save_checkpoint", ro.together([synced, {STAGING: _export(job)}])))
     return tuple(sorted(stages, key=lambda stage: ORDER.index(stage.name)))
 
 
-def _rollout_stages(engine: Bytes) -> tuple[Stage, ...]:
+def _rollout_stages(engine: ro.Bytes) -> tuple[Stage, ...]:
     """A device that only generates."""
     weights = _only(engine, ROLLOUT_WEIGHTS)
-    pushed = together([weights, {STAGING: CHECKSUM_WORDS_BYTES}])
+    pushed = ro.together([weights, {STAGING: CHECKSUM_WORDS_BYTES}])
     return Stage("start", weights), Stage("rollout", engine), Stage("update_weights", pushed)
 
 
-def _only(engine: Bytes, owner: str) -> Bytes:
+def _only(engine: ro.Bytes, owner: str) -> ro.Bytes:
     return {owner: engine[owner]} if owner in engine else {}
 
 
-def _engine(job: PlanInputs, beside: Bytes) -> Bytes:
+def _engine(job: PlanInputs, beside: ro.Bytes) -> ro.Bytes:
     """The rollout's engine while it generates, started where `beside` was already."""
     rollout, d = job.cfg.actor_rollout_ref.rollout, fp.decoder_of(job.machine.actor)
     c = width_of(rollout.dtype, job.device)
@@ -212,13 +200,13 @@ def _engine(job: PlanInputs, beside: Bytes) -> Bytes:
     }
 
 
-def _staging(job: PlanInputs, role: Role) -> int:
+def _staging(job: PlanInputs, role: ro.Role) -> int:
     """What a push takes beside both sides: copies for checksums, merged adapters, buckets of the gathering way."""
     d, engine = fp.decoder_of(job.machine.actor), job.cfg.actor_rollout_ref.rollout.checkpoint_engine
     staging = 2 * d.largest + CHECKSUM_WORDS_BYTES if job.device == "cuda" else 0
-    if isinstance(role, FsdpRole) and role.lora_rank:
+    if isinstance(role, ro.FsdpRole) and role.lora_rank:
         staging += role.master * role.model.parameters // role.ranks
-    if isinstance(role, MegatronRole) and role.adapters:
+    if isinstance(role, ro.MegatronRole) and role.adapters:
         staging += role.how.c * role.held_here.parameters
     if engine.backend == "gather":
         staging += min(engine.update_weights_bucket_megabytes << 20, fp.WIDE * d.parameters)
@@ -282,7 +270,7 @@ def _reference(job: PlanInputs) -> Iterator[DeviceRole]:
     is_megatron = isinstance(settings, MegatronRoleConfig)
     sharing = settings.context_parallel_size if is_megatron else policy.ref.ulysses_sequence_parallel_size
     scored = _scored(job, job.plan.actor, policy.ref.scoring, sharing)
-    leaves = frozenset([PARAMETERS] * settings.param_offload)
+    leaves = frozenset([ro.PARAMETERS] * settings.param_offload)
     for name, model in models:
         facts = job.machine.actor
         own = facts if model is policy.model else model_facts(model.path) or facts
@@ -300,26 +288,26 @@ def _critic(job: PlanInputs, plan: RolePlan) -> DeviceRole:
 def _reward_model(job: PlanInputs, facts: Facts) -> DeviceRole:
     grader, ranks = job.cfg.reward.reward_model, job.plan.pools.train_ranks
     scored = largest_pass(job.lengths, job.plan.samples // ranks, grader.scoring)
-    how = Computing(width_of(grader.dtype, job.device), job.device, recompute=False)
-    role = FsdpRole(fp.decoder_of(facts, head="value"), how, ranks, master=fp.WIDE, trained=False, lm=False)
+    how = ro.Computing(width_of(grader.dtype, job.device), job.device, recompute=False)
+    role = ro.FsdpRole(fp.decoder_of(facts, head="value"), how, ranks, master=fp.WIDE, trained=False, lm=False)
     return DeviceRole(role, frozenset(), (("reward_model", False, scored),))
 
 
-def largest_pass(lengths: Lengths, num_rows: int, size: MicroBatches, sharing: int = 1) -> Pass:
+def largest_pass(lengths: Lengths, num_rows: int, size: MicroBatches, sharing: int = 1) -> ro.Pass:
     """The largest micro-batch of rows of mean length, filled and balanced; `sharing` ranks share it."""
     row, rows = lengths.mean_prompt + lengths.mean_response, size.rows
     if size.max_tokens is not None:
         fit = max(1, size.max_tokens * sharing // row)
         rows = -(-num_rows // -(-num_rows // fit))
     micro = max(1, min(num_rows, rows or num_rows))
-    return Pass(micro * row // sharing, micro * lengths.mean_response // sharing, -(-num_rows // micro))
+    return ro.Pass(micro * row // sharing, micro * lengths.mean_response // sharing, -(-num_rows // micro))
 
 
-def _scored(job: PlanInputs, plan: RolePlan, size: MicroBatches, sharing: int) -> Pass:
+def _scored(job: PlanInputs, plan: RolePlan, size: MicroBatches, sharing: int) -> ro.Pass:
     return largest_pass(job.lengths, job.plan.samples // plan.dp_size, size, sharing)
 
 
-def _trained(job: PlanInputs, plan: RolePlan, sharing: int) -> Pass:
+def _trained(job: PlanInputs, plan: RolePlan, sharing: int) -> ro.Pass:
     return largest_pass(job.lengths, plan.rank_samples, plan.size, sharing)
 
 
@@ -334,13 +322,13 @@ def _role(
     entropy: bool = False,
     lora: "LoraSettings | None" = None,
     optim: OptimConfig = OptimConfig(),  # noqa: B008
-) -> Role:
+) -> ro.Role:
     ranks = job.plan.pools.train_ranks
-    how = Computing(width_of(settings.dtype, job.device), job.device, recompute and trained, entropy)
+    how = ro.Computing(width_of(settings.dtype, job.device), job.device, recompute and trained, entropy)
     if isinstance(settings, MegatronRoleConfig):
         sizes, fused = ParallelSizes.from_config(settings), job.device == "cuda"
-        return MegatronRole(facts, how, sizes, ranks, job.pp_rank, head, trained, fused, lora)
-    return FsdpRole(
+        return ro.MegatronRole(facts, how, sizes, ranks, job.pp_rank, head, trained, fused, lora)
+    return ro.FsdpRole(
         fp.decoder_of(facts, head=head),
         how,
         ranks=min(settings.fsdp_size, ranks) if settings.fsdp_size > 0 else ranks,
@@ -355,9 +343,9 @@ def _role(
 
 def _leaving(settings: FSDPConfig | MegatronConfig) -> frozenset[str]:
     """Owners that are offloaded; Megatron's optimizer has the masters."""
-    optimizer = [OPTIMIZER, MASTERS] * settings.optimizer_offload
-    grads = [GRADIENTS] * (isinstance(settings, MegatronConfig) and settings.grad_offload)
-    return frozenset([PARAMETERS] * settings.param_offload + optimizer + grads)
+    optimizer = [ro.OPTIMIZER, ro.MASTERS] * settings.optimizer_offload
+    grads = [ro.GRADIENTS] * (isinstance(settings, MegatronConfig) and settings.grad_offload)
+    return frozenset([ro.PARAMETERS] * settings.param_offload + optimizer + grads)
 
 
 def _lora(model: ModelConfig) -> "LoraSettings | None":
