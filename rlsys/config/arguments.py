@@ -10,7 +10,7 @@ from rlsys.utils.errors import ConfigError
 from rlsys.utils.gpus import GPUS
 
 _PARSER = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-_PARSER.add_argument("--config-name", "-cn")
+_PARSER.add_argument("--config-name", "-cn", "--config")
 _PARSER.add_argument("--config-path", "-cp", "--config-dir", "-cd")
 _PARSER.add_argument("--gpu")
 _PARSER.add_argument("--help", "-h", nargs="*")

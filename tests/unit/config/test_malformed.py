@@ -60,6 +60,7 @@ UNREADABLE = [
     bad("data.seed=" + "9" * 5000, "data.seed"),
     bad("--confg-name=dapo", "--confg-name", "did you mean --config-name"),
     bad("--config-name", "--config-name", "needs a value"),
+    bad("--config=./none.yaml", "--config-name=./none.yaml", "no such preset"),
     bad("--data.seed=1", "no dashes: data.seed=1"),
     bad("--gpu=H100", "--gpu=H100", "--dry-run --gpu=H100"),
     bad(["--dry-run", "--gpu=H1000"], "--gpu=H1000", "H100, H800"),

@@ -246,8 +246,12 @@ def compute_score(data_sources, solution_strs, ground_truths, extra_infos, facto
 """
 
 
-def test_a_function_of_lists_grades_one_row_at_a_time(grader_file: Callable[[str], str]) -> None:
-    with RewardPool(Grader(path=grader_file(BATCH), kwargs={"factor": 2}), num_workers=1) as pool:
+def test_a_function_of_lists_in_a_module_grades_one_row_at_a_time(
+    grader_file: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = Path(grader_file(BATCH))
+    monkeypatch.setenv("PYTHONPATH", str(file.parent))
+    with RewardPool(Grader(path=f"pkg://{file.stem}", kwargs={"factor": 2}), num_workers=1) as pool:
         results = pool.score([RewardItem("src", "x" * length, 1, {"a": 10}) for length in (1, 3)])
     assert [r.score for r in results] == [24.0, 28.0]
 
