@@ -265,13 +265,13 @@ def planned_run(
     for seqs in (rollout.max_num_seqs, max(1, rollout.max_num_seqs // 4)):
         changed = replaced(cfg, {"actor_rollout_ref.rollout.max_num_seqs": seqs})
         inputs = PlanInputs(changed, machine, replace(lengths, response=lengths.mean_response))
-        seconds, running = rollout_phase(inputs, cluster, 0.0).total, min(rows, seqs)
+        seconds, running = rollout_phase(inputs, cluster, 0.0).total, min(rows, seqs * rollout.data_parallel_size)
         loads.append((seconds, rows / running * lengths.mean_response, rows * lengths.mean_response))
     decode_s, answer_s = fitted_pace(loads)
     draw = random.Random(0)
     groups = [[max(1, round(draw.choice(ends))) for _ in range(rollout.n)] for _ in range(64)]
     train_s = sum(phase.total for phase in phases if phase.name != "rollout") / plan.samples / lengths.mean_response
-    return MeasuredRun(groups, plan.samples // rollout.n, copies, rollout.max_num_seqs, decode_s, answer_s, train_s)
+    return MeasuredRun(groups, plan.samples // rollout.n, copies, rollout.max_replica_seqs, decode_s, answer_s, train_s)
 
 
 def layouts_table(args: argparse.Namespace) -> str:

@@ -42,7 +42,7 @@ class StalenessAdvisor:
             self._groups,
             self._cfg.data.train_batch_size,
             max(1, int(self._fleet.metrics()["rollout/replicas_ready"])),
-            self._cfg.actor_rollout_ref.rollout.max_num_seqs,
+            self._cfg.actor_rollout_ref.rollout.max_replica_seqs,
             *fitted_pace(list(self._fleet.pace.values())),
             self._train_s / max(1, sum(map(sum, self._groups))),
         )
