@@ -95,8 +95,7 @@ def _new_peaks() -> MemorySnapshot:
 
 def snapshot() -> MemorySnapshot:
     """Memory of this process now; tens of microseconds, and never starts CUDA."""
-    cuda = _cuda()
-    stats = cuda.memory_stats() if cuda is not None else {}
+    stats = cuda.memory_stats() if (cuda := _cuda()) is not None else {}
     names = ("allocated_bytes.all.current", "allocated_bytes.all.peak", "reserved_bytes.all.peak")
     return MemorySnapshot(*_rss_bytes(), *(stats.get(name, 0) for name in names))
 

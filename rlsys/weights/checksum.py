@@ -38,11 +38,9 @@ def box_checksums(boxes: Iterable[BoxValues]) -> list[int]:
 
 def prepared_checksums(boxes: Sequence[BoxValues]) -> Callable[[], list[int]]:
     """A function that computes the `box_checksums` of boxes that stay in place while their values change."""
-    if not (
-        boxes and boxes[0][0].is_cuda and all(values.ndim == 0 or values.stride(-1) == 1 for values, _, _ in boxes)
-    ):
-        return lambda: box_checksums(boxes)
-    return PreparedCudaChecksums(boxes)
+    if boxes and boxes[0][0].is_cuda and all(values.ndim == 0 or values.stride(-1) == 1 for values, _, _ in boxes):
+        return PreparedCudaChecksums(boxes)
+    return lambda: box_checksums(boxes)
 
 
 def tensor_checksum(tensor: Tensor) -> int:

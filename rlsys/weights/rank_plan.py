@@ -123,8 +123,7 @@ class PlanReceiver:
                     (copy, view_of(tensors[copy.local], copy.local_start, copy.shape)) for copy in self.plan.copies
                 )
                 self.checksums = prepared_checksums([(view, copy.start, shapes[copy.tensor]) for copy, view in views])
-            expected = sent[list(self.plan.checksum_ids)].tolist()
-            for copy, wanted, checksum in zip(self.plan.copies, expected, self.checksums(), strict=True):
-                if checksum != wanted:
+            for copy, number, checksum in zip(self.plan.copies, self.plan.checksum_ids, self.checksums(), strict=True):
+                if checksum != int(sent[number]):
                     raise WeightTransferError(f"tensor '{copy.tensor}': the received values differ from the trainer's")
         self.update.finish(version)

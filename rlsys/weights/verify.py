@@ -59,12 +59,8 @@ def merge_rank_checksums(
         for box, checksum in checksums:
             if boxes.setdefault(box.tensor, {}).setdefault(box, checksum) != checksum:
                 raise WeightTransferError(f"two ranks hold different values of {box}")
-    return {name: merge_box_checksums(name, tuple(shape), boxes.get(name, {})) for name, shape in full_shapes.items()}
-
-
-def merge_box_checksums(name: str, shape: tuple[int, ...], boxes: Mapping[Box, int]) -> int:
-    """The checksum of a tensor from those of its boxes."""
-    return add_checksums([boxes[box] for box in tiling(name, shape, boxes)])
+    tilings = {name: tiling(name, tuple(shape), boxes.get(name, {})) for name, shape in full_shapes.items()}
+    return {name: add_checksums([boxes[name][box] for box in tiles]) for name, tiles in tilings.items()}
 
 
 def tiling(name: str, shape: tuple[int, ...], boxes: Iterable[Box]) -> list[Box]:

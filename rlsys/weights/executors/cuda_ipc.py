@@ -10,7 +10,7 @@ the staging memory of those ranks, see `relay.py`.
 """
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from uuid import uuid4
@@ -263,21 +263,17 @@ class IpcImporter(PlanReceiver):
         self.copies: list[BatchedCopy] = []
         """Of each round; made again where memory has moved on either side."""
         self._addresses: dict[str, int] = {}
-        self._tensors: Mapping[str, Tensor] = {}
         self._handles = dict(spec.handles)
         self._imported: dict[int, ImportedTensors] = {}
 
     def begin(self) -> None:
-        """Quarantine the engine until `finish`."""
-        self.received = None
-        self._tensors = self.update.begin()
+        """Have the engine stop already, so that `receive` need not wait for it."""
+        self.update.engine.begin_update()
 
     def receive(self, version: int, new_handles: Mapping[int, IpcHandle] | None = None) -> int:
-        """Copy, into an engine that is quarantined first unless it has been by `begin`."""
-        if not self._tensors:
-            self.begin()
-        self._compile(self._tensors, new_handles or {})
-        self._tensors = {}
+        """Quarantine the engine and copy; it stays quarantined until `finish`."""
+        self.received = None
+        self._compile(self.update.begin(), new_handles or {})
         self.received = version
         return self.take(0)
 
@@ -289,15 +285,13 @@ class IpcImporter(PlanReceiver):
         return copy.num_bytes
 
     def close(self) -> None:
-        self.copies, self.checksums = [], None
-        self._unmap(list(self._imported))
+        self._unmap(self._imported)
 
     def _compile(self, tensors: Mapping[str, Tensor], new_handles: Mapping[int, IpcHandle]) -> None:
         addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
         moved = [rank for rank in new_handles if rank in self._handles]
         if self.copies and addresses == self._addresses and not moved:
             return
-        self.copies, self.checksums = [], None
         self._unmap(moved)
         self._handles.update({rank: new_handles[rank] for rank in moved})
         self.device = device_of(tensors)
@@ -317,10 +311,11 @@ class IpcImporter(PlanReceiver):
         ]
         self.copies, self._addresses = [*map(BatchedCopy, pairs)], addresses
 
-    def _unmap(self, ranks: Sequence[int]) -> None:
-        for rank in ranks:
-            if rank in self._imported:
-                self._imported.pop(rank).close()
+    def _unmap(self, ranks: Collection[int]) -> None:
+        """Drop what is compiled, and the memory of some ranks."""
+        self.copies, self.checksums = [], None
+        for rank in self._imported.keys() & ranks:
+            self._imported.pop(rank).close()
 
 
 # --- the controller's side
