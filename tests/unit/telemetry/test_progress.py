@@ -21,6 +21,7 @@ from rlsys.telemetry.progress import SHOWN, Progress, duration, sparkline
 from tests.timing import scaled_s, wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
+OVER = "the script is over"
 HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 
 SCRIPT = f"""
@@ -68,11 +69,14 @@ def _own_terminal() -> None:
 def in_pseudo_terminal(
     *args: str, script: str = SCRIPT, columns: int = 100, answers: dict[str, str] | None = None
 ) -> str:
-    """Everything a terminal was sent by a script; each of `answers` is typed once, after the text that is its key."""
+    """Everything a terminal was sent by a script; each of `answers` is typed once, after the text that is its key.
+
+    The terminal belongs to a shell, which outlives the script: what has not been read yet is lost when its owner ends.
+    """
     main, side = pty.openpty()
     env = {**os.environ, "TERM": "xterm-256color", "COLUMNS": str(columns), "LINES": "30"}
     child = subprocess.Popen(
-        [sys.executable, "-c", script, *args],
+        ["sh", "-c", 'trap : INT; "$@"; echo "$0"; read _', OVER, sys.executable, "-c", script, *args],
         stdin=side,
         stdout=side,
         stderr=side,
@@ -82,17 +86,13 @@ def in_pseudo_terminal(
     )
     os.close(side)
     shown, waiting = b"", dict(answers or {})
-    while True:
-        try:
-            data = os.read(main, 65536)
-        except OSError:  # the terminal is gone with its last process
-            break
-        shown += data
+    while OVER.encode() not in shown:
+        shown += os.read(main, 65536)
         for text in [text for text in waiting if text.encode() in shown]:
             os.write(main, waiting.pop(text).encode())
     os.close(main)
     child.wait(timeout=scaled_s(30))
-    return shown.decode()
+    return shown.decode().partition(OVER)[0]
 
 
 def without_escapes(text: str) -> str:
