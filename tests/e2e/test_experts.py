@@ -134,7 +134,7 @@ def test_ranks_of_vllm_hold_whole_experts_or_parts_of_all(sparse: Toy) -> None:
     sizes = ((2, 1, 2), (2, 1, 1), (1, 2, 2))
     whole, parts, copies = (run_ranks(2, learned_from_vllm, sparse.model, *each) for each in sizes)
     gates = [f"model.layers.0.mlp.experts.{expert}.gate_proj.weight" for expert in range(4)]
-    half, both = (("model.layers.0.self_attn.q_proj.weight", (rows, 64)) for rows in (32, 64))
+    half, both = (("model.layers.0.self_attn.q_proj.weight", (rows, 64)) for rows in (64, 128))
     assert whole == [[*((name, (32, 64)) for name in held), half] for held in (gates[:2], gates[2:])]
     assert parts == [[*((name, (16, 64)) for name in gates), half]] * 2
     assert copies == [[*((name, (32, 64)) for name in held), both] for held in (gates[:2], gates[2:])]
