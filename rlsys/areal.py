@@ -9,8 +9,7 @@ from rlsys.agent.presets import MathRLVRWorkflow, MathVerifier, RLVRWorkflow, Vi
 from rlsys.config.schema.megatron import MegatronConfig
 from rlsys.engines.fsdp.engine import FSDPEngine as FSDPEngine
 from rlsys.fleet.external.engine import RemoteEngine, SGLangRemoteEngine, VLLMRemoteEngine
-from rlsys.interfaces import RolloutEngine
-from rlsys.interfaces import TrainEngine as TrainEngine
+from rlsys.interfaces import RolloutEngine, TrainEngine  # noqa: F401
 from rlsys.roles.actor import PPOActor
 from rlsys.roles.critic import PPOCritic as PPOCritic
 from rlsys.roles.lm import LMEngine

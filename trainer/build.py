@@ -174,10 +174,9 @@ def check_models(config: PPOConfig, plan: BatchPlan) -> None:
     policy, critic = config.actor_rollout_ref, config.critic
     section = "megatron" if policy.actor.strategy == "megatron" else "fsdp_config"
     check_model(f"actor_rollout_ref.actor.{section}", policy.model, policy.actor.shard)
-    if plan.use_reference:
-        check_model(f"actor_rollout_ref.ref.{section}", policy.reference_model, policy.ref_shard)
-    for model in config.teachers.values():
-        check_model("distillation.teacher_models", model, config.teacher_policy.ref_shard)
+    frozen = [(policy.reference_model, policy)] * plan.use_reference
+    for model, settings in [*frozen, *((teacher, config.teacher_policy) for teacher in config.teachers.values())]:
+        check_model(f"actor_rollout_ref.ref.{section}", model, settings.ref_shard)
     if plan.critic is not None:
         section = "megatron" if critic.strategy == "megatron" else "fsdp"
         check_model(f"critic.{section}", critic.model, critic.shard, head="scalar")

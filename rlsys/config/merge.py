@@ -150,8 +150,7 @@ class Layers:
 
     def _cannot_resolve(self, path: str, error: Exception) -> None:
         self.unresolved.add(path)
-        if path in self.given:
-            given = self.given[path]
+        if given := self.given.get(path):
             self.problems.append(f"{given} ({given.origin}): {_reason(error, path)}")
 
     def _place(self, spelling: str, value: object, origin: str) -> None:

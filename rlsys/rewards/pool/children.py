@@ -29,7 +29,6 @@ from rlsys.rewards.pool.messages import (
 )
 from rlsys.telemetry.jsonl import plain
 from rlsys.utils.errors import ConfigError
-from rlsys.utils.plugins import PACKAGE
 
 ROOT = Path(__file__).resolve().parents[3]
 ASYNC_WINDOW = 64
@@ -94,9 +93,7 @@ class Child:
         )
         assert self._process.stdout is not None
         self._reading = asyncio.create_task(self._read(self._process.stdout))
-        path = grader.path
-        if path is not None and not path.startswith(PACKAGE):
-            path = str(Path(path).resolve())
+        path = grader.path and (grader.path if "://" in grader.path else str(Path(grader.path).resolve()))
         self._send(LoadGrader(replace(grader, path=path, kwargs=plain(grader.kwargs)), timeout_s))
         done, _ = await asyncio.wait({self.loaded}, timeout=START_S)
         if not done:
