@@ -80,6 +80,7 @@ class OneServer:
     def finish_update(self, version: int) -> None:
         self.fleet.set_version(version)
         self.pool.do(self.pool.resume())
+        self.pool.quarantined = False
 
     def sleep(self, tags: Sequence[str]) -> None:
         check_tags(tags)

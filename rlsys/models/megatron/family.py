@@ -244,7 +244,7 @@ def family_of(hf_config: HFConfig) -> Family:
     if (family := find_family(hf_config)) is not None:
         return family
     if "vision_config" in hf_config:
-        raise ConfigError(f"{hf_config['model_type']} has an image encoder, which only training and merging read")
+        raise ConfigError(f"{hf_config['model_type']} has an image encoder: no table of sizes to plan or split by")
     asked, known = str(hf_config.get("model_type")), ", ".join(sorted(known_families()))
     why = next((why for start, why in WITHOUT_TABLE.items() if asked.startswith(start)), "")
     raise ConfigError(f"Megatron has no table for {asked}{why}: known are {known}; set strategy=fsdp for others")
