@@ -17,6 +17,7 @@ from rlsys.rewards.pool.messages import Grader, RewardItem, RewardResult, failed
 from rlsys.rewards.pool.worker import describe, grade_item, load_grader
 from rlsys.utils.daemon_threads import LoopThread
 from rlsys.utils.errors import ConfigError, result_within
+from rlsys.utils.plugins import PACKAGE
 
 __all__ = ["Grader", "RewardItem", "RewardPool", "RewardResult", "failed", "reward_metrics"]
 
@@ -36,7 +37,8 @@ class RewardPool:
             raise ConfigError(f"reward.num_workers={num_workers}: must not be negative")
         if not 0 < timeout_s < math.inf:
             raise ConfigError(f"reward.timeout_s={timeout_s}: must be a positive number of seconds")
-        if (path := self._grader.path) and "://" not in path and not Path(path).is_file():
+        path = self._grader.path
+        if path is not None and not path.startswith(PACKAGE) and not Path(path).is_file():
             raise ConfigError(f"custom_reward_function.path={path}: local file not found")
         self._num_workers, self._timeout_s = num_workers, timeout_s
         self._lock = threading.Lock()
