@@ -61,7 +61,8 @@ READERS = {
         f"{ROLLOUT}servers.{name}": f"{SERVERS}/engine.py:__init__"
         for name in ("policy", "max_concurrent", "max_retries")
     },
-    **{f"{ROLLOUT}servers.{name}": f"{SERVERS}/server.py:_stream" for name in ("model", "timeout_s")},
+    f"{ROLLOUT}servers.timeout_s": f"{SERVERS}/server.py:_stream",
+    f"{ROLLOUT}servers.model": f"{SERVERS}/backends.py:generate",
     **{f"{ROLLOUT}servers.{name}": PUSH for name in ("lora_name", "weights_dir")},
     f"{ROLLOUT}parity.policy": "trainer/ppo.py:parity_probe",
     f"{ROLLOUT}on_update": "rlsys/rollout/vllm/engine.py:_stop",
@@ -270,8 +271,9 @@ def _run(answer: Connection, job: str, argv: list[str]) -> None:
 
 @cache
 def functions_of(file: str) -> dict[str, ast.AST]:
-    tree = ast.parse((ROOT / file).read_text())
-    return {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    """The functions of a file by name; of those with one name the first."""
+    nodes = reversed(list(ast.walk(ast.parse((ROOT / file).read_text()))))
+    return {node.name: node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
 
 
 def is_read_by(key: str, reader: str) -> bool:

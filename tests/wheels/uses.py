@@ -20,6 +20,7 @@ from typing import Any
 from packaging.version import Version
 
 from rlsys.fleet.external.backends import SGLangBackend, VLLMBackend
+from rlsys.fleet.external.server import HEALTH
 from rlsys.fleet.external.settings import RemoteSettings
 from rlsys.types import ModelRequest, SamplingParams, WeightUpdateMeta
 from tests.wheels.sources import Sources
@@ -179,7 +180,7 @@ def calls_of(package: str) -> dict[str, list[str]]:
     """Route -> the names in body and query of all that our remote engine of this kind asks."""
     backend = SGLangBackend() if package == "sglang" else VLLMBackend()
     request = ModelRequest((1, 2), SamplingParams(max_new_tokens=4))
-    calls = [backend.health, *backend.identity, *backend.version, backend.pause, backend.resume]
+    calls = [HEALTH, *backend.identity, *backend.version, backend.pause, backend.resume]
     calls += [call for call in (backend.probe, backend.about) if call]
     calls += [backend.generate(request, RemoteSettings((), send_seeds=True), adapter="a", salt="1")]
     calls += [backend.score([1, 2], model="m", adapter="a"), backend.unload_adapter("a")]
