@@ -52,8 +52,8 @@ READERS = {
         f"engine.megatron.{name}": "rlsys/models/megatron/parallel.py:from_config"
         for name in (*(f"{size}_parallel_size" for size in SIZES), "sequence_parallel", "override_transformer_config")
     },
-    "engine.megatron.dtype": "rlsys/engines/megatron/engine.py:__init__",
-    "engine.megatron.seed": "rlsys/engines/megatron/engine.py:__init__",
+    "engine.megatron.dtype": "rlsys/engines/megatron/engine.py:MegatronEngine.__init__",
+    "engine.megatron.seed": "rlsys/engines/megatron/engine.py:MegatronEngine.__init__",
     "engine.megatron.full_determinism": "workers/build.py:_engine",
     f"{ROLLOUT}free_cache_engine": "trainer/assembly.py:residency_moves",
     **{f"{ROLLOUT}servers.{name}": f"{SERVERS}/settings.py:settings_of" for name in ("urls", "token_env")},
@@ -62,7 +62,7 @@ READERS = {
         for name in ("policy", "max_concurrent", "max_retries")
     },
     f"{ROLLOUT}servers.timeout_s": f"{SERVERS}/server.py:_stream",
-    f"{ROLLOUT}servers.model": f"{SERVERS}/backends.py:generate",
+    f"{ROLLOUT}servers.model": f"{SERVERS}/backends.py:VLLMBackend.generate",
     **{f"{ROLLOUT}servers.{name}": PUSH for name in ("lora_name", "weights_dir")},
     f"{ROLLOUT}parity.policy": "trainer/ppo.py:parity_probe",
     f"{ROLLOUT}on_update": "rlsys/rollout/vllm/engine.py:_stop",
@@ -271,9 +271,13 @@ def _run(answer: Connection, job: str, argv: list[str]) -> None:
 
 @cache
 def functions_of(file: str) -> dict[str, ast.AST]:
-    """The functions of a file by name; of those with one name the first."""
-    nodes = reversed(list(ast.walk(ast.parse((ROOT / file).read_text()))))
-    return {node.name: node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    """The functions of a file by name, methods also by "Class.method"."""
+    found: dict[str, ast.AST] = {}
+    for node in ast.walk(ast.parse((ROOT / file).read_text())):
+        prefix = f"{node.name}." if isinstance(node, ast.ClassDef) else ""
+        inside = node.body if isinstance(node, ast.ClassDef) else [node]
+        found |= {prefix + one.name: one for one in inside if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)}
+    return found
 
 
 def is_read_by(key: str, reader: str) -> bool:
