@@ -1,6 +1,7 @@
 """Whole runs on rows with images: local and on Ray, with validation, a checkpoint and what follows from it."""
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,11 @@ from rlsys.rollout.hf.engine import HFRollout
 from tests.e2e.conftest import GRADER
 from tests.tiny_vision import MODELS, wide, write_model, write_rows
 from trainer.main_ppo import main
+
+NEEDS_VLLM, NEEDS_SGLANG = (
+    [getattr(pytest.mark, name), pytest.mark.skipif(find_spec(name) is None, reason=f"needs {name}")]
+    for name in ("vllm", "sglang")
+)
 
 
 def arguments(place: Path, *more: str, config: dict[str, Any] = MODELS["qwen2_5_vl"]) -> list[str]:
@@ -134,9 +140,9 @@ def test_two_ranks_on_ray_freeze_the_tower_and_continue_a_checkpoint(tmp_path: P
         ("qwen2_5_vl", {"tensor": 2}, "hf"),
         ("qwen2_5_vl", {"pipeline": 2}, "hf"),
         ("qwen3_vl", {"tensor": 2}, "hf"),
-        pytest.param("qwen2_5_vl", {"pipeline": 2}, "vllm", marks=pytest.mark.vllm),
-        pytest.param("qwen3_vl", {"tensor": 2}, "vllm", marks=pytest.mark.vllm),
-        pytest.param("qwen2_5_vl", {"tensor": 2}, "sglang", marks=pytest.mark.sglang),
+        pytest.param("qwen2_5_vl", {"pipeline": 2}, "vllm", marks=NEEDS_VLLM),
+        pytest.param("qwen3_vl", {"tensor": 2}, "vllm", marks=NEEDS_VLLM),
+        pytest.param("qwen2_5_vl", {"tensor": 2}, "sglang", marks=NEEDS_SGLANG),
     ],
 )
 def test_megatron_trains_on_images_and_continues_a_checkpoint(
