@@ -272,12 +272,14 @@ def _run(answer: Connection, job: str, argv: list[str]) -> None:
 @cache
 def functions_of(file: str) -> dict[str, ast.AST]:
     """The functions of a file by name, methods also by "Class.method"."""
-    found: dict[str, ast.AST] = {}
+    functions: dict[str, ast.AST] = {}
     for node in ast.walk(ast.parse((ROOT / file).read_text())):
         prefix = f"{node.name}." if isinstance(node, ast.ClassDef) else ""
         inside = node.body if isinstance(node, ast.ClassDef) else [node]
-        found |= {prefix + one.name: one for one in inside if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)}
-    return found
+        functions |= {
+            prefix + one.name: one for one in inside if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)
+        }
+    return functions
 
 
 def is_read_by(key: str, reader: str) -> bool:
