@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from functools import cache
 from itertools import takewhile
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 
@@ -198,9 +199,10 @@ def test_the_jobs_of_the_documents_have_right_settings(tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"max_position_embeddings": 100000}')
-    (tmp_path / "data" / "mix").mkdir(parents=True)
-    for name in ("train", "test"):
-        (tmp_path / "data" / "mix" / f"{name}.parquet").write_bytes(b"PAR1")
+    for name in ("mix", "vision"):
+        copytree(tmp_path / "model", tmp_path / "data" / name / "model")
+        for part in ("train", "test"):
+            (tmp_path / "data" / name / f"{part}.parquet").write_bytes(b"PAR1")
     (tmp_path / "rows.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n')
     (tmp_path / "f.py").write_text("def compute_score(data_source, solution_str, ground_truth, extra_info): ...\n")
     wrong, count = [], 0
@@ -278,7 +280,7 @@ def _undefined_names(block: str) -> bool:
 def test_tables_of_planned_steps_are_what_their_commands_print(shown_by: str) -> None:
     text = (ROOT / "docs" / "scaling.md").read_text().replace("\\\n", "")
     shown = re.search(
-        rf"`(python [^`]*{re.escape(shown_by)}[^`]*)`.*?```\n(.*?)\n```", text.replace("```bash\n", "`"), re.DOTALL
+        rf"`(python [^`\n]*{re.escape(shown_by)}[^`\n]*)\n?`.*?```\n(.*?)\n```", text.replace("```bash\n", "`"), re.DOTALL
     )
     assert shown is not None
     command = [sys.executable, *shlex.split(shown[1])[1:]]
