@@ -278,10 +278,8 @@ def _undefined_names(block: str) -> bool:
     ],
 )
 def test_tables_of_planned_steps_are_what_their_commands_print(shown_by: str) -> None:
-    text = (ROOT / "docs" / "scaling.md").read_text().replace("\\\n", "")
-    shown = re.search(
-        rf"`(python [^`\n]*{re.escape(shown_by)}[^`\n]*)\n?`.*?```\n(.*?)\n```", text.replace("```bash\n", "`"), re.DOTALL
-    )
+    text = (ROOT / "docs" / "scaling.md").read_text().replace("\\\n", "").replace("```bash\n", "`")
+    shown = re.search(rf"`(python [^`\n]*{re.escape(shown_by)}[^`\n]*)\n?`.*?```\n(.*?)\n```", text, re.DOTALL)
     assert shown is not None
     command = [sys.executable, *shlex.split(shown[1])[1:]]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=scaled_s(120), check=True)
