@@ -57,11 +57,12 @@ def inject_faults(faults: Sequence[Fault]) -> None:
         return call
 
     def calls(original: Callable[..., Any]) -> Callable[..., Any]:
-        def submit(backend: Any, role: str, stage: str, calls: Any) -> Any:
-            targets = [(fault, _process(fault)) for fault in due(f"{role}.{stage}")]
+        def submit(backend: Any, calls: Any) -> Any:
+            spec = calls[0][1]
+            targets = [(fault, _process(fault)) for fault in due(f"{spec.role}.{spec.method}")]
             for fault, process in targets:
                 _send(fault, process, "KILL" if fault.role == "driver" else "STOP")
-            sent = original(backend, role, stage, calls)
+            sent = original(backend, calls)
             for fault, process in targets:
                 if fault.signal == "KILL":
                     threading.Thread(target=_later, args=(process,)).start()

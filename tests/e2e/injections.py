@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ def torn_metric_line() -> None:
 
     def write(self: Any, record: Mapping[str, Any]) -> None:
         line = encode_line(record)
-        os.write(self._fd, line[: len(line) // 2])
+        self._file.write(line[: len(line) // 2])
         os.kill(os.getpid(), signal.SIGKILL)
 
     JsonlWriter.write = write
@@ -106,16 +107,15 @@ def interrupted_while_the_disk_is_slow() -> None:
 
 def disk_full_for_metrics() -> None:
     """The disk is full when the metrics of a step are written."""
-    from rlsys.telemetry import jsonl
 
-    class Full:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(os, name)
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(writer: Any, *args: Any, **kwargs: Any) -> None:
+            original(writer, *args, **kwargs)
+            writer._file = FileIO("/dev/full", "ab")
 
-        def write(self, descriptor: int, data: Any) -> int:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return call
 
-    jsonl.os = Full()  # pyrefly: ignore[bad-assignment]
+    wrap("rlsys.telemetry.jsonl:JsonlWriter.__init__", make)
 
 
 def _refuse_mkdir(number: int) -> None:

@@ -112,9 +112,9 @@ NOT_IGNORED = "import os, signal, sys; signal.signal(signal.SIGINT, signal.defau
 """What a terminal gives; processes in the background of a script ignore the signal."""
 INTERRUPTED = f"""
 {NOT_IGNORED}
-from trainer import job
+from rlsys.data import first_rows
 from trainer.main_ppo import main
-job.check_first_rows = lambda config: os.kill(os.getpid(), signal.SIGINT)
+first_rows.check_first_rows = lambda config: os.kill(os.getpid(), signal.SIGINT)
 sys.exit(main(["--dry-run", "--config-name=quickstart"]))
 """
 
