@@ -13,6 +13,7 @@ from rlsys.config.pools import min_nodes, process_pools
 from rlsys.config.schema.model import ServedModelConfig
 from rlsys.data.dataset import PromptDataset
 from rlsys.fleet.external.settings import settings_of
+from rlsys.rewards.manager import reward_manager_class
 from rlsys.utils.errors import ConfigError
 from trainer.backend import (
     WorkerBackend,
@@ -91,6 +92,7 @@ def prepare(config: PPOConfig) -> PreparedRun:
         settings_of(policy.rollout, run.deadlines, max_staleness=run.max_staleness)
     critic_model = {"critic.model": config.critic.model} if plan.critic is not None else {}
     libraries = import_external_libs({"actor_rollout_ref.model": policy.model, **critic_model})
+    reward_manager_class(config.reward)
     check_models(config, plan)
     tokenizer = load_tokenizer(policy.model, policy.rollout.padding)
     check_vocabularies(config, tokenizer)

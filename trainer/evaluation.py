@@ -15,7 +15,7 @@ from rlsys.data.collate import collate_prompts
 from rlsys.data.dataset import PromptDataset
 from rlsys.fleet.group import group_fleet
 from rlsys.protocol import DataProto
-from rlsys.rewards.manager import reward_items
+from rlsys.rewards.manager import reward_items, reward_manager_class
 from rlsys.telemetry.log import get_logger
 from rlsys.telemetry.metrics import StageTimer
 from rlsys.telemetry.progress import Progress
@@ -112,6 +112,7 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
     config = with_local_files(config)
     model, run, rollout = config.actor_rollout_ref.model, config.trainer, config.actor_rollout_ref.rollout
     external_libs = import_external_libs({"actor_rollout_ref.model": model})
+    reward_manager_class(config.reward)
     tokenizer = load_tokenizer(model, rollout.padding)
     agents = load_agents(config, tokenizer)
     data = config.data

@@ -46,7 +46,11 @@ def reward_manager(cfg: PPOConfig | EvalConfig, tokenizer: Any, pool: RewardPool
 
 
 def check_reward_function(reward: GradingConfig) -> None:
-    """Load the reward function in a process of its own; ConfigError if it cannot be called as verl calls it."""
+    """Load a manager of a file, and the function in a process of its own; ConfigError if they cannot be called."""
+    if reward.reward_manager.source == "importlib":
+        from rlsys.rewards.manager import reward_manager_class
+
+        reward_manager_class(reward)
     if reward.custom_reward_function.path is not None:
         with reward_pool(reward, num_workers=1) as pool:
             pool.start()

@@ -9,6 +9,8 @@ from math import ceil, prod
 from typing import Any
 from warnings import catch_warnings
 
+from pydantic.fields import FieldInfo
+
 from rlsys.config.checks.findings import ignored
 from rlsys.config.compat.reader import REFERENCE, TEXT_WITH_KEYS, absolute_names, compat_table, prefixes
 from rlsys.config.introspect import default_of, is_count, is_open, leaves, nearest, nest, plain, sections, shown
@@ -24,6 +26,8 @@ _YIELDING = (
     *_EPOCHS,
 )
 """What verl's and AReaL's trainers want beside the setting that counts."""
+_ADDED = FieldInfo(annotation=dict[str, object], default=None)
+"""A key that the schema does not know, of a section that takes any."""
 
 
 @dataclass(frozen=True)
@@ -197,12 +201,19 @@ class Layers:
         return any(f"{spelling}.{name}" in aliases or f"{path}.{name}" in foreign for name in names)
 
     def _key_of(self, path: str) -> str | None:
-        """The key that `path` is, or an open key that it is in."""
-        inside = (prefix for prefix in prefixes(path) if prefix in self._leaves and is_open(self._leaves[prefix]))
-        return path if path in self._leaves else next(inside, None)
+        """The key that `path` is, or an open key that it is in, or the key that it adds to a section that takes any."""
+        key = path
+        for prefix in prefixes(path):
+            if prefix in self._leaves:
+                return prefix if prefix == path or is_open(self._leaves[prefix]) else None
+            if prefix in self._sections:
+                takes_any = self._sections[prefix].model_config.get("extra") == "allow"
+                return key if takes_any and prefix != path else None
+            key = prefix
+        return None
 
     def _set_leaf(self, key: str, path: str, given: Given) -> None:
-        field = self._leaves[key]
+        field = self._leaves.get(key, _ADDED)
         try:
             json.dumps(given.value)
         except TypeError:

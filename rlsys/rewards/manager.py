@@ -5,8 +5,10 @@ either of verl's forms: `__call__(data, return_dict)` or `async run_single(data)
 """
 
 import asyncio
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from rlsys.algorithms.filters import overlong_penalty
 from rlsys.algorithms.masked import at_last_token
-from rlsys.algorithms.registry import Registry
+from rlsys.algorithms.registry import Registry, is_required
 from rlsys.config.schema.algorithm import GradingConfig
 from rlsys.protocol import DataProto, object_array, response_lengths
 from rlsys.rewards.pool.pool import RewardItem, RewardPool, RewardResult, reward_metrics
@@ -51,10 +53,36 @@ class RewardManager(Protocol):
     def grade(self, data: DataProto) -> Graded: ...
 
 
-ARGUMENTS = ("tokenizer", "pool", "reward", "reward_fn_key", "max_response_length", "deadline_s")
-_MANAGERS: Registry[Callable[..., RewardManager]] = Registry("reward manager", takes=frozenset(ARGUMENTS))
+ARGUMENTS = (
+    *("tokenizer", "pool", "reward", "reward_fn_key", "max_response_length", "deadline_s"),
+    *("config", "num_examine", "compute_score", "overlong_buffer_cfg", "max_resp_len"),
+)
+"""What a manager's __init__ may name beside its own reward.reward_kwargs; `compute_score` grades a row in the pool."""
+_MANAGERS: Registry[Callable[..., RewardManager]] = Registry("reward manager", takes=None)
 register = _MANAGERS.register
-"""Makes a class available as `reward.reward_manager.name`; its __init__ names those of ARGUMENTS that it takes."""
+"""Makes a class available as `reward.reward_manager.name`."""
+
+
+def reward_manager_class(reward: GradingConfig) -> Callable[..., RewardManager]:
+    """The class of the configured manager; ConfigError for reward_kwargs that it does not take, or lacks."""
+    chosen, own = reward.reward_manager, reward.reward_kwargs.model_extra or {}
+    if chosen.source == "register":
+        if chosen.name not in _MANAGERS.names():
+            known = ", ".join(_MANAGERS.names())
+            raise ConfigError(f"reward.reward_manager.name={chosen.name}: must be one of {known}")
+        cls = _MANAGERS.get(chosen.name)
+    else:
+        assert chosen.module.path is not None, "checked with the configuration"
+        cls = load_from_file(chosen.module.path, chosen.module.name, key="reward.reward_manager.module.path")
+    parameters = inspect.signature(cls).parameters
+    for name in own:
+        if name in ARGUMENTS or name not in named_arguments(cls, own):
+            near = get_close_matches(name, parameters.keys() - {*ARGUMENTS}, n=1)
+            hint = f"; did you mean reward.reward_kwargs.{near[0]}?" if near else ""
+            raise ConfigError(f"reward.reward_kwargs.{name}: {cls.__name__} does not take it from there{hint}")
+    if missing := [name for name in parameters if is_required(parameters[name]) and name not in {*ARGUMENTS, *own}]:
+        raise ConfigError(f"reward.reward_kwargs.{missing[0]}: {cls.__name__} needs it; set it")
+    return cls
 
 
 def build_reward_manager(
@@ -69,34 +97,21 @@ def build_reward_manager(
 ) -> RewardManager:
     """The configured manager. `deadline_s` bounds the grading of one batch (DeadlineError).
 
-    Of these arguments, `num_examine`, `compute_score` (which grades one row in the pool) and the reward_kwargs, a class
-    from a file gets those that its __init__ names.
+    Of ARGUMENTS and the reward_kwargs it gets those that its __init__ names.
     """
-    chosen, module = reward.reward_manager, reward.reward_manager.module
-    values = (tokenizer, pool, reward, reward_fn_key, max_response_length, deadline_s)
-    arguments: dict[str, object] = dict(zip(ARGUMENTS, values, strict=True))
-    if chosen.source == "register":
-        if chosen.name not in _MANAGERS.names():
-            known = ", ".join(_MANAGERS.names())
-            raise ConfigError(f"reward.reward_manager.name={chosen.name}: must be one of {known}")
-        return _MANAGERS.call(chosen.name, arguments)
-    assert module.path is not None, "checked with the configuration"
-    cls = load_from_file(module.path, module.name, key="reward.reward_manager.module.path")
+    cls, kwargs = reward_manager_class(reward), reward.reward_kwargs
     results: list[RewardResult] = []
-    kwargs = reward.reward_kwargs
-    arguments |= {
-        "config": config,
-        "num_examine": 0,
-        "compute_score": _scorer(pool, results),
-        "overlong_buffer_cfg": kwargs.overlong_buffer_cfg,
-        "max_resp_len": kwargs.max_resp_len or max_response_length,
-    }
+    values = (
+        *(tokenizer, pool, reward, reward_fn_key, max_response_length, deadline_s, config, 0, _scorer(pool, results)),
+        *(kwargs.overlong_buffer_cfg, kwargs.max_resp_len or max_response_length),
+    )
+    arguments = dict(zip(ARGUMENTS, values, strict=True)) | (kwargs.model_extra or {})
     manager = cls(**named_arguments(cls, arguments))
     if hasattr(manager, "grade"):
         return manager
     if hasattr(manager, "run_single") or callable(manager):
         return _VerlManager(manager, results, reward.max_failed)
-    raise ConfigError(f"reward.reward_manager.module.name={module.name}: it has none of grade, run_single and __call__")
+    raise ConfigError(f"reward.reward_manager: {cls.__name__} has none of grade, run_single and __call__")
 
 
 @register("naive", "dapo")

@@ -9,10 +9,11 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from rlsys.config.checks.findings import wrong
+from rlsys.config.introspect import leaves, nearest
 from rlsys.config.schema.base import Section
 from rlsys.config.schema.jobs import EvalConfig, PPOConfig, SupervisedConfig
 from rlsys.config.schema.model import ModelFolderConfig
-from rlsys.config.vocabulary import ROW_FILES
+from rlsys.config.vocabulary import REWARD_MANAGERS, ROW_FILES
 from rlsys.utils.hub import is_hub_id, is_rows_id
 from rlsys.utils.plugins import PACKAGE
 from rlsys.utils.run_folders import config_folder
@@ -167,6 +168,13 @@ def _reward(cfg: PPOConfig | EvalConfig) -> Iterator[str]:
         yield from _python(cfg, "reward.custom_reward_function", custom.path, custom.name, "function")
     if manager.source == "importlib" and manager.module.path is not None:
         yield from _python(cfg, "reward.reward_manager.module", manager.module.path, manager.module.name, "class")
+    elif manager.name in REWARD_MANAGERS:
+        known = tuple(key for key in leaves(type(cfg)) if key.startswith("reward.reward_kwargs."))
+        for name in cfg.reward.reward_kwargs.model_extra or ():
+            key = f"reward.reward_kwargs.{name}"
+            near = nearest(key, known)
+            hint = f"did you mean {near[0]}?" if near else f"reward.reward_manager.name={manager.name} takes none"
+            yield f"{key}: no such key; {hint}"
     if not isinstance(cfg, PPOConfig) or not cfg.reward.reward_model.enable:
         return
     model, is_judge = cfg.reward.reward_model.model_path, cfg.reward.has_judge

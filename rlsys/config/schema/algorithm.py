@@ -288,8 +288,8 @@ class OverlongConfig(Section):
     """Report the penalty as metrics."""
 
 
-class RewardKwargsConfig(Section):
-    """Settings of the dapo manager."""
+class RewardKwargsConfig(Section, extra="allow"):
+    """Settings of the dapo manager, and any keys that the constructor of a manager of your own takes."""
 
     overlong_buffer_cfg: Annotated[OverlongConfig, ActiveIf(".overlong_buffer_cfg.enable")] = section(OverlongConfig)
     max_resp_len: t.Count | None = None

@@ -213,6 +213,9 @@ CHOICES = [
     bad(f"{A}.policy_loss.loss_mode=gmpo", "loss_mode", "geo_mean"),
     bad(f"{A}.policy_loss.loss_mode=clip-cv", "loss_mode", "clip_cov"),
     bad("reward.reward_manager.name=collabllm", "reward.reward_manager.name", "naive, dapo"),
+    bad("reward.reward_kwargs.max_resp_length=8", "reward.reward_kwargs.max_resp_length", "max_resp_len?"),
+    bad("reward.reward_kwargs.metric_weights.a=1", "reward.reward_kwargs.metric_weights", "name=naive takes none"),
+    bad("reward.reward_kwargs.overlong_buffer_cfg.length=1", "overlong_buffer_cfg.length", "overlong_buffer_cfg.len?"),
 ]
 
 DEVICES = ("trainer.device=cpu", "trainer.n_gpus_per_node=2")

@@ -1,6 +1,7 @@
 """Which reward manager a configuration asks for, and what the trainer refuses to be handed."""
 
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,10 @@ import pytest
 from rlsys.config import PPOConfig, load_config
 from rlsys.rewards.pool.pool import RewardPool
 from rlsys.utils.errors import ConfigError
+from trainer.backend import import_external_libs
+from trainer.build import prepare
 from trainer.ppo import RayPPOTrainer
-from trainer.rewards import reward_manager, reward_pool
+from trainer.rewards import check_reward_function, reward_manager, reward_pool
 
 LENGTHY = """
 class Lengthy:
@@ -19,6 +22,20 @@ class Lengthy:
 
     def grade(self, rows):
         return self.given
+"""
+
+
+NUMBERS = count()
+WEIGHTED = """
+from rlsys.rewards.manager import register
+
+@register("{name}")
+class {name}:
+    def __init__(self, tokenizer, num_examine, metric_weights, scale=1.0, compute_score=None):
+        self.given = metric_weights, scale, num_examine
+
+    def __call__(self, data, return_dict=False):
+        raise NotImplementedError
 """
 
 
@@ -48,6 +65,49 @@ def pool(cfg: PPOConfig) -> Iterator[RewardPool]:
 def test_a_manager_from_a_file_is_given_the_reward_kwargs(cfg: PPOConfig, pool: RewardPool) -> None:
     rows: Any = None
     assert reward_manager(cfg, None, pool).grade(rows) == (40, True, 7)
+
+
+def weighted(tmp_path: Path, source: str, *kwargs: str) -> PPOConfig:
+    """The configuration of a manager with keys of its own, of a file or registered by one."""
+    name = f"Weighted{next(NUMBERS)}"
+    file = tmp_path / f"{name}.py"
+    file.write_text(WEIGHTED.format(name=name))
+    module = [f"reward.reward_manager.module.path={file}", f"reward.reward_manager.module.name={name}"]
+    registered = [f"actor_rollout_ref.model.external_lib={file}", f"reward.reward_manager.name={name}"]
+    chosen = module if source == "importlib" else registered
+    chosen += [f"trainer.default_local_dir={tmp_path / name}"]
+    return load_config(["--config-name=quickstart", f"reward.reward_manager.source={source}", *chosen, *kwargs])
+
+
+@pytest.mark.parametrize("source", ["importlib", "register"])
+def test_a_manager_of_ones_own_takes_its_reward_kwargs(tmp_path: Path, source: str, pool: RewardPool) -> None:
+    weights = ["+reward_model.reward_kwargs.metric_weights.accuracy=1", "reward.reward_kwargs.metric_weights.len=-0.1"]
+    cfg = weighted(tmp_path, source, *weights, "reward.reward_kwargs.scale=${data.max_response_length}")
+    import_external_libs({"actor_rollout_ref.model": cfg.actor_rollout_ref.model})
+    made: Any = reward_manager(cfg, None, pool)
+    given = ({"accuracy": 1, "len": -0.1}, cfg.data.max_response_length, 0)
+    assert made._manager.given == given
+    removed = weighted(tmp_path, source, *weights, "reward.reward_kwargs.scale=3", "~reward.reward_kwargs.scale")
+    import_external_libs({"actor_rollout_ref.model": removed.actor_rollout_ref.model})
+    made = reward_manager(removed, None, pool)
+    assert made._manager.given == (given[0], 1.0, 0)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "why"),
+    [
+        (["metric_weight=1"], r"reward_kwargs.metric_weight: .*does not take it.*did you mean .*\.metric_weights\?"),
+        (["metric_weights={}", "tokenizer=a", "scale=2"], r"reward_kwargs.tokenizer: Weighted\d+ does not take it"),
+        ([], r"reward_kwargs.metric_weights: Weighted\d+ needs it; set it"),
+    ],
+)
+def test_reward_kwargs_that_the_class_does_not_take_are_refused(tmp_path: Path, kwargs: list[str], why: str) -> None:
+    given = [f"reward.reward_kwargs.{one}" for one in kwargs]
+    with pytest.raises(ConfigError, match=why):
+        check_reward_function(weighted(tmp_path, "importlib", *given).reward)
+    cfg = weighted(tmp_path, "register", *given)
+    with pytest.raises(ConfigError, match=why):
+        prepare(cfg)
 
 
 def test_a_missing_class_is_reported_with_those_that_the_file_defines(tmp_path: Path) -> None:
