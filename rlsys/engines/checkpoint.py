@@ -71,10 +71,9 @@ class Saving:
     ) -> None:
         self.copied = Event()
         self._path, self._state, self._header, self._settings = path, state, header, settings
-        self._staging = path.with_name(path.name + ".tmp")
         self._name_end = f"world_size_{dist.get_world_size()}_rank_{dist.get_rank()}"
         self._extra = json.dumps(rng.capture()) if state.extra else None
-        with self._failing():
+        with staged(path, "save") as self._staging:
             together(lambda: staging_dir(path), only_first=True)
         self._files = in_daemon_thread(partial(self._run, list(state.boxes()), copies), name="checkpoint")
 
@@ -103,8 +102,7 @@ class Saving:
 
     def finish(self) -> None:
         """Wait for all ranks' files and commit the checkpoint."""
-        staging = self._staging
-        with self._failing():
+        with staged(self._path, "save") as staging:
             entries, files = together(self._files.result)
             write_index(staging, entries, self._state.shapes())
             everyone = {name: entry for part in gather_json(files) for name, entry in part.items()}
@@ -112,14 +110,17 @@ class Saving:
             commit = (staging, self._path, everyone, self._state.layout, self._header)
             together(lambda: _commit(*commit), only_first=True)
 
-    @contextmanager
-    def _failing(self) -> Iterator[None]:
-        try:
-            yield
-        except CheckpointError as error:
-            if dist.get_rank() == 0:
-                shutil.rmtree(self._staging, ignore_errors=True)
-            raise CheckpointError(f"cannot save {self._path}: {error}") from error
+
+@contextmanager
+def staged(path: Path, verb: str) -> Iterator[Path]:
+    """The directory that becomes `path`; CheckpointError that this rank cannot `verb` it, and then it is removed."""
+    staging = path.with_name(path.name + ".tmp")
+    try:
+        yield staging
+    except CheckpointError as error:
+        if dist.get_rank() == 0:
+            shutil.rmtree(staging, ignore_errors=True)
+        raise CheckpointError(f"cannot {verb} {path}: {error}") from error
 
 
 def _commit(staging: Path, path: Path, files: JsonObject, layout: tuple[str, JsonObject], header: JsonObject) -> None:
@@ -140,20 +141,14 @@ def _fingerprint(path: Path) -> JsonObject:
     return {"bytes": path.stat().st_size, "blake2b": digest}
 
 
-def read_manifest(path: Path) -> JsonObject:
-    """The manifest of a checkpoint directory; CheckpointError if there is no whole checkpoint."""
+def verify(path: Path, *, part: int = 0, parts: int = 1) -> JsonObject:
+    """Check every `parts`-th file against the manifest, which is returned; CheckpointError names the first bad file."""
     try:
         manifest = read_checked_json(path / MANIFEST)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is not a whole checkpoint: cannot read {MANIFEST}: {error}") from error
     if manifest.get("format") != FORMAT:
         raise CheckpointError(f"{path / MANIFEST}: format {manifest.get('format')}, this version reads {FORMAT}")
-    return manifest
-
-
-def verify(path: Path, *, part: int = 0, parts: int = 1) -> JsonObject:
-    """Check every `parts`-th file against the manifest, which is returned; CheckpointError names the first bad file."""
-    manifest = read_manifest(path)
     for name in list(manifest["files"])[part::parts]:
         expected = manifest["files"][name]
         if not (path / name).is_file():

@@ -6,15 +6,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig
 
+from rlsys.engines.checkpoint import staged
 from rlsys.engines.mesh import together
 from rlsys.models.hf import Head, auto_model
 from rlsys.utils.atomic import commit_dir, fsync_file, staging_dir, write_whole
-from rlsys.utils.errors import CheckpointError
 
 KEPT_FLOATS = (".e_score_correction_bias",)
 """Floats that stay as they are when a model is saved in another type."""
@@ -41,10 +40,9 @@ def write(
 ) -> None:
     """Write a model directory from gathered weights; rank 0 writes, all ranks gather. `settings` writes the rest,
     `adapter` (tensors, adapter_config) goes to `lora_adapter/`. CheckpointError leaves an old one as it was."""
-    staging = path.with_name(path.name + ".tmp")
     files: dict[str, list[str]] = {}
 
-    def finish() -> None:
+    def finish(staging: Path) -> None:
         name_parts(staging, files)
         settings(staging)
         if adapter is not None:
@@ -58,21 +56,16 @@ def write(
                 fsync_file(file)
         commit_dir(staging, path)
 
-    try:
+    with staged(path, "export") as staging:
         together(lambda: staging_dir(path), only_first=True)
         for number, bucket in enumerate(weights):
             together(lambda: files.update(_write_bucket(staging, number, bucket)), only_first=True)  # noqa: B023
-        together(finish, only_first=True)
-    except CheckpointError as error:
-        if dist.get_rank() == 0:
-            shutil.rmtree(staging, ignore_errors=True)
-        raise CheckpointError(f"cannot export {path}: {error}") from error
+        together(lambda: finish(staging), only_first=True)
 
 
 def _write_bucket(staging: Path, number: int, bucket: Sequence[tuple[str, Tensor]]) -> dict[str, list[str]]:
     name = f"part-{number:05d}.safetensors"
     save_file({n: t.to("cpu").contiguous() for n, t in bucket}, staging / name, metadata={"format": "pt"})
-    fsync_file(staging / name)
     return {name: [n for n, _ in bucket]}
 
 

@@ -87,11 +87,6 @@ def empty_rows(device: torch.device, num_rows: int = 0, response_length: int = 0
     return TokenRows(ids, two, (2,), none, none, none, none, nowhere, (num_rows, response_length))
 
 
-def padded_to_multiple(rows: TokenRows, multiple: int) -> TokenRows:
-    """Append pad tokens so that N divides by `multiple`; they predict nothing."""
-    return padded_to(rows, -(-rows.num_tokens // multiple) * multiple)
-
-
 def padded_to(rows: TokenRows, num_tokens: int) -> TokenRows:
     """Append sequences of pad tokens, none longer than the longest row, up to `num_tokens`; they predict nothing."""
     extra, longest = num_tokens - rows.num_tokens, max(rows.lengths)

@@ -34,11 +34,6 @@ def saved_aliases(shared: Mapping[str, str], stacks: Stacks) -> dict[str, str]:
     return {name: next(iter(stacks.get(held, (held,)))) for name, held in shared.items()}
 
 
-def rows_of(shape: Sequence[int]) -> int:
-    """Rows of each entry of a stack; a tensor that is none has one row an entry."""
-    return shape[1] if len(shape) == STACK_DIMS else 1
-
-
 def saved_shapes(name: str, shape: Sequence[int], stacks: Stacks) -> dict[str, tuple[int, ...]]:
     """The tensors that a held one of this shape is saved as, with their shapes."""
     held, parts = tuple(shape), stacks.get(name, {}).items()
@@ -48,7 +43,8 @@ def saved_shapes(name: str, shape: Sequence[int], stacks: Stacks) -> dict[str, t
 
 def shards_of(parts: Parts, held: Box) -> Iterator[Shard]:
     """A rank's rows `held` of a stack (cut in dimension 0 only), as boxes of its `parts`."""
-    rows, width = rows_of(held.shape), held.shape[-1:] if len(held.shape) > 1 else ()
+    is_stack, width = len(held.shape) == STACK_DIMS, held.shape[-1:] if len(held.shape) > 1 else ()
+    rows = held.shape[1] if is_stack else 1  # of each entry
     first, end = held.start[0] * rows, (held.start[0] + held.shape[0]) * rows
     for saved, part in parts.items():
         if part.is_whole and held.shape[0]:
@@ -56,9 +52,9 @@ def shards_of(parts: Parts, held: Box) -> Iterator[Shard]:
             continue
         at = max(part.start, first)
         while at < (stop := min(part.start + part.num_rows, end)):
-            count = min(stop - at, rows - at % rows) if len(held.shape) == STACK_DIMS else stop - at
+            count = min(stop - at, rows - at % rows) if is_stack else stop - at
             entry, row = divmod(at - first, rows)
-            place = (entry, row) if len(held.shape) == STACK_DIMS else (entry,)
+            place = (entry, row) if is_stack else (entry,)
             zeros = (0,) * len(width)
             yield Shard(Box(saved, (at - part.start, *zeros), (count, *width)), held.tensor, (*place, *zeros))
             at += count
@@ -66,15 +62,10 @@ def shards_of(parts: Parts, held: Box) -> Iterator[Shard]:
 
 def as_saved(name: str, tensor: Tensor, stacks: Stacks) -> dict[str, Tensor]:
     """The tensors that a held one is saved as, sharing its memory."""
-    return {saved: part_of(tensor, part) for saved, part in stacks.get(name, {}).items()} or {name: tensor}
-
-
-def part_of(tensor: Tensor, part: StackRows) -> Tensor:
-    """The saved tensor inside the held one, sharing its memory."""
-    if part.is_whole:
-        return tensor
-    flat = tensor.view(-1, tensor.shape[-1]) if tensor.ndim == STACK_DIMS else tensor
-    return flat[part.start : part.start + part.num_rows]
+    rows, parts = tensor.flatten(0, -2) if tensor.ndim == STACK_DIMS else tensor, stacks.get(name, {}).items()
+    return {
+        saved: tensor if part.is_whole else rows[part.start : part.start + part.num_rows] for saved, part in parts
+    } or {name: tensor}
 
 
 def saved_stacks(model: Any) -> Stacks:

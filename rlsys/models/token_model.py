@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from rlsys.models.attention import Packing
 from rlsys.models.logprobs import token_stats
-from rlsys.models.packing import TokenRows, left_aligned, padded_to_multiple
+from rlsys.models.packing import TokenRows, left_aligned, padded_to
 from rlsys.models.ulysses import sum_over
 from rlsys.models.vision import embed
 from rlsys.utils.errors import ConfigError
@@ -68,7 +68,7 @@ class TokenModel(nn.Module):
             states = backbone(**given, attention_mask=mask, position_ids=positions, use_cache=False).last_hidden_state
             return states.flatten(0, 1)[places], (0, rows.num_tokens)
         size, rank = (dist.get_world_size(self.group), dist.get_rank(self.group)) if self.group else (1, 0)
-        whole = padded_to_multiple(rows, size)
+        whole = padded_to(rows, -(-rows.num_tokens // size) * size)
         share = whole.num_tokens // size
         mine = slice(rank * share, (rank + 1) * share)
         packing = Packing(whole.lengths, whole.token_ids.device, self.group)

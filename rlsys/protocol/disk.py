@@ -1,4 +1,4 @@
-"""Wire forms in a file: magic, a table of lengths and checksums, the header, then every buffer at a multiple of 64."""
+"""Wire forms in a file: magic, a table of the lengths and checksums of header and buffers, then these."""
 
 import os
 import struct
@@ -10,13 +10,12 @@ from typing import BinaryIO
 from rlsys.ipc.framing import Buffer, WireError
 from rlsys.utils.atomic import written_whole
 
-MAGIC = b"RLSYSDP2"
+MAGIC = b"RLSYSDP3"
 OTHER_VERSION = (
     "this file was written by another version of rlsys, most often an older one, and cannot be read by this one; "
     "resume with the version that wrote it, or start from the beginning with trainer.resume_mode=disable"
 )
-ALIGN_BYTES = 64
-_HEAD = struct.Struct("<8sQQ")
+_HEAD = struct.Struct("<8sQ")
 _ENTRY = struct.Struct("<QI")
 _SUM = struct.Struct("<I")
 
@@ -35,44 +34,33 @@ def read_file(path: str | os.PathLike[str]) -> tuple[bytes, list[bytearray]]:
 
 def write_stream(file: BinaryIO, header: bytes, buffers: Sequence[Buffer]) -> None:
     """Write a wire form from the start of `file`."""
-    views = [memoryview(buffer).cast("B") for buffer in buffers]
-    table = b"".join(_ENTRY.pack(view.nbytes, zlib.crc32(view)) for view in views)
-    front = _HEAD.pack(MAGIC, len(header), len(views)) + table + header
-    file.write(front + _SUM.pack(zlib.crc32(front)))
-    for view in views:
-        file.write(b"\0" * (-file.tell() % ALIGN_BYTES))
-        file.write(view)
+    parts = [memoryview(part).cast("B") for part in (header, *buffers)]
+    table = b"".join(_ENTRY.pack(part.nbytes, zlib.crc32(part)) for part in parts)
+    front = _HEAD.pack(MAGIC, len(parts)) + table
+    for part in (front, _SUM.pack(zlib.crc32(front)), *parts):
+        file.write(part)
 
 
 def read_stream(file: BinaryIO, file_bytes: int) -> tuple[bytes, list[bytearray]]:
     """Read a wire form that fills the `file_bytes` of `file`; WireError if a byte is missing or changed."""
     head = _take(file, _HEAD.size)
-    magic, header_bytes, num_buffers = _HEAD.unpack(head)
+    magic, num_parts = _HEAD.unpack(head)
     if magic != MAGIC:
         is_dataproto = magic[:-1] == MAGIC[:-1]
         raise WireError(OTHER_VERSION if is_dataproto else "this file does not hold a DataProto")
-    if header_bytes + num_buffers * _ENTRY.size + _HEAD.size + _SUM.size > file_bytes:
+    if num_parts * _ENTRY.size > file_bytes:
         raise WireError("the file is truncated")
-    table = _take(file, num_buffers * _ENTRY.size)
-    header = _take(file, header_bytes)
+    table = _take(file, num_parts * _ENTRY.size)
     (checksum,) = _SUM.unpack(_take(file, _SUM.size))
-    if zlib.crc32(head + table + header) != checksum:
-        raise WireError("the header is corrupt")
-    buffers = [_take_buffer(file, *entry, file_bytes=file_bytes) for entry in _ENTRY.iter_unpack(table)]
-    if file.tell() != file_bytes:
-        raise WireError("the file has bytes after its last buffer")
+    if zlib.crc32(head + table) != checksum:
+        raise WireError("the table of its parts is corrupt")
+    entries = list(_ENTRY.iter_unpack(table))
+    if file.tell() + sum(num_bytes for num_bytes, _ in entries) != file_bytes:
+        raise WireError("the file is truncated, or has bytes after its last buffer")
+    header, *buffers = (_take(file, num_bytes) for num_bytes, _ in entries)
+    if any(zlib.crc32(part) != own for part, (_, own) in zip((header, *buffers), entries, strict=True)):
+        raise WireError("the header or a buffer is corrupt")
     return bytes(header), buffers
-
-
-def _take_buffer(file: BinaryIO, num_bytes: int, checksum: int, *, file_bytes: int) -> bytearray:
-    if any(_take(file, -file.tell() % ALIGN_BYTES)):
-        raise WireError("the file is corrupt between two buffers")
-    if file.tell() + num_bytes > file_bytes:
-        raise WireError("the file is truncated")
-    data = _take(file, num_bytes)
-    if zlib.crc32(data) != checksum:
-        raise WireError("a buffer is corrupt")
-    return data
 
 
 def _take(file: BinaryIO, num_bytes: int) -> bytearray:

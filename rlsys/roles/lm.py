@@ -7,6 +7,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from rlsys.algorithms.masked import masked_sum, to_loss_sum
+from rlsys.engines.mesh import sum_over_ranks
 from rlsys.interfaces import LossSum, TrainEngine
 from rlsys.protocol import DataProto
 from rlsys.roles.update import run_updates
@@ -24,8 +25,7 @@ def lm_loss(outputs: Mapping[str, Tensor], rows: TensorDict) -> LossSum:
 
 def mean_over_ranks(parts: Sequence[RankSums]) -> dict[str, float]:
     """Exact means of metrics out of the sums and counts of several ranks or batches; NaN for a count of 0."""
-    names = list(dict.fromkeys(name for part in parts for name in part))
-    totals = {name: [sum(part[name][i] for part in parts if name in part) for i in (0, 1)] for name in names}
+    totals = sum_over_ranks(parts)
     return {name: total / count if count else math.nan for name, (total, count) in totals.items()}
 
 

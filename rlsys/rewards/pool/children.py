@@ -13,20 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from rlsys.rewards.pool.messages import (
-    MAX_LINE_BYTES,
-    GradeItem,
-    Grader,
-    GraderLoaded,
-    ItemGraded,
-    LoadGrader,
-    RewardItem,
-    RewardResult,
-    WorkerEnded,
-    failed,
-    pack,
-    unpack,
-)
+from rlsys.rewards.pool import messages
+from rlsys.rewards.pool.messages import RewardItem, RewardResult, failed
 from rlsys.telemetry.jsonl import plain
 from rlsys.utils.errors import ConfigError
 
@@ -73,11 +61,11 @@ class Child:
         self.cause = ""
         self.loaded: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.ended = asyncio.Event()
-        self._report: WorkerEnded | None = None
+        self._report: messages.WorkerEnded | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._reading: asyncio.Task[None] | None = None
 
-    async def load(self, grader: Grader, *, timeout_s: float) -> bool:
+    async def load(self, grader: messages.Grader, *, timeout_s: float) -> bool:
         """Start the processes and wait for the grader; False, with the `cause`, if it cannot be started now.
 
         They inherit only their two pipes and the standard error. ConfigError where the grader cannot be loaded.
@@ -87,14 +75,14 @@ class Child:
             *(sys.executable, "-m", "rlsys.rewards.pool.guard", self.folder, str(os.getpid())),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            limit=MAX_LINE_BYTES,
+            limit=messages.MAX_LINE_BYTES,
             env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": search_path},
             start_new_session=True,
         )
         assert self._process.stdout is not None
         self._reading = asyncio.create_task(self._read(self._process.stdout))
         path = grader.path and (grader.path if "://" in grader.path else str(Path(grader.path).resolve()))
-        self._send(LoadGrader(replace(grader, path=path, kwargs=plain(grader.kwargs)), timeout_s))
+        self._send(messages.LoadGrader(replace(grader, path=path, kwargs=plain(grader.kwargs)), timeout_s))
         done, _ = await asyncio.wait({self.loaded}, timeout=START_S)
         if not done:
             self.cause = f"no answer within {START_S:g} s of its start"
@@ -103,10 +91,10 @@ class Child:
             raise ConfigError(f"cannot be loaded: {problem}")
         return not self.ended.is_set()
 
-    def _send(self, message: LoadGrader | GradeItem) -> None:
+    def _send(self, message: messages.LoadGrader | messages.GradeItem) -> None:
         assert self._process is not None
         assert self._process.stdin is not None
-        self._process.stdin.write(pack(message))
+        self._process.stdin.write(messages.pack(message))
 
     async def grade(self, item: PendingItem, *, limit_s: float) -> None:
         """Have the worker grade an item; without an answer in time the child is late and of no use any more."""
@@ -114,7 +102,7 @@ class Child:
             item.finish(RewardResult(0.0, {}, "ok", 0.0))
             return
         try:
-            self._send(GradeItem(item.number, item.item.as_json()))
+            self._send(messages.GradeItem(item.number, item.item.as_json()))
         except (TypeError, ValueError, RecursionError) as error:
             item.finish(failed("error", 0.0, f"the item cannot be sent to a grader: {error}"))
             return
@@ -131,7 +119,7 @@ class Child:
         while not stdout.at_eof():
             try:
                 if (line := await stdout.readline()).strip():
-                    self._take(unpack(line, GraderLoaded | ItemGraded | WorkerEnded))
+                    self._take(messages.unpack(line, messages.FromChild))
             except ValueError as error:
                 self.cause = f"the grader wrote to the pool's pipe: {error!r}"
                 self._lose()
@@ -145,16 +133,16 @@ class Child:
         if not self.loaded.done():
             self.loaded.set_result("")
 
-    def _take(self, message: GraderLoaded | ItemGraded | WorkerEnded) -> None:
+    def _take(self, message: messages.FromChild) -> None:
         match message:
-            case WorkerEnded():
+            case messages.WorkerEnded():
                 self._report = message
                 self._lose()
-            case ItemGraded():
+            case messages.ItemGraded():
                 if item := self.items.pop(message.id, None):
                     item.finish(message.result)
                     item.replied.set()
-            case GraderLoaded() if not self.loaded.done():
+            case messages.GraderLoaded() if not self.loaded.done():
                 self.is_async = message.is_async
                 self.loaded.set_result(message.problem)
 
@@ -171,7 +159,7 @@ class Child:
                 await self._process.wait()
         if self._reading is not None:
             await asyncio.wait({self._reading}, timeout=END_S)
-        report = self._report or WorkerEnded("was lost with its guard, which did not report in time")
+        report = self._report or messages.WorkerEnded("was lost with its guard, which did not report in time")
         shutil.rmtree(self.folder, ignore_errors=True)
         os.close(self._lock)
         lines = report.tail.strip().splitlines()[-8:]
@@ -182,7 +170,7 @@ class Child:
 class Children:
     """Keeps `num_workers` children running and grades items by them; every method runs in one event loop."""
 
-    def __init__(self, grader: Grader, *, num_workers: int, timeout_s: float) -> None:
+    def __init__(self, grader: messages.Grader, *, num_workers: int, timeout_s: float) -> None:
         self._grader, self._num_workers, self._timeout_s = grader, num_workers, timeout_s
         self._queue: asyncio.Queue[PendingItem] = asyncio.Queue()
         self._slots: list[asyncio.Task[None]] = []

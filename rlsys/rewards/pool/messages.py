@@ -119,6 +119,9 @@ class WorkerEnded(Struct, tag="ended"):
     tail: str = ""
 
 
+FromChild = GraderLoaded | ItemGraded | WorkerEnded
+
+
 def pack(message: Struct) -> bytes:
     """The line of a message; NaN and infinities pass as Python's JSON writes them. ValueError for one too long."""
     line = json.dumps(msgspec.to_builtins(message)).encode() + b"\n"

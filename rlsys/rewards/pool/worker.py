@@ -16,19 +16,8 @@ from typing import Any, BinaryIO, NoReturn
 
 import msgspec
 
-from rlsys.rewards.pool.messages import (
-    MAX_LINE_BYTES,
-    GradeItem,
-    Grader,
-    GraderLoaded,
-    ItemGraded,
-    LoadGrader,
-    RewardItem,
-    RewardResult,
-    failed,
-    pack,
-    unpack,
-)
+from rlsys.rewards.pool import messages
+from rlsys.rewards.pool.messages import RewardItem, RewardResult, failed
 from rlsys.telemetry.jsonl import plain
 from rlsys.utils.plugins import load_from_file
 
@@ -46,21 +35,21 @@ def serve_and_exit(requests: BinaryIO, answers: BinaryIO) -> NoReturn:
     try:
         with suppress(BrokenPipeError):
             if line := requests.readline():
-                _serve(requests, answers, unpack(line, LoadGrader))
+                _serve(requests, answers, messages.unpack(line, messages.LoadGrader))
         os._exit(0)
     except (Exception, SystemExit, KeyboardInterrupt):
         traceback.print_exc()
         os._exit(1)
 
 
-def _serve(requests: BinaryIO, answers: BinaryIO, load: LoadGrader) -> None:
+def _serve(requests: BinaryIO, answers: BinaryIO, load: messages.LoadGrader) -> None:
     try:
         grade = load_grader(load.grader)
     except (Exception, SystemExit, KeyboardInterrupt) as error:
-        _send(answers, GraderLoaded(problem=describe(error.__cause__ or error)))
+        _send(answers, messages.GraderLoaded(problem=describe(error.__cause__ or error)))
         return
     is_async = inspect.iscoroutinefunction(grade)
-    _send(answers, GraderLoaded(is_async))
+    _send(answers, messages.GraderLoaded(is_async))
     if is_async:
         import asyncio
 
@@ -70,11 +59,11 @@ def _serve(requests: BinaryIO, answers: BinaryIO, load: LoadGrader) -> None:
 
 
 def _send(answers: BinaryIO, message: msgspec.Struct) -> None:
-    answers.write(pack(message))
+    answers.write(messages.pack(message))
     answers.flush()
 
 
-def load_grader(grader: Grader) -> ComputeScore:
+def load_grader(grader: messages.Grader) -> ComputeScore:
     """The function that a grader names, or the built-in router when it has no path, with its `kwargs`.
 
     TypeError for what is not a function or cannot be called with verl's arguments and `kwargs`.
@@ -144,29 +133,29 @@ def grade_item(grade: ComputeScore, item: RewardItem) -> RewardResult:
 
 def _serve_in_turn(requests: BinaryIO, answers: BinaryIO, grade: ComputeScore) -> None:
     for line in requests:
-        request = unpack(line, GradeItem)
+        request = messages.unpack(line, messages.GradeItem)
         try:
             result = grade_item(grade, request.item)
         except BdbQuit:
             result = _unscored(RuntimeError("breakpoint() needs reward.num_workers=0 trainer.backend=local"))
         except KeyboardInterrupt as error:
             result = _unscored(error)
-        _send(answers, ItemGraded(request.id, result))
+        _send(answers, messages.ItemGraded(request.id, result))
 
 
 async def _serve_async(requests: BinaryIO, answers: BinaryIO, grade: ComputeScore, timeout_s: float) -> None:
     """Grade every item that arrives in its own task, each for at most `timeout_s` seconds."""
     import asyncio
 
-    lines = asyncio.StreamReader(limit=MAX_LINE_BYTES)
+    lines = asyncio.StreamReader(limit=messages.MAX_LINE_BYTES)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), requests)
 
-    async def answer(request: GradeItem) -> None:
-        _send(answers, ItemGraded(request.id, await _grade_async(request.item, grade, timeout_s)))
+    async def answer(request: messages.GradeItem) -> None:
+        _send(answers, messages.ItemGraded(request.id, await _grade_async(request.item, grade, timeout_s)))
 
     async with asyncio.TaskGroup() as tasks:
         while line := await lines.readline():
-            tasks.create_task(answer(unpack(line, GradeItem)))
+            tasks.create_task(answer(messages.unpack(line, messages.GradeItem)))
 
 
 async def _grade_async(item: RewardItem, grade: ComputeScore, timeout_s: float) -> RewardResult:

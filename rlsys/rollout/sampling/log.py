@@ -62,27 +62,21 @@ class SampleLog:
         engine's outputs, so its samples for requests that have ended are ignored.
         """
         self._store_arrived()
-        if starts is not None:
-            slots = [self._slots.get(number) for number in numbers]
-            parts = [
-                np.zeros((0, FIELDS)) if slot is None else self._table[slot, start : self._lengths[slot]]
-                for slot, start in zip(slots, starts, strict=True)
-            ]
-            return np.array([len(part) for part in parts], np.int64), np.concatenate([np.zeros((0, FIELDS)), *parts])
-        if self._steps:
+        slots = [self._slots.get(number) for number in numbers]
+        parts = [
+            np.zeros((0, FIELDS)) if slot is None else self._table[slot, start : self._lengths[slot]]
+            for slot, start in zip(slots, starts or [0] * len(slots), strict=True)
+        ]
+        parts = [part[~np.isnan(part[:, 0])] for part in parts]
+        taken = np.array([len(part) for part in parts], np.int64), np.concatenate([np.zeros((0, FIELDS)), *parts])
+        if starts is None:
             ended = set(numbers)
             for step in self._steps:
                 step.numbers = [None if number in ended else number for number in step.numbers]
-        known = [number in self._slots for number in numbers]
-        taken = np.array([self._slots.pop(number) for number in numbers if number in self._slots], np.int64)
-        rows = self._table[taken, : self._lengths[taken].max(initial=0)]
-        is_sampled = ~np.isnan(rows[:, :, 0])
-        counts = np.zeros(len(numbers), np.int64)
-        counts[known] = is_sampled.sum(1)
-        self._table[taken] = np.nan
-        self._lengths[taken] = 0
-        self._free += taken.tolist()
-        return counts, rows[is_sampled]
+            freed = [self._slots.pop(number) for number in numbers if number in self._slots]
+            self._table[freed], self._lengths[freed] = np.nan, 0
+            self._free += freed
+        return taken
 
     def _store_arrived(self) -> None:
         """Move the steps that have arrived on the host into the table."""

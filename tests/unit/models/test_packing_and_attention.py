@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from rlsys.models.attention import Packing, packed_attention
-from rlsys.models.packing import empty_rows, left_aligned, padded_to_multiple, token_rows
+from rlsys.models.packing import empty_rows, left_aligned, padded_to, token_rows
 from rlsys.utils.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -62,11 +62,11 @@ def test_rows_of_nothing_are_an_idle_pack_of_their_shape() -> None:
     assert torch.equal(rows.scatter(torch.zeros(0)), torch.zeros(2, 3))
 
 
-def test_padding_to_a_multiple_is_a_sequence_of_its_own() -> None:
-    rows = padded_to_multiple(token_rows(rows_of([2, 3], [1, 2], 3, 2)), 6)
+def test_padding_is_a_sequence_of_its_own() -> None:
+    rows = padded_to(token_rows(rows_of([2, 3], [1, 2], 3, 2)), 12)
     assert rows.lengths == (3, 5, 4)
     assert torch.equal(rows.position_ids[-4:], torch.arange(4))
-    assert padded_to_multiple(empty_rows(CPU), 2).lengths == (2,)
+    assert padded_to(empty_rows(CPU), 2).lengths == (2,)
 
 
 def one_by_one(

@@ -502,7 +502,7 @@ def test_any_truncation_on_disk_is_noticed(tmp_path: Path, data: DataProto, draw
 @properties
 @given(st.binary(max_size=200))
 def test_any_bytes_as_a_file_end_in_a_wire_error(tmp_path: Path, text: bytes) -> None:
-    for prefix in (b"", b"RLSYSDP1", b"RLSYSDP2"):
+    for prefix in (b"", b"RLSYSDP1", b"RLSYSDP3"):
         (tmp_path / "x.dp").write_bytes(prefix + text)
         with pytest.raises(WireError):
             DataProto.load_from_disk(tmp_path / "x.dp")

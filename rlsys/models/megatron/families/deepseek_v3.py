@@ -3,19 +3,7 @@ chosen by sigmoid scores plus a bias, within the best groups of experts. Multi-t
 
 from typing import Any
 
-from rlsys.models.megatron.blocks import (
-    EXPERT,
-    INPUT_NORM,
-    ONLY,
-    ROUTER,
-    SPARSE_NORM,
-    attention,
-    attention_settings,
-    expert_dims,
-    expert_settings,
-    first_of,
-    rope_of,
-)
+from rlsys.models.megatron import blocks
 from rlsys.models.megatron.family import SPARSE_NEEDS, Family
 from rlsys.models.megatron.rules import Dims, Rule, columns, rows, stacked, whole, within
 from rlsys.types import HFConfig
@@ -23,8 +11,8 @@ from rlsys.utils.errors import ConfigError
 
 LORA_NORM, SHARED = "linear_{}_up_proj.layer_norm_weight", "shared_ffn"
 MLA = (
-    INPUT_NORM,
-    *attention(
+    blocks.INPUT_NORM,
+    *blocks.attention(
         Rule("linear_q_proj.weight", rows, ("q_proj.weight [q, hidden]",), when="full_q"),
         Rule("linear_q_down_proj.weight", rows, ("q_a_proj.weight [q_lora, hidden]",), "", whole, when="q_lora"),
         Rule("q_layernorm.weight", whole, ("q_a_layernorm.weight [q_lora]",), LORA_NORM.format("q"), when="q_lora"),
@@ -35,7 +23,7 @@ MLA = (
         Rule("linear_proj.weight", columns, ("o_proj.weight [hidden, v]",)),
     ),
 )
-BIASED_ROUTER = (ROUTER, Rule("mlp.router.expert_bias", whole, ("mlp.gate.e_score_correction_bias [experts]",)))
+BIASED_ROUTER = (blocks.ROUTER, Rule("mlp.router.expert_bias", whole, ("mlp.gate.e_score_correction_bias [experts]",)))
 SHARED_EXPERTS = within(
     "mlp.shared_experts",
     "mlp.shared_experts",
@@ -62,7 +50,7 @@ def dims(hf_config: HFConfig) -> dict[str, int]:
     heads, q_lora = hf_config["num_attention_heads"], hf_config.get("q_lora_rank") or 0
     nope, rope, v = (hf_config[key] for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
     return {
-        **expert_dims(hf_config),
+        **blocks.expert_dims(hf_config),
         "groups": heads,
         "full_q": 0 if q_lora else 1,
         "q_lora": q_lora,
@@ -78,7 +66,7 @@ def settings(hf_config: HFConfig) -> dict[str, Any]:
     """Keyword arguments of Megatron's transformer configuration."""
     own = dims(hf_config)
     return {
-        **attention_settings({**hf_config, "num_key_value_heads": None, "head_dim": hf_config["v_head_dim"]}),
+        **blocks.attention_settings({**hf_config, "num_key_value_heads": None, "head_dim": hf_config["v_head_dim"]}),
         **sparse_settings(hf_config, own),
         "multi_latent_attention": True,
         "qk_layernorm": True,
@@ -95,7 +83,7 @@ def sparse_settings(hf_config: HFConfig, own: Dims) -> dict[str, Any]:
     """Megatron's settings of shared experts, and of experts chosen by sigmoid scores plus a bias within groups."""
     groups = {"moe_router_num_groups": hf_config.get("n_group"), "moe_router_group_topk": hf_config.get("topk_group")}
     return {
-        **expert_settings(hf_config, own, normalised=True),
+        **blocks.expert_settings(hf_config, own, normalised=True),
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
         "moe_router_bias_update_rate": 0.0,
@@ -114,7 +102,7 @@ def grouped_routing(hf_config: HFConfig) -> bool:
 
 def rope_settings(hf_config: HFConfig) -> dict[str, Any]:
     """The rotary part of MLATransformerConfig; ConfigError for a scaling that Megatron computes otherwise."""
-    rope = rope_of(hf_config)
+    rope = blocks.rope_of(hf_config)
     if rope["rope_type"] == "default":
         return {"rope_type": "rope", "rotary_base": rope["rope_theta"], "rotary_scaling_factor": 1.0}
     mscale, all_dim = rope.get("mscale") or 0.0, rope.get("mscale_all_dim") or 0.0
@@ -125,7 +113,7 @@ def rope_settings(hf_config: HFConfig) -> dict[str, Any]:
         "rope_type": "yarn",
         "rotary_base": rope["rope_theta"],
         "rotary_scaling_factor": float(rope["factor"]),
-        "original_max_position_embeddings": first_of(
+        "original_max_position_embeddings": blocks.first_of(
             {**hf_config, **rope}, "original_max_position_embeddings", "max_position_embeddings"
         ),
         "beta_fast": rope.get("beta_fast") or 32,
@@ -147,10 +135,10 @@ FAMILY = Family(
     model_types=("deepseek_v3", "kimi_k2"),
     dims=dims,
     settings=settings,
-    rope=lambda hf_config: {"rotary_base": rope_of(hf_config)["rope_theta"]},
+    rope=lambda hf_config: {"rotary_base": blocks.rope_of(hf_config)["rope_theta"]},
     needs=(*SPARSE_NEEDS, "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
     only={
-        **ONLY,
+        **blocks.ONLY,
         "norm_topk_prob": (True,),
         "rope_interleave": (True, None),
         "moe_layer_freq": (1, None),
@@ -160,8 +148,8 @@ FAMILY = Family(
     refuse=refuse,
     layer=MLA,
     is_sparse=lambda hf_config, layer: layer >= (hf_config.get("first_k_dense_replace") or 0),
-    sparse=(SPARSE_NORM, *BIASED_ROUTER, *SHARED_EXPERTS),
-    expert=EXPERT,
+    sparse=(blocks.SPARSE_NORM, *BIASED_ROUTER, *SHARED_EXPERTS),
+    expert=blocks.EXPERT,
     mtp=MTP,
     mla=True,
 )

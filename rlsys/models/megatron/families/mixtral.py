@@ -2,14 +2,7 @@
 
 from typing import Any
 
-from rlsys.models.megatron.blocks import (
-    ONLY,
-    SPARSE_NORM,
-    attention_settings,
-    expert_dims,
-    expert_rules,
-    expert_settings,
-)
+from rlsys.models.megatron import blocks
 from rlsys.models.megatron.family import NEEDS, Family
 from rlsys.models.megatron.rules import Rule, whole
 from rlsys.types import HFConfig
@@ -17,13 +10,16 @@ from rlsys.types import HFConfig
 
 def dims(hf_config: HFConfig) -> dict[str, int]:
     """The model's dimensions by the names that the tables use; no layer has a dense MLP."""
-    dense_too = expert_dims(hf_config, expert_ffn="intermediate_size")
+    dense_too = blocks.expert_dims(hf_config, expert_ffn="intermediate_size")
     return {name: size for name, size in dense_too.items() if name != "ffn"}
 
 
 def settings(hf_config: HFConfig) -> dict[str, Any]:
     """Keyword arguments of Megatron's transformer configuration."""
-    return {**attention_settings(hf_config), **expert_settings(hf_config, dims(hf_config), normalised=True)}
+    return {
+        **blocks.attention_settings(hf_config),
+        **blocks.expert_settings(hf_config, dims(hf_config), normalised=True),
+    }
 
 
 FAMILY = Family(
@@ -31,9 +27,9 @@ FAMILY = Family(
     dims=dims,
     settings=settings,
     needs=(*NEEDS, "num_experts_per_tok"),
-    only={**ONLY, "router_jitter_noise": (0, 0.0, None)},
+    only={**blocks.ONLY, "router_jitter_noise": (0, 0.0, None)},
     dense=(),
     is_sparse=lambda hf_config, layer: True,
-    sparse=(SPARSE_NORM, Rule("mlp.router.weight", whole, ("block_sparse_moe.gate.weight [experts, hidden]",))),
-    expert=expert_rules("block_sparse_moe.experts", "w1", "w3", "w2"),
+    sparse=(blocks.SPARSE_NORM, Rule("mlp.router.weight", whole, ("block_sparse_moe.gate.weight [experts, hidden]",))),
+    expert=blocks.expert_rules("block_sparse_moe.experts", "w1", "w3", "w2"),
 )

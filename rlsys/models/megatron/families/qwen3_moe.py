@@ -2,24 +2,17 @@
 
 from typing import Any
 
-from rlsys.models.megatron.blocks import (
-    ATTENTION,
-    EXPERT,
-    QK_NORM,
-    ROUTER,
-    SPARSE_NORM,
-    attention_settings,
-    expert_dims,
-    expert_settings,
-)
+from rlsys.models.megatron import blocks
 from rlsys.models.megatron.family import SPARSE_NEEDS, Family
 from rlsys.types import HFConfig
 
 
 def settings(hf_config: HFConfig) -> dict[str, Any]:
     """Keyword arguments of Megatron's transformer configuration."""
-    experts = expert_settings(hf_config, expert_dims(hf_config), normalised=bool(hf_config.get("norm_topk_prob")))
-    return {**attention_settings(hf_config), **experts, "qk_layernorm": True}
+    experts = blocks.expert_settings(
+        hf_config, blocks.expert_dims(hf_config), normalised=bool(hf_config.get("norm_topk_prob"))
+    )
+    return {**blocks.attention_settings(hf_config), **experts, "qk_layernorm": True}
 
 
 def is_sparse(hf_config: HFConfig, layer: int) -> bool:
@@ -30,11 +23,11 @@ def is_sparse(hf_config: HFConfig, layer: int) -> bool:
 
 FAMILY = Family(
     model_types=("qwen3_moe",),
-    dims=expert_dims,
+    dims=blocks.expert_dims,
     settings=settings,
     needs=SPARSE_NEEDS,
-    layer=(*ATTENTION, *QK_NORM),
+    layer=(*blocks.ATTENTION, *blocks.QK_NORM),
     is_sparse=is_sparse,
-    sparse=(SPARSE_NORM, ROUTER),
-    expert=EXPERT,
+    sparse=(blocks.SPARSE_NORM, blocks.ROUTER),
+    expert=blocks.EXPERT,
 )
