@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,12 +24,10 @@ from rlsys.agent.tools import Tool, load_target, target_of, tool_of, tools_of_cl
 from rlsys.agent.trace import TraceRow
 from rlsys.config.schema.agent import AgentConfig, MultiTurnConfig
 from rlsys.data.collate import pad_rows
+from rlsys.protocol import ImageInputs
 from rlsys.rewards.math import compute_score_anywhere
 from rlsys.types import ModelRequest, ModelResponse, SamplingParams
 from rlsys.utils.errors import ConfigError
-
-if TYPE_CHECKING:
-    from rlsys.protocol import ImageInputs
 
 Outcome = float | Score | Sequence[TraceRow] | None
 MAX_TOKENS = 1 << 30
@@ -127,7 +125,7 @@ class VisionRLVRWorkflow(RLVRWorkflow):
         """The text that stands for an image in a prompt."""
         return self.processor.image_token
 
-    def _process_images(self, data: Row) -> "tuple[ImageInputs, ...]":
+    def _process_images(self, data: Row) -> tuple[ImageInputs, ...]:
         return self._template.encode(None, data["messages"])[1]
 
     def _format_vision_prompt(self, data: Row) -> str:

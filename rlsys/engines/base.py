@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,10 +23,8 @@ from rlsys.engines.optimizer import BaseOptimizer
 from rlsys.interfaces import LossFn, Output, TrainEngine
 from rlsys.models.hf import Head, read_config
 from rlsys.models.lora import LoraSettings, adapter_config, to_saved_name
+from rlsys.protocol import DataProto
 from rlsys.types import EXPORT_FILE_BYTES, StepReport, WeightUpdateMeta
-
-if TYPE_CHECKING:
-    from rlsys.protocol import DataProto
 
 CONTENTS = frozenset({"model", "optimizer", "extra"})
 """Parts of a resumable checkpoint; the worker writes hf_model beside it."""
@@ -94,7 +92,7 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
 
     @torch.no_grad()
     def forward(
-        self, batch: "DataProto", outputs: Sequence[Output], *, temperature: float = 1.0, topk: int = 0
+        self, batch: DataProto, outputs: Sequence[Output], *, temperature: float = 1.0, topk: int = 0
     ) -> dict[str, Tensor]:
         """Per-token outputs (B, R) or (B, R, topk) of this rank's rows, float32 on their device, zero at padding."""
         rows = batch.tensors
@@ -115,7 +113,7 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
 
     def forward_backward(
         self,
-        batch: "DataProto",
+        batch: DataProto,
         loss_fn: LossFn,
         *,
         outputs: Sequence[Output] = ("log_probs",),
@@ -231,7 +229,7 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
     def _weight_dtype(self) -> torch.dtype: ...
 
     @abstractmethod
-    def _run(self, batch: "DataProto", size: MicroBatches, visit: Visit, *, backward: bool) -> Counted:
+    def _run(self, batch: DataProto, size: MicroBatches, visit: Visit, *, backward: bool) -> Counted:
         """Visit every micro-batch; with `backward` add up the gradients of what `visit` returns. Returns metrics."""
 
     @abstractmethod

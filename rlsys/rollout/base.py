@@ -8,23 +8,20 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.models.vision import image_places
+from rlsys.protocol import DataProto
 from rlsys.rollout.partial import complete
 from rlsys.rollout.sampling.log import by_request
 from rlsys.types import Finish, ModelRequest, ModelResponse, ResponseDelta, SamplingParams, WeightLayout
 from rlsys.utils.errors import RolloutError, WeightTransferError
 from rlsys.utils.hosts import host_id
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from rlsys.protocol import DataProto
 
 SLEEP_TAGS = ("weights", "kv_cache")
 STEP_WAIT_S = 45.0
@@ -148,7 +145,7 @@ class BaseRolloutEngine(ABC):
         """As `SampleLog.take`, of these requests."""
 
     @abstractmethod
-    def _score(self, batch: "DataProto", temperature: float) -> "Tensor": ...
+    def _score(self, batch: DataProto, temperature: float) -> Tensor: ...
     @abstractmethod
     def _move_memory(self, tags: Sequence[str], *, asleep: bool) -> None: ...
     @abstractmethod
@@ -156,9 +153,9 @@ class BaseRolloutEngine(ABC):
     @abstractmethod
     def weight_layout(self) -> WeightLayout: ...
     @abstractmethod
-    def local_tensors(self) -> "Mapping[str, Tensor]": ...
+    def local_tensors(self) -> Mapping[str, Tensor]: ...
     @abstractmethod
-    def _load(self, bucket: "Sequence[tuple[str, Tensor]]") -> None: ...
+    def _load(self, bucket: Sequence[tuple[str, Tensor]]) -> None: ...
 
     # ---- requests ----------------------------------------------------------------------------------------------
 
@@ -326,7 +323,7 @@ class BaseRolloutEngine(ABC):
         limit = min(params.max_new_tokens, room)
         return RunningRequest(next(self._numbers), request, tuple(dict.fromkeys(stops)), limit)
 
-    def compute_log_prob(self, batch: "DataProto", *, temperature: float = 1.0) -> "Tensor":
+    def compute_log_prob(self, batch: DataProto, *, temperature: float = 1.0) -> Tensor:
         self._check_serving()
         with self._halted():
             return self._score(batch, temperature)
@@ -366,7 +363,7 @@ class BaseRolloutEngine(ABC):
         self._quarantined = True
         self._park()
 
-    def load(self, bucket: "Sequence[tuple[str, Tensor]]") -> None:
+    def load(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
         """Load full HF tensors; a tied name and the name it is stored under are the same tensor."""
         if not self._quarantined:
             raise WeightTransferError("load was called outside an update; call begin_update first")

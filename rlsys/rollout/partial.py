@@ -3,15 +3,12 @@
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from rlsys.interfaces import RolloutEngine
 from rlsys.types import Finish, ModelRequest, ModelResponse, ResponseDelta
 from rlsys.utils.errors import RolloutError, WeightTransferError
-
-if TYPE_CHECKING:
-    import numpy as np
-
 
 EXCHANGE_WAIT_S = 0.05
 
@@ -26,7 +23,7 @@ class PartialResponse:
     sampled_logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     finish: Finish | None = None
-    routed_experts: "np.ndarray | None" = field(default=None, compare=False)
+    routed_experts: np.ndarray | None = field(default=None, compare=False)
 
     @classmethod
     def of(cls, request: ModelRequest, response: ModelResponse) -> "PartialResponse":

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from rlsys.models.hf import auto_model, saved_tensors_of, shared_names
 from rlsys.models.logprobs import wide_product
 from rlsys.models.stacked import Stacks, as_saved, saved_aliases, saved_stacks
 from rlsys.models.vision import has_images
-from rlsys.protocol import ImageInputs, images_of
+from rlsys.protocol import DataProto, ImageInputs, images_of
 from rlsys.rollout.base import DEFAULT_CONFIG, DEFAULT_CONTEXT, BaseRolloutEngine, EngineContext, LoadFormat
 from rlsys.rollout.batch import score_sequences
 from rlsys.rollout.engine_weights import copy_by_name, whole_layout
@@ -30,9 +30,6 @@ from rlsys.rollout.hf.prompts import LeftPadded, prompt_passes
 from rlsys.rollout.sampling.hook import RowSampler
 from rlsys.types import WeightLayout
 from rlsys.utils.errors import ConfigError, RolloutError
-
-if TYPE_CHECKING:
-    from rlsys.protocol import DataProto
 
 MAX_LOGITS = 1 << 26
 """Logits of one scoring pass."""
@@ -144,7 +141,7 @@ class HFRollout(BaseRolloutEngine):
     def _free(self) -> None:
         self.model = None
 
-    def _score(self, batch: "DataProto", temperature: float) -> Tensor:
+    def _score(self, batch: DataProto, temperature: float) -> Tensor:
         return score_sequences(batch, partial(self._log_probs, temperature, images_of(batch)))
 
     @torch.inference_mode()

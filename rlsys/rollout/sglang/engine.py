@@ -12,7 +12,7 @@ from concurrent.futures import ALL_COMPLETED, Future, wait
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.ipc.rpc import Method, RpcClient
 from rlsys.models.hf import auto_model
 from rlsys.models.vision import has_images
-from rlsys.protocol import ImageInputs, images_of
+from rlsys.protocol import DataProto, ImageInputs, images_of
 from rlsys.protocol.columns import tensors_of
 from rlsys.rollout.base import (
     DEFAULT_CONFIG,
@@ -44,9 +44,6 @@ from rlsys.rollout.sglang.scheduler_hooks import SchedulerEngine, SchedulerSetti
 from rlsys.rollout.versions import SGLANG
 from rlsys.types import ModelRequest, ResponseDelta, WeightLayout
 from rlsys.utils.errors import ConfigError, RolloutError, WeightTransferError
-
-if TYPE_CHECKING:
-    from rlsys.protocol import DataProto
 
 POLL_S = 0.02
 """How often new requests, finished ones and a pause are checked for."""
@@ -205,7 +202,7 @@ class SGLangRollout(BaseRolloutEngine):
     def _take_samples(self, numbers: list[int], starts: list[int] | None = None) -> tuple[np.ndarray, np.ndarray]:
         return self.remote.call("take_samples", numbers, starts, deadline_s=CALL_WAIT_S)
 
-    def _score(self, batch: "DataProto", temperature: float) -> Tensor:
+    def _score(self, batch: DataProto, temperature: float) -> Tensor:
         if not self.is_leader:
             return torch.zeros(tensors_of(batch.batch)["responses"].shape)
         self.remote.call("score_at", temperature, deadline_s=CALL_WAIT_S)
