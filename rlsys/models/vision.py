@@ -51,42 +51,45 @@ def is_tower(name: str) -> bool:
 
 @dataclass(frozen=True)
 class PackedImages:
-    """The images of a pack: `places` (F,) of their features among its tokens, and what the model takes of them.
+    """The images of a pack, each once: `places` (F,) of features among its tokens, their `numbers` (F,) among the
+    features of the images, and what the model takes of these.
 
     A pack of text has an image without places, which no token sees: every rank must run the image encoder, or the
     collectives of its shards would not match.
     """
 
     places: Tensor
+    numbers: Tensor
     tensors: Mapping[str, Tensor]
 
     def to(self, device: torch.device, *, non_blocking: bool = False) -> "PackedImages":
         tensors = {name: t.to(device, non_blocking=non_blocking) for name, t in self.tensors.items()}
-        return PackedImages(self.places.to(device, non_blocking=non_blocking), tensors)
+        places, numbers = (t.to(device, non_blocking=non_blocking) for t in (self.places, self.numbers))
+        return PackedImages(places, numbers, tensors)
 
 
 @dataclass(frozen=True)
 class Embedded:
-    """Tokens (N, H) with the features of images in their places, and what the first layers add there, each (F, H)."""
+    """Tokens (N, H) with the features of images in their places, and what the first layers add for each feature."""
 
     tokens: Tensor
-    places: Tensor
+    images: PackedImages
     deep: Sequence[Tensor] = ()
 
     def arguments(self, shape: tuple[int, int], columns: slice = slice(None)) -> dict[str, object]:
         """Those of the language model for some columns of tokens in rows of this shape."""
         given: dict[str, object] = {"inputs_embeds": self.tokens.view(*shape, -1)[:, columns]}
         if self.deep:
-            number = feature_numbers(self.places, shape[0] * shape[1]).view(shape)[:, columns]
+            number = feature_numbers(self.images, shape[0] * shape[1]).view(shape)[:, columns]
             here = number >= 0
             given |= {"visual_pos_masks": here, "deepstack_visual_embeds": [x[number[here]] for x in self.deep]}
         return given
 
 
-def feature_numbers(places: Tensor, num_tokens: int) -> Tensor:
+def feature_numbers(images: PackedImages, num_tokens: int) -> Tensor:
     """The number of the feature that stands at each token (N,), or -1."""
-    numbers = torch.full((num_tokens,), -1, device=places.device)
-    numbers[places] = torch.arange(len(places), device=places.device)
+    numbers = torch.full((num_tokens,), -1, device=images.places.device)
+    numbers[images.places] = images.numbers
     return numbers
 
 
@@ -95,16 +98,21 @@ def pack_images(
 ) -> tuple[PackedImages, Tensor]:
     """The images of the sequences of a pack, and the positions of its tokens: (N,), or (3, N) for grids.
 
-    `images` are the ImageInputs of each sequence. ValueError for a sequence with fewer placeholders than features.
+    `images` are the ImageInputs of each sequence; the answers to one prompt share them, and they are encoded once.
+    ValueError for a sequence with fewer placeholders than features.
     """
     config, places, positions, first = model.config, list[Tensor](), list[Tensor](), 0
+    once = list(dict.fromkeys(one for own in images for one in own))
+    counts = [sum(num_features(config, one.tensors)) for one in once]
+    numbers = dict(zip(once, torch.arange(sum(counts)).split(counts), strict=True))
     for ids, own in zip(token_ids.split(list(lengths)), images, strict=True):
         own_places = image_places(config, ids, own)
         places.append(own_places + first)
         positions.append(_positions(model, ids, own_places, joined_images(own)))
         first += len(ids)
-    tensors = joined_images([one for own in images for one in own]) or one_image(config)
-    return PackedImages(torch.cat(places), tensors), torch.cat(positions, -1)
+    order = [token_ids.new_empty(0), *(numbers[one] for own in images for one in own)]
+    packed = PackedImages(torch.cat(places), torch.cat(order), joined_images(once) or one_image(config))
+    return packed, torch.cat(positions, -1)
 
 
 def image_places(config: "PretrainedConfig", ids: Tensor, images: Sequence[ImageInputs]) -> Tensor:
@@ -143,9 +151,9 @@ def embed(model: VisionModel, token_ids: Tensor, images: PackedImages) -> Embedd
     tokens, count = model.get_input_embeddings()(token_ids), len(images.places)
     if not count:
         unused = sum((part.sum() for part in deep), features.sum()) * 0.0
-        return Embedded(tokens + unused.to(tokens.dtype), images.places)
-    tokens = tokens.index_put((images.places,), features.to(tokens.dtype))
-    return Embedded(tokens, images.places, deep)
+        return Embedded(tokens + unused.to(tokens.dtype), images)
+    tokens = tokens.index_put((images.places,), features.to(tokens.dtype)[images.numbers])
+    return Embedded(tokens, images, deep)
 
 
 def image_features(model: VisionModel, tensors: Mapping[str, Tensor]) -> list[Tensor]:

@@ -39,16 +39,18 @@ PROMPT = 64
 
 
 def write_checkpoint(shape: str, folder: Path, device: str) -> None:
-    """Random bfloat16 weights in Hugging Face's layout, a file a gigabyte."""
+    """Random bfloat16 weights in Hugging Face's layout, a file a gigabyte, with the index that transformers reads."""
     config = SHAPES[shape]
     folder.joinpath("config.json").write_text(json.dumps(config))
-    part: dict[str, torch.Tensor] = {}
+    part, files = dict[str, torch.Tensor](), dict[str, str]()
     for number, (name, size) in enumerate(shapes := sorted(family_of(config).hf_shapes(config).items())):
         drawn = torch.randn(size, device=device, dtype=torch.float32) * 0.02
         part[name] = (drawn + 1 if "norm" in name else drawn).to(torch.bfloat16).cpu()
         if sum(tensor.nbytes for tensor in part.values()) > 1 << 30 or number == len(shapes) - 1:
             save_file(part, folder / f"model-{number:05d}.safetensors", {"format": "pt"})
+            files |= dict.fromkeys(part, f"model-{number:05d}.safetensors")
             part = {}
+    folder.joinpath("model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
 
 
 def build(args: argparse.Namespace, folder: Path) -> TrainEngine:

@@ -209,7 +209,7 @@ def packed_arguments(rows: TokenRows, device: torch.device) -> dict[str, Any]:
     )
     images, ids = rows.images, rows.token_ids
     if images is not None and len(images.places):
-        numbers = feature_numbers(images.places, rows.num_tokens)
+        numbers = feature_numbers(images, rows.num_tokens)
         packing = ImagePacking(**vars(packing), tensors=images.tensors, numbers=numbers)
     group: Any = mpu.get_context_parallel_group()
     if group.size() > 1:

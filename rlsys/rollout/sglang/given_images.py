@@ -55,10 +55,11 @@ def request_images(ids: Sequence[int], model: Any, images: Sequence[ImageInputs]
     from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalProcessorOutput
 
     packed, positions = pack_images(model, torch.tensor(ids), [len(ids)], [images])
-    grids, counts = packed.tensors["image_grid_thw"], num_features(model.config, packed.tensors)
+    tensors = joined_images(images)
+    grids, counts = tensors["image_grid_thw"], num_features(model.config, tensors)
     names = [sha for one in images for sha in one.shas]
     items = []
-    parts = packed.tensors["pixel_values"].split(grids.prod(-1).tolist())
+    parts = tensors["pixel_values"].split(grids.prod(-1).tolist())
     for name, pixels, grid, places in zip(names, parts, grids, packed.places.split(counts), strict=True):
         item = MultimodalDataItem(modality=Modality.IMAGE, feature=pixels, offsets=[(int(places[0]), int(places[-1]))])
         item.hash = int.from_bytes(hashlib.sha256(f"{salt}/{name}".encode()).digest()[:7], "big")

@@ -35,7 +35,7 @@ def some(*families: str) -> list[Any]:
 
 @pytest.mark.parametrize("family", some("qwen3_vl", "smolvlm"))
 def test_packed_rows_have_the_log_probs_of_transformers_own_forward(family: str) -> None:
-    rows = vision_rows(MODELS[family])
+    rows = vision_rows(MODELS[family]).repeat(2)
     expected = reference(random_model(MODELS[family]).double(), rows)
     for packed in (True, False):
         (scores,) = run_ranks(1, scored, MODELS[family], rows, packed)
@@ -48,7 +48,7 @@ def scored(config: dict[str, Any], rows: DataProto, packed: bool) -> Tensor:
 
 def grads(config: dict[str, Any], rows: int, sp_size: int = 1, **options: Any) -> dict[str, Tensor]:
     engine = engine_of(config, rows, sp_size=sp_size, **options)
-    batch = vision_rows(config)
+    batch = vision_rows(config).repeat(2)
     share = len(batch) // engine.dp_size
     batch = batch[engine.dp_rank * share : (engine.dp_rank + 1) * share]
     engine.forward_backward(batch, nll)
@@ -126,6 +126,10 @@ def test_features_of_packed_grids_stand_where_each_row_alone_has_them(grids: Any
     ]
     images, lengths = rows.non_tensor_batch[IMAGES].tolist(), list(map(len, tokens))
     packed, positions = pack_images(model, torch.cat(tokens), lengths, images)
+    twice, _ = pack_images(model, torch.cat([*tokens, *tokens]), [*lengths, *lengths], [*images, *images])
+    for name, tensor in packed.tensors.items():  # encoded once
+        torch.testing.assert_close(twice.tensors[name], tensor)
+    torch.testing.assert_close(twice.numbers, packed.numbers.repeat(2))
     first = 0
     for ids, own, length in zip(tokens, images, lengths, strict=True):
         alone, its_positions = pack_images(model, ids, [length], [own])
