@@ -1,7 +1,7 @@
 """Batches of a free-running asynchronous run: generation continues while the trainer updates and weights are pushed.
 
-Requests start as soon as the window allows; the fleet carries them over weight pushes and lost replicas. A thread
-grades groups as they finish.
+Requests start as soon as the window allows, as far ahead as is needed for the trainer not to wait; the fleet carries
+them over weight pushes and lost replicas. A thread grades groups as they finish.
 """
 
 import threading
@@ -17,10 +17,12 @@ from trainer.prompt_groups import OpenAnswers, PromptGroup
 
 
 class AsyncSource:
-    """Keeps the fleet busy with as many prompts as `max_staleness` allows, and takes them in the order of the data."""
+    """Generates so far ahead that the trainer does not wait, within `max_staleness`; takes prompts in their order."""
 
     def __init__(self, answers: OpenAnswers, *, deadline_s: float) -> None:
         self._answers, self._groups, self._deadline_s = answers, answers.groups, deadline_s
+        self._window, self._is_first = self._groups.window, True
+        self._window.lead = 1.0
         self._ended: SimpleQueue[PromptGroup | None] = SimpleQueue()
         self._change = threading.Condition()
         self._failure: BaseException | None = None
@@ -31,20 +33,27 @@ class AsyncSource:
 
     def next(self) -> DataProto:
         """The graded batch of the next step."""
-        with self._change, self._meter.waiting():
+        with self._change:
             self._groups.add(self._meter.new_counts())
             while (batch := self._taken()) is None:
                 left_s = self._last_progress_s + self._deadline_s - time.monotonic()
                 if left_s <= 0:
                     raise DeadlineError(self._unfinished(), "generate and grade", self._deadline_s)
-                self._change.wait(left_s)
-        batch.meta_info["source_metrics"] |= self._meter.shares()
+                with self._meter.waiting():
+                    self._change.wait(left_s)
+            shares, lead = self._meter.shares(), min(self._window.lead, self._window.most_ahead)
+            if not self._is_first:
+                idle = shares["perf/trainer_idle"]
+                self._window.adapt_lead(idle / max(1.0 - idle, 1e-9))
+            self._is_first = False
+            self._start()
+        batch.meta_info["source_metrics"] |= {**shares, "rollout/lead": float(lead)}
         return batch
 
     def published(self, version: int) -> None:
         """Engines serve this version from now on, so more prompts may start."""
         with self._change:
-            self._groups.window.version = version
+            self._window.version = version
             self._start()
 
     def settle(self) -> None:
@@ -53,11 +62,12 @@ class AsyncSource:
     def save(self, folder: Path) -> dict[str, object]:
         """Keep finished groups and what was drawn so far beside a checkpoint."""
         with self._change:
-            return self._answers.save(folder)
+            return {**self._answers.save(folder), "lead": self._window.lead}
 
     def load(self, state: State, folder: Path) -> None:
         """Continue from a checkpoint; generation starts with the first push."""
         self._answers.load(state, folder)
+        self._window.lead = state.get("lead", 1.0)
 
     def close(self) -> None:
         self._ended.put(None)
@@ -109,4 +119,4 @@ class AsyncSource:
     def _unfinished(self) -> str:
         groups = [group.number for group in self._groups.open if group.graded is None]
         first = f"prompt {groups[0]} of {len(groups)} unfinished ones" if groups else "no unfinished prompt"
-        return f"the rollout fleet ({first}; step {self._groups.window.step} waits)"
+        return f"the rollout fleet ({first}; step {self._window.step} waits)"

@@ -6,11 +6,14 @@ v + 1 + k or an earlier one, and its tokens are of version v or later. A step ta
 the data, so its age is at most k. With `lookahead` w it may also take a finished group that is up to w P places behind
 the oldest unfinished one; that one then waits for at most w more steps. A group that is skipped moves all later ones
 one place up, which only makes them younger, and its place is filled by the next prompt.
+
+Below that limit `lead` says how many steps ahead groups start. It follows from how long the trainer waits.
 """
 
 from collections import Counter
 
 from rlsys.interfaces import State
+from rlsys.planning.staleness_forecast import next_lead
 
 
 class StalenessWindow:
@@ -25,6 +28,8 @@ class StalenessWindow:
         """No group starts that only a step after `num_steps` would need."""
         self.groups_per_step, self.max_staleness, self.lookahead = groups_per_step, max_staleness, lookahead
         self.num_steps = num_steps
+        self.most_ahead = max_staleness - lookahead
+        self.lead, self._num_early = float(self.most_ahead), 0
         self.version = self.issued = self.trained = 0
         self.skipped: Counter[str] = Counter()
         self._order: list[int] = []  # from the oldest open group on, with those that were trained ahead of it
@@ -44,9 +49,18 @@ class StalenessWindow:
     @property
     def room(self) -> int:
         """How many more groups may start under the served version."""
-        steps = self.version + 1 + self.max_staleness - self.lookahead
-        steps = steps if self.num_steps is None else min(steps, self.num_steps)
-        return max(0, steps * self.groups_per_step - self.trained - len(self.open))
+        per_step, due = self.groups_per_step, (self.version + 1) * self.groups_per_step
+        limit = due + self.most_ahead * per_step
+        limit = min(limit, max(due, self.trained) + int(max(1.0, self.lead) * per_step))
+        limit = limit if self.num_steps is None else min(limit, self.num_steps * per_step)
+        return max(0, limit - self.trained - len(self.open))
+
+    def adapt_lead(self, waited_steps: float) -> None:
+        """Start groups earlier, or a little later, after a step for which the trainer waited so many steps."""
+        coming = self.open[: self.groups_per_step]
+        is_early = len(coming) == self.groups_per_step and self.finished.issuperset(coming)
+        self._num_early = self._num_early + 1 if is_early else 0
+        self.lead = next_lead(self.lead, waited_steps, most=self.most_ahead, num_early=self._num_early)
 
     def start(self) -> int:
         """The number of the next group, which starts now."""

@@ -1,7 +1,8 @@
 """What a run would gain by another `trainer.max_staleness`, from the answers and the speeds of its own first steps.
 
 The schedule is simulated: step s trains on the next prompts in their order, and a prompt may start once the version
-s - 1 - max_staleness is served. Lengths are drawn from the measured groups.
+s - 1 - max_staleness is served, but no earlier than is needed for the trainer not to wait. Lengths are drawn from the
+measured groups.
 """
 
 from collections import deque
@@ -17,6 +18,9 @@ CHOICES = (0, 1, 2, 4, 8)
 NEAR_BEST = 0.98
 NUM_STEPS = 16
 MAX_REPLICAS = 4
+WAITING_SHARE = 0.01
+"""Share of its time that the trainer may wait so that tokens are younger."""
+MANY_STEPS, FAST_FALL = 16, 0.1
 
 
 @dataclass(frozen=True)
@@ -68,17 +72,30 @@ class _Replica:
         self.now_s = now_s
 
 
+def next_lead(lead: float, waited_steps: float, *, most: float, num_early: int = 0) -> float:
+    """How many steps ahead of the trainer prompts start, from 1 on, after a step for which it waited so many steps.
+
+    The lead grows by the time waited, at most by one, and falls by `WAITING_SHARE` every step, so it settles where the
+    trainer waits for that share of its time. It falls faster once `num_early` steps in a row, many, were each complete
+    before the step ahead of them was trained on. It rises to `most` + 1, which counts as `most`: a trainer that waits
+    with the full window does not give it up at the first step without.
+    """
+    fall = WAITING_SHARE if num_early < MANY_STEPS else FAST_FALL
+    return max(1.0, min(most + 1.0, lead + min(1.0, waited_steps) - fall))
+
+
 def forecast(run: MeasuredRun, max_staleness: int) -> Forecast:
-    """The measured run with this `max_staleness`, after the steps in which its window fills."""
+    """The measured run with this `max_staleness`, after the steps in which its window fills and the lead settles."""
     random, per_step = Random(0), run.groups_per_step
     replicas = [_Replica(run) for _ in range(run.num_replicas)]
     waiting: deque[tuple[int, int]] = deque()
     left, tokens, versions = dict[int, int](), dict[int, int](), dict[int, float]()
-    now_s, train_end_s, busy_s, age = 0.0, inf, 0.0, 0.0
+    now_s, train_end_s, busy_s, age, lead, step_s = 0.0, inf, 0.0, 0.0, 1.0, 0.0
     version = num_tokens = num_groups = 0
     marks: list[tuple[float, ...]] = []
-    while version <= max_staleness + 1 + NUM_STEPS:
-        for group in range(num_groups, (version + 1 + max_staleness) * per_step):
+    first = 2 * max_staleness + 1
+    while version <= first + NUM_STEPS:
+        for group in range(num_groups, (version + 1) * per_step + int(min(lead, max_staleness) * per_step)):
             lengths = random.choice(run.groups)
             left[group], tokens[group], versions[group] = len(lengths), sum(lengths), 0.0
             waiting.extend((length, group) for length in lengths)
@@ -89,9 +106,11 @@ def forecast(run: MeasuredRun, max_staleness: int) -> Forecast:
         step = range(version * per_step, (version + 1) * per_step)
         if train_end_s == inf and not any(left[group] for group in step):
             trained = sum(tokens[group] for group in step)
+            if marks:
+                lead = next_lead(lead, (now_s - marks[-1][0]) / step_s, most=max_staleness)
             age += version * trained - sum(versions[group] for group in step)
-            num_tokens, busy_s, train_end_s = num_tokens + trained, busy_s + trained * run.train_s, now_s
-            train_end_s += trained * run.train_s
+            step_s = trained * run.train_s
+            num_tokens, busy_s, train_end_s = num_tokens + trained, busy_s + step_s, now_s + step_s
         now_s = min(train_end_s, *(replica.next_s() for replica in replicas), inf)
         for replica in replicas:
             replica.advance(now_s)
@@ -102,9 +121,7 @@ def forecast(run: MeasuredRun, max_staleness: int) -> Forecast:
         if now_s == train_end_s:
             version, train_end_s = version + 1, inf
             marks.append((now_s, num_tokens, age, busy_s, sum(one.idle_s for one in replicas) / len(replicas)))
-    seconds, trained, aged, busy, idle = (
-        end - start for start, end in zip(marks[max_staleness + 1], marks[-1], strict=True)
-    )
+    seconds, trained, aged, busy, idle = (end - start for start, end in zip(marks[first], marks[-1], strict=True))
     return Forecast(max_staleness, trained / seconds, aged / trained, 1.0 - busy / seconds, idle / seconds)
 
 

@@ -28,7 +28,12 @@ _STAGE_WIDTH = 24
 _BAR_WIDTH, _SHORTEST_BAR = 32, 6
 _SPARE_COLUMNS = 3  # a key echoed by the terminal, as Ctrl-C is, must not wrap the line and push the display up
 REWARD, STALENESS = "critic/score/mean", "training/staleness"
-SHOWN = {REWARD: "reward {:.3f}", "perf/throughput": "{:,.0f} tok/s", STALENESS: "staleness {:.3g}"}
+SHOWN = {
+    REWARD: "reward {:.3f}",
+    "perf/throughput": "{:,.0f} tok/s",
+    STALENESS: "staleness {:.3g}",
+    "rollout/lead": "{:.1f} steps ahead",
+}
 """Metrics that are shown, and how."""
 
 Counts = Callable[[], tuple[int, int]]

@@ -7,9 +7,10 @@
 Without a model after `--`, one with random weights trains on the CPU with the hf engine. Lengths are lognormal, fixed
 by each answer's sampling seed, so every schedule completes the same answers to the same prompts. Half of the devices
 (at least one process) generate, the others train. Runs, one after the other: synchronous, `max_staleness` of each of
---ks, `reproducible` at the largest two, and a schedule that trains on whatever finishes first and admits prompts by
-AReaL's formula, (k + version + 1) batches less those that have started; --kinds chooses among the last three. A run is
-ended after --steps steps in which the window neither fills nor runs empty, or after --deadline-s; one that is in --out
+--ks, the same with all prompts in progress that this allows, `reproducible` at the largest two, and a schedule that
+trains on whatever finishes first and admits prompts by AReaL's formula, (k + version + 1) batches less those that have
+started; --kinds chooses among these four: free, full, repeat, first. A run is ended after --steps steps beyond
+the first 2 k + 2, in which its window fills, and before it runs empty, or after --deadline-s; one that is in --out
 already is kept, so that each may have a call of its own. Printed are tokens per second of those steps, their ratio to
 synchronous, mean and largest age, idle shares, the seconds of a push with their share of a step, the trainer's
 microseconds for each token, and the number of steps.
@@ -28,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-KINDS = ("free", "repeat", "first")
+KINDS = ("free", "full", "repeat", "first")
 GRADER = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return sum(solution_str.encode()) % 7
@@ -51,7 +52,7 @@ def make_model(folder: Path, width: int) -> None:
 
 
 def run_child(args: argparse.Namespace, overrides: list[str]) -> int:
-    """One run of the main job with forced lengths; `first` replaces the window by the first-finished schedule."""
+    """One run of the main job with forced lengths; `full` and `first` replace its window."""
     import rlsys.fleet.fleet
     import trainer.assembly
     import trainer.prompt_groups
@@ -60,7 +61,10 @@ def run_child(args: argparse.Namespace, overrides: list[str]) -> int:
     from trainer.main_ppo import main
     from trainer.staleness_window import StalenessWindow
 
-    class FirstFinished(StalenessWindow):
+    class FullWindow(StalenessWindow):
+        lead = property(lambda self: float(self.most_ahead), lambda self, _: None)  # type: ignore[assignment]
+
+    class FirstFinished(FullWindow):
         def take(self) -> list[int] | None:
             taken = sorted(self.finished)[: self.groups_per_step]
             if len(taken) < self.groups_per_step:
@@ -83,8 +87,8 @@ def run_child(args: argparse.Namespace, overrides: list[str]) -> int:
 
     rlsys.fleet.fleet.to_requests = with_lengths
     trainer.prompt_groups.to_requests = with_lengths
-    if args.child == "first":
-        trainer.assembly.StalenessWindow = FirstFinished  # type: ignore[misc]
+    windows = {"full": FullWindow, "first": FirstFinished}
+    trainer.assembly.StalenessWindow = windows.get(args.child, StalenessWindow)  # type: ignore[misc]
     return main(overrides)
 
 
@@ -104,7 +108,7 @@ def overrides_of(args: argparse.Namespace, folder: Path, kind: str, k: int, more
         *(f"trainer.n_gpus_per_node={max(1, args.devices - workers)}", f"trainer.rollout_workers={workers}"),
         *(f"trainer.max_staleness={k}", f"trainer.reproducible={str(kind == 'repeat').lower()}"),
         f"{prefix}.rollout.full_determinism={str(kind == 'repeat').lower()}",
-        *(f"trainer.total_training_steps={args.steps + 2 * k + 2}", f"trainer.default_local_dir={folder}"),
+        *(f"trainer.total_training_steps={args.steps + 3 * k + 2}", f"trainer.default_local_dir={folder}"),
         *("trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.resume_mode=disable"),
         *(f"{prefix}.rollout.parity.freq=-1", "trainer.logger=[jsonl]"),
         *more,
@@ -131,15 +135,15 @@ def run_until(command: list[str], folder: Path, num_steps: int, deadline_s: floa
 
 
 def measure(args: argparse.Namespace, kind: str, k: int, more: list[str]) -> dict[str, float]:
-    """Tokens per second, ages and idle shares of a run, over the steps in which its window is full."""
-    folder, first = args.out / f"{kind}_{k}", k + 2
+    """Tokens per second, ages and idle shares of a run, over the steps after those in which its window fills."""
+    folder, first = args.out / f"{kind}_{k}", 2 * k + 2
     own = [f"--{name}={getattr(args, name)}" for name in ("out", "median", "sigma", "longest")]
     command = [sys.executable, __file__, f"--child={kind}", *own, "--", *overrides_of(args, folder, kind, k, more)]
     if not metrics_of(folder)[first:]:
         run_until(command, folder, first + args.steps, args.deadline_s)
     lines = metrics_of(folder)[first:][: args.steps]
     if not lines:
-        raise RuntimeError(f"the run in {folder} did no step with a full window in {args.deadline_s:g} s")
+        raise RuntimeError(f"the run in {folder} did too few steps in {args.deadline_s:g} s")
 
     def total(name: str) -> float:
         return sum(line.get(name, 0.0) for line in lines)
@@ -182,7 +186,7 @@ def main() -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     if not (args.out / "model").exists():
         make_model(args.out / "model", args.width)
-    of_kind = {"free": args.ks, "repeat": args.ks[-2:], "first": args.ks}
+    of_kind = {"free": args.ks, "full": args.ks, "repeat": args.ks[-2:], "first": args.ks}
     runs = [("free", 0), *((kind, k) for kind in args.kinds for k in of_kind[kind])]
     results: dict[str, dict[str, float]] = {}
     print(

@@ -44,7 +44,8 @@ def test_ages_stay_within_the_limit_and_prompts_in_their_order(toy: Toy, tmp_pat
     run(toy, sync, steps)
     run(toy, ahead, steps, "trainer.max_staleness=2", f"trainer.reproducible={reproducible}")
     lines = metrics_of(ahead)
-    assert max(line["training/staleness_max"] for line in lines) == 2
+    oldest = max(line["training/staleness_max"] for line in lines)
+    assert oldest == 2 if reproducible == "true" else oldest <= 2, "without, prompts start no earlier than needed"
     last = lines[-1]
     assert last["rollout/groups_issued"] == last["rollout/groups_trained"] == 48
     prompts = [[prompt for prompt, _, _ in step] for step in trained_on(ahead)]

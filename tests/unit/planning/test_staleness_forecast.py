@@ -11,7 +11,7 @@ ONE = MeasuredRun([[10]], groups_per_step=1, num_replicas=1, max_num_seqs=64, de
 
 @pytest.mark.parametrize(
     ("max_staleness", "tokens_per_s", "age", "trainer_idle", "rollout_idle"),
-    [(0, 0.5, 0.0, 0.5, 0.5), (1, 1.0, 1.0, 0.0, 0.0), (4, 1.0, 4.0, 0.0, 0.0)],
+    [(0, 0.5, 0.0, 0.5, 0.5), (1, 1.0, 1.0, 0.0, 0.0), (4, 1.0, 1.0, 0.0, 0.0)],
 )
 def test_one_answer_that_takes_as_long_to_draw_as_to_train(
     max_staleness: int, tokens_per_s: float, age: float, trainer_idle: float, rollout_idle: float

@@ -96,7 +96,7 @@ def test_every_prompt_is_trained_on_in_order_and_no_token_is_too_old(max_stalene
             assert int(versions.max()) <= run.version - 1
     assert numbers == list(range(300))
     assert lengths == [LENGTHS(number) for number in numbers]
-    assert max(ages) == max_staleness
+    assert 1 <= max(ages) <= max_staleness
 
 
 def test_prompts_that_fail_are_skipped_and_counted() -> None:
@@ -196,6 +196,7 @@ def test_a_checkpoint_keeps_tokens_that_were_drawn_and_prompts_in_order(tmp_path
         run.publish(0)
         first = numbers_of(run.step())
         assert wait_until(lambda: max(len(one.tokens) for one in run.fleet.unfinished()) == 40)
+        window.lead = 2.5
         state = json.loads(json.dumps(run.source.save(tmp_path)))
     kept = DataProto.load_from_disk(tmp_path / "open_prompts.dp")
     drawn = int(response_lengths(kept)[kept.non_tensor_batch["group_number"].tolist().index(3)])
@@ -205,6 +206,7 @@ def test_a_checkpoint_keeps_tokens_that_were_drawn_and_prompts_in_order(tmp_path
         run.source.load(state, tmp_path)
         run.publish(1)
         batches = run.steps(4)
+    assert batches[0].meta_info["source_metrics"]["rollout/lead"] == 2.5
     assert [*first, *(n for batch in batches for n in numbers_of(batch))] == list(range(10))
     before = kept.tensors["weight_versions"][kept.non_tensor_batch["group_number"].tolist().index(3), :drawn]
     versions = batches[0].tensors["weight_versions"][1, :300]

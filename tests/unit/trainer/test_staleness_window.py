@@ -1,8 +1,9 @@
 """The window over prompts, by model check: every order in which a few groups start, finish, fail and are trained."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from heapq import heappop, heappush
 
 import pytest
 from hypothesis import given
@@ -68,7 +69,8 @@ def successors(run: Run, groups_per_step: int, max_staleness: int, lookahead: in
 
 
 def has_progress(window: StalenessWindow) -> bool:
-    """Whether a window whose groups all finish reaches the next step."""
+    """Whether a window whose groups all finish reaches the next step, however small its lead is."""
+    window.lead = 0.0
     for number in window.open:
         window.finish(number)
     for _ in range(window.room):
@@ -99,13 +101,14 @@ def test_every_schedule_keeps_the_age_loses_nothing_and_gets_on(
 
 
 @given(st.data())
-def test_long_runs_with_lookahead_keep_the_age(data: st.DataObject) -> None:
+def test_long_runs_with_lookahead_and_any_lead_keep_the_age(data: st.DataObject) -> None:
     groups_per_step, lookahead = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 3))
     window = StalenessWindow(
         groups_per_step=groups_per_step, max_staleness=lookahead + data.draw(st.integers(0, 3)), lookahead=lookahead
     )
     versions: dict[int, int] = {}
     running: list[int] = []
+    window.lead = data.draw(st.floats(0.0, 4.0))
     for _ in range(60):
         while window.room:
             number = window.start()
@@ -120,7 +123,51 @@ def test_long_runs_with_lookahead_keep_the_age(data: st.DataObject) -> None:
             assert len(numbers) == groups_per_step
             window.check_age(min(versions[n] for n in numbers))
             window.version += 1
+            window.adapt_lead(data.draw(st.floats(0.0, 2.0)))
+            assert 1.0 <= window.lead <= window.most_ahead + 1
         window.counts()
+
+
+def leads_and_ages(max_staleness: int, answer_s: Sequence[float]) -> tuple[list[float], list[int]]:
+    """The lead and the largest age of each step when the trainer takes a second for each, and an answer that starts in
+    this step so many."""
+    window = StalenessWindow(groups_per_step=4, max_staleness=max_staleness)
+    window.lead = 1.0
+    running: list[tuple[float, int]] = []
+    versions: dict[int, int] = {}
+    leads, ages, now_s = list[float](), list[int](), 0.0
+    for step_answer_s in answer_s:
+        start_s = now_s
+        while True:
+            while window.room:
+                heappush(running, (now_s + step_answer_s, window.start()))
+                versions[window.issued - 1] = window.version
+            while running and running[0][0] <= now_s:
+                window.finish(heappop(running)[1])
+            if (numbers := window.take()) is not None:
+                break
+            now_s = running[0][0]
+        window.adapt_lead(now_s - start_s)
+        leads.append(window.lead)
+        ages.append(window.version - min(versions[n] for n in numbers))
+        now_s += 1.0
+        window.version += 1
+    return leads, ages
+
+
+def test_prompts_start_all_steps_ahead_of_a_fast_trainer_and_one_ahead_of_a_slow_one() -> None:
+    leads, ages = leads_and_ages(4, [6.0] * 20 + [0.5] * 200)
+    assert leads[10] > 4.0
+    assert max(ages) == ages[15] == 4
+    assert leads[30:] == sorted(leads[30:], reverse=True), "the trainer does not wait any more"
+    assert leads[75] < 2.1
+    assert leads[-1] == ages[-1] == 1
+
+
+def test_the_lead_settles_where_the_trainer_hardly_waits() -> None:
+    leads, ages = leads_and_ages(8, [2.5] * 200)
+    assert 2.5 < min(leads[4:]) < max(leads[4:]) < 5.0
+    assert set(ages[60:]) == {3, 4}
 
 
 def test_a_token_that_is_too_old_is_refused() -> None:
