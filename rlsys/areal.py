@@ -1,27 +1,33 @@
 """AReaL's names for what rlsys has: `from rlsys.areal import FSDPPPOActor, ParallelStrategy, ...`."""
 
 import json
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
 
 from rlsys.agent.presets import MathRLVRWorkflow, MathVerifier, RLVRWorkflow, VisionRLVRWorkflow  # noqa: F401
+from rlsys.algorithms.stages import compute_advantage, shaped_rewards
+from rlsys.config.schema.algorithm import AlgorithmConfig
 from rlsys.config.schema.megatron import MegatronConfig
-from rlsys.engines.fsdp.engine import FSDPEngine as FSDPEngine
+from rlsys.config.schema.model import ModelConfig, ShardConfig
+from rlsys.data.cursor import Cursor
+from rlsys.engines.fsdp import engine as fsdp
+from rlsys.engines.mesh import make_ranks
 from rlsys.fleet.external.engine import RemoteEngine, SGLangRemoteEngine, VLLMRemoteEngine
 from rlsys.interfaces import RolloutEngine, TrainEngine  # noqa: F401
+from rlsys.protocol import DataProto
 from rlsys.roles.actor import PPOActor
 from rlsys.roles.critic import PPOCritic as PPOCritic
 from rlsys.roles.lm import LMEngine
 from rlsys.roles.reward_model import RWEngine as RWEngine
-from rlsys.types import GenerationHyperparameters as GenerationHyperparameters
-from rlsys.types import LLMRequest as LLMRequest
-from rlsys.types import LLMResponse as LLMResponse
+from rlsys.types import GenerationHyperparameters, LLMRequest, LLMResponse, WeightUpdateMeta  # noqa: F401
 from rlsys.types import ModelRequest as ModelRequest
 from rlsys.types import ModelResponse as ModelResponse
-from rlsys.types import WeightUpdateMeta as WeightUpdateMeta
 
-FSDPPPOActor, FSDPLMEngine, InferenceEngine = PPOActor, LMEngine, RolloutEngine
+FSDPLMEngine, InferenceEngine = LMEngine, RolloutEngine
 RemoteSGLangEngine, RemotevLLMEngine = SGLangRemoteEngine, VLLMRemoteEngine
 AsyncRolloutCollector = RemoteEngine
 
@@ -39,10 +45,7 @@ class GRPOConfig(SettingsOfAReaL):
 
     def arguments(self) -> list[str]:
         """The settings as arguments of `trainer.main_ppo.main`, which refuses those that it does not know."""
-        return [
-            f"{key}={json.dumps(vars(value) if isinstance(value, SettingsOfAReaL) else value)}"
-            for key, value in vars(self).items()
-        ]
+        return [f"{key}={json.dumps(value, default=vars)}" for key, value in vars(self).items()]
 
 
 class RolloutWorkflow:
@@ -65,13 +68,13 @@ class ParallelStrategy:
         model = self.tensor_parallel_size * self.pipeline_parallel_size
         return model * self.context_parallel_size * self.data_parallel_size
 
-    def fsdp(self) -> dict[str, object]:
+    def fsdp(self) -> dict[str, int]:
         """Arguments of FSDPEngine. ValueError for sizes that FSDP does not have."""
         if max(self.tensor_parallel_size, self.pipeline_parallel_size, self.expert_parallel_size) > 1:
             raise ValueError("FSDP has data and context parallelism only; for the other sizes take MegatronEngine")
         return {"sp_size": self.context_parallel_size}
 
-    def megatron(self) -> dict[str, Any]:
+    def megatron(self) -> dict[str, MegatronConfig]:
         """Arguments of MegatronEngine."""
         config = MegatronConfig(
             tensor_model_parallel_size=self.tensor_parallel_size,
@@ -80,3 +83,69 @@ class ParallelStrategy:
             expert_model_parallel_size=self.expert_parallel_size,
         )
         return {"megatron": config}
+
+
+class FSDPEngineOfAReaL(fsdp.FSDPEngine):
+    """FSDPEngine by the arguments of AReaL's documents: `use_lora` for adapters of rank 32, `kw` are its own.
+
+    ValueError for a strategy of another number of ranks, and for `use_lora` without `optim`, which trains adapters.
+    """
+
+    def __init__(self, model_path: str, parallel_strategy: ParallelStrategy, dtype: object = "auto", **kw: Any) -> None:
+        num_ranks = make_ranks(kw.get("device", "cpu")).world_size
+        rank = 32 if kw.pop("use_lora", False) else 0
+        if parallel_strategy.world_size != num_ranks:
+            raise ValueError(f"the job has {num_ranks} ranks, {parallel_strategy} another number")
+        if rank and "optim" not in kw:
+            raise ValueError("use_lora=True trains adapters; set optim=OptimConfig(lr=...), too")
+        kw |= parallel_strategy.fsdp() | {"shard": ShardConfig.model_validate({"dtype": str(dtype)})}
+        super().__init__(ModelConfig(path=model_path, lora_rank=rank), **kw)
+
+
+FSDPEngine = FSDPEngineOfAReaL
+
+
+def __getattr__(name: str) -> object:
+    if name != "MegatronEngine":
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    return resolve_name("rlsys.engines.megatron.engine:MegatronEngine")  # needs Megatron-Core
+
+
+@dataclass(eq=False)
+class FSDPPPOActor(PPOActor):
+    """PPOActor with AReaL's attributes, which `algorithm` and `rollout_n` hold."""
+
+    algorithm: AlgorithmConfig = field(default=AlgorithmConfig(), kw_only=True)
+    reward_bias = property(attrgetter("algorithm.reward_bias"))
+    reward_scaling = property(attrgetter("algorithm.reward_scaling"))
+    group_size = property(attrgetter("rollout_n"))
+
+    @property
+    def kl_ctl(self) -> float:
+        """The weight of the KL penalty in the rewards."""
+        return self.algorithm.kl_ctrl.kl_coef if self.algorithm.use_kl_in_reward else 0.0
+
+    def compute_advantages(self, batch: DataProto) -> DataProto:
+        """Rewards out of token_level_scores, with old_log_probs and ref_log_prob for the penalty, then advantages and
+        returns (B, R), all by `algorithm`; pure."""
+        batch, _ = shaped_rewards(batch, self.algorithm, num_repeat=self.rollout_n)
+        return compute_advantage(batch, self.algorithm, num_repeat=self.rollout_n)
+
+
+class StatefulDataLoader(Cursor):
+    """Rows in batches: an iteration is (the rest of) an epoch, and `load_state_dict` continues where `state_dict` was.
+
+    `order` are batch_size, shuffle and seed; a batch is always whole. ConfigError for fewer rows than a batch.
+    """
+
+    def __init__(self, dataset: Sequence[object], collate_fn: Callable[..., object] = list, **order: Any) -> None:
+        size, shuffle = order.pop("batch_size", 1), order.pop("shuffle", False)
+        super().__init__(len(dataset), batch_size=size, shuffle=shuffle, **order)
+        self.dataset, self._collate = dataset, collate_fn
+
+    def __len__(self) -> int:
+        return self._num_rows // self._batch_size
+
+    def __iter__(self) -> Iterator[object]:
+        for _ in range((self._num_rows - self._position) // self._batch_size or len(self)):
+            yield self._collate([self.dataset[row] for row in self.next().rows])

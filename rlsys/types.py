@@ -22,6 +22,18 @@ EXPORT_FILE_BYTES = 5 * 10**9
 """Size of the files that a Hugging Face export is split into."""
 
 
+PENALTIES = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
+"""Parameters by which others draw again less of what was drawn before, each with the value that changes nothing."""
+
+
+def refuse_penalties(request: Mapping[str, object]) -> None:
+    """ValueError for a parameter of PENALTIES that changes what is drawn."""
+    for name, neutral in PENALTIES.items():
+        if request.get(name) not in (None, neutral):
+            why = f"tokens are drawn from the distribution that is trained; set {neutral:g} or leave it out"
+            raise ValueError(f"{name}={request[name]}: {why}")
+
+
 class Finish(StrEnum):
     """Why a completion ended."""
 
@@ -58,13 +70,20 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class GenerationHyperparameters(SamplingParams):
-    """AReaL's form of SamplingParams: `greedy` is temperature 0, and `n_samples` is for workflows to read."""
+    """AReaL's form of SamplingParams: `greedy` is temperature 0, and `n_samples` is for workflows to read.
+
+    ValueError for a penalty other than its neutral value.
+    """
 
     max_new_tokens: int = 16384
     greedy: bool = False
     n_samples: int = 1
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
+        refuse_penalties(vars(self))
         if self.greedy:
             object.__setattr__(self, "temperature", 0.0)
 

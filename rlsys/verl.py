@@ -66,7 +66,7 @@ def get_seqlen_balanced_partitions(seqlen_list: Sequence[int], k_partitions: int
     return [part.tolist() for part in balanced_partitions(np.array(seqlen_list), k_partitions, equal_size=equal_size)]
 
 
-def append_to_dict(data: dict[str, list[Any]], new_data: Mapping[str, object]) -> None:
+def append_to_dict(data: dict[str, list[object]], new_data: Mapping[str, object]) -> None:
     """Append each value to the list of its key; lists extend it."""
     for key, value in new_data.items():
         data.setdefault(key, []).extend(value if isinstance(value, list) else [value])

@@ -15,13 +15,7 @@ from rlsys.data.dataset import PromptDataset
 from rlsys.fleet.external.settings import settings_of
 from rlsys.rewards.manager import reward_manager_class
 from rlsys.utils.errors import ConfigError
-from trainer.backend import (
-    WorkerBackend,
-    import_external_libs,
-    load_tokenizer,
-    running_backend,
-    start_backend,
-)
+from trainer.backend import WorkerBackend, import_external_libs, load_tokenizer, running_backend, start_backend
 from trainer.checkpoint import CheckpointStore
 from trainer.episodes import load_agents, without_episodes
 from trainer.groups import Role

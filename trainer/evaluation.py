@@ -125,11 +125,7 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
     log.info("evaluating %s: %d prompts, %d answers each", model.path, len(dataset), rollout.val_kwargs.n)
     with ExitStack() as stack:
         backend = stack.enter_context(running_backend(run, config.ray_kwargs))
-        engine = EngineRun(
-            device=backend.device,
-            nccl_timeout_s=run.deadlines.call_s,
-            external_libs=external_libs,
-        )
+        engine = EngineRun(device=backend.device, nccl_timeout_s=run.deadlines.call_s, external_libs=external_libs)
         worker = worker_class(rollout.name)
         group: RolloutGroup = start_group(backend, run, "rollout", worker, model, rollout, engine, "auto")
         stack.callback(group.close)

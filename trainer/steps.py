@@ -6,18 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from rlsys.algorithms import stages
 from rlsys.algorithms.kl import KLController
 from rlsys.algorithms.masked import at_last_token
 from rlsys.algorithms.mismatch import probs_diff_metrics
-from rlsys.algorithms.stages import (
-    add_selected_tokens,
-    apply_kl_penalty,
-    apply_rollout_correction,
-    columns,
-    compute_advantage,
-    rewards_from_scores,
-    shape_batch_rewards,
-)
 from rlsys.batching import balance_rows, seqlen_metrics
 from rlsys.config import PPOConfig
 from rlsys.config.plan import BatchPlan
@@ -159,16 +151,11 @@ def rewards_to_advantages(
     algorithm, actor, rollout_n = cfg.algorithm, cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.rollout.n
     metrics: dict[str, float] = {}
     if {"rollout_log_probs", "old_log_probs"} <= set(batch.tensors.keys()):
-        metrics = probs_diff_metrics(**columns(batch, ("old_log_probs", "rollout_log_probs", "response_mask")))
-    batch = shape_batch_rewards(batch, algorithm, num_repeat=rollout_n)
-    if algorithm.use_kl_in_reward:
-        batch, kl_metrics = apply_kl_penalty(batch, controller, kl_penalty=algorithm.kl_penalty)
-        metrics |= kl_metrics
-    else:
-        batch = rewards_from_scores(batch)
-    batch, correction_metrics = apply_rollout_correction(batch, algorithm.rollout_correction)
-    metrics |= correction_metrics
+        metrics = probs_diff_metrics(**stages.columns(batch, ("old_log_probs", "rollout_log_probs", "response_mask")))
+    batch, kl_metrics = stages.shaped_rewards(batch, algorithm, controller, num_repeat=rollout_n)
+    batch, correction_metrics = stages.apply_rollout_correction(batch, algorithm.rollout_correction)
+    metrics |= kl_metrics | correction_metrics
     seed = actor.data_loader_seed
     step = int(batch.meta_info.get("global_steps", 0))
-    batch = compute_advantage(batch, algorithm, num_repeat=rollout_n, seed=seed + step)
-    return add_selected_tokens(batch, actor, seed=seed), metrics
+    batch = stages.compute_advantage(batch, algorithm, num_repeat=rollout_n, seed=seed + step)
+    return stages.add_selected_tokens(batch, actor, seed=seed), metrics

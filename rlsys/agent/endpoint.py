@@ -22,6 +22,7 @@ from rlsys.agent import anthropic_messages, responses_api
 from rlsys.agent.session import Answer, EpisodeEnd, Session
 from rlsys.agent.template import with_arguments
 from rlsys.telemetry.jsonl import JsonObject
+from rlsys.types import refuse_penalties
 
 MAX_BODY_BYTES = 64 << 20
 MAX_CHOICES = 16
@@ -172,6 +173,7 @@ async def _draw(session: Session, body: JsonObject, sampled: Sequence[str]) -> l
     tools = None if body.get("tool_choice") == "none" else body.get("tools")
     most = body.get("max_completion_tokens") or body.get("max_tokens")
     limit: dict[str, object] = {"max_new_tokens": int(most)} if most else {}
+    refuse_penalties(body)
     limit |= {name: body[name] for name in sampled if body.get(name) is not None}
     return [await session.draw(messages, tools=tools or [], **limit) for _ in range(num_choices)]
 

@@ -258,9 +258,8 @@ def load_workflow(
             raise ConfigError(f"{key}: {why}; see actor_rollout_ref.rollout.agent.workflow_kwargs") from error
     if getattr(type(spec), "arun_episode", None) not in (None, RLVRWorkflow.arun_episode):
         return Workflow(partial(run_areal_episode, spec, (of_areal or {}).get("gconfig")))
-    if isinstance(spec, RLVRWorkflow) and (
-        unused := {field.name for field in fields(RLVRWorkflow)} & (kwargs or {}).keys()
-    ):
+    unused = {field.name for field in fields(RLVRWorkflow)} & (kwargs or {}).keys()
+    if isinstance(spec, RLVRWorkflow) and unused:
         raise ConfigError(f"{key}: {min(unused)} is for arun_episode; a job has settings for it")
     if kwargs and inspect.isfunction(spec):
         raise ConfigError(f"{key}: {spec.__name__} is no class, which agent.workflow_kwargs are for")
@@ -292,9 +291,8 @@ async def run_areal_episode(workflow: Any, gconfig: object, row: Row, session: S
         return await session.draw_ids(req.input_ids, **changed)
 
     truth = (row.get("reward_model") or {}).get("ground_truth")
-    tensors = await workflow.arun_episode(
-        SimpleNamespace(agenerate=agenerate), {"messages": row["prompt"], "answer": truth, **row}
-    )
+    data = {"messages": row["prompt"], "answer": truth, **row}
+    tensors = await workflow.arun_episode(SimpleNamespace(agenerate=agenerate), data)
     if tensors is None:
         return None
     ids, rewards = tensors["input_ids"], tensors["rewards"].flatten().tolist()
@@ -304,8 +302,6 @@ async def run_areal_episode(workflow: Any, gconfig: object, row: Row, session: S
     for number, (tokens, mask, reward) in enumerate(zip(ids, masks, rewards, strict=True)):
         drawn = by_ids.get(tuple(tokens[mask].tolist()))
         if drawn is None:
-            raise ValueError(
-                f"row {number} of arun_episode has other tokens than a prompt and what was drawn behind it"
-            )
+            raise ValueError(f"row {number} of arun_episode has other tokens than a prompt and what was drawn for it")
         rows.append(replace(drawn, rewards=(*drawn.rewards[:-1], reward)))
     return rows

@@ -73,7 +73,7 @@ class Registry(Generic[F]):
         """
         function = self.get(name)
         given = named_arguments(function, {name: value for name, value in inputs.items() if value is not None})
-        required = [p.name for p in inspect.signature(function).parameters.values() if is_required(p)]
+        required = [p.name for p in inspect.signature(function).parameters.values() if _is_required(p)]
         if missing := [key for key in required if key not in given]:
             raise ValueError(f"{self.what} '{name}' needs {', '.join(missing)}")
         return function(**given)
@@ -85,12 +85,10 @@ class Registry(Generic[F]):
         for parameter in inspect.signature(function).parameters.values():
             if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
                 raise ValueError(f"{self.what} '{name}': '{parameter.name}' must be a keyword argument")
-            if self.takes is not None and is_required(parameter) and parameter.name not in self.takes:
+            if self.takes is not None and _is_required(parameter) and parameter.name not in self.takes:
                 known = ", ".join(sorted(self.takes))
                 raise ValueError(f"{self.what} '{name}' requires '{parameter.name}', which is not one of {known}")
 
 
-def is_required(parameter: inspect.Parameter) -> bool:
-    """Whether a call must supply it."""
-    collects = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    return parameter.default is parameter.empty and not collects
+def _is_required(parameter: inspect.Parameter) -> bool:
+    return parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD

@@ -108,6 +108,16 @@ def shape_batch_rewards(batch: DataProto, config: AlgorithmConfig, *, num_repeat
     return with_columns(batch, token_level_scores=at_last_token(shaped, column(batch, "response_mask")))
 
 
+def shaped_rewards(
+    batch: DataProto, config: AlgorithmConfig, controller: KLController | None = None, *, num_repeat: int = 1
+) -> tuple[DataProto, dict[str, float]]:
+    """token_level_rewards out of token_level_scores: `shape_batch_rewards`, then `apply_kl_penalty` if configured."""
+    batch = shape_batch_rewards(batch, config, num_repeat=num_repeat)
+    if not config.use_kl_in_reward:
+        return rewards_from_scores(batch), {}
+    return apply_kl_penalty(batch, controller or KLController(config.kl_ctrl), kl_penalty=config.kl_penalty)
+
+
 def apply_rollout_correction(batch: DataProto, config: RolloutCorrectionConfig) -> tuple[DataProto, dict[str, float]]:
     """Adds `rollout_is_weights`, removes rejected tokens from `response_mask`; metrics are `rollout_corr/*`.
 

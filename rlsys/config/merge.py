@@ -63,6 +63,7 @@ class Layers:
 
     def __init__(self, schema: type[Section]) -> None:
         self._leaves, self._sections = leaves(schema), sections(schema)
+        self._takes_any = {path for path, cls in self._sections.items() if cls.model_config.get("extra") == "allow"}
         self._compat = compat_table(schema)
         self._ignored: dict[str, list[str]] = {}
         self._splits: dict[str, object] = {}
@@ -202,15 +203,13 @@ class Layers:
 
     def _key_of(self, path: str) -> str | None:
         """The key that `path` is, or an open key that it is in, or the key that it adds to a section that takes any."""
-        key = path
-        for prefix in prefixes(path):
-            if prefix in self._leaves:
-                return prefix if prefix == path or is_open(self._leaves[prefix]) else None
-            if prefix in self._sections:
-                takes_any = self._sections[prefix].model_config.get("extra") == "allow"
-                return key if takes_any and prefix != path else None
-            key = prefix
-        return None
+        inside = (
+            prefix
+            for prefix in prefixes(path)
+            if (prefix in self._leaves and is_open(self._leaves[prefix]))
+            or (prefix not in self._sections and prefix.rpartition(".")[0] in self._takes_any)
+        )
+        return path if path in self._leaves else next(inside, None)
 
     def _set_leaf(self, key: str, path: str, given: Given) -> None:
         field = self._leaves.get(key, _ADDED)

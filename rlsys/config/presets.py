@@ -84,7 +84,7 @@ def _find(preset: Preset) -> Path:
     name = preset.name
     if "/" in name and Path(name).expanduser().is_file():
         return Path(name).expanduser()
-    stem = name.removesuffix(".yaml")
+    stem = name.removesuffix(".yaml").removeprefix("configs/")  # AReaL's folder
     for path in [folder / f"{stem}.yaml" for folder in preset.folders]:
         if path.is_file():
             return path

@@ -8,7 +8,6 @@ import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from rlsys.algorithms.filters import overlong_penalty
 from rlsys.algorithms.masked import at_last_token
-from rlsys.algorithms.registry import Registry, is_required
+from rlsys.algorithms.registry import Registry
 from rlsys.config.schema.algorithm import GradingConfig
 from rlsys.protocol import DataProto, object_array, response_lengths
 from rlsys.rewards.pool.pool import RewardItem, RewardPool, RewardResult, reward_metrics
@@ -74,14 +73,13 @@ def reward_manager_class(reward: GradingConfig) -> Callable[..., RewardManager]:
     else:
         assert chosen.module.path is not None, "checked with the configuration"
         cls = load_from_file(chosen.module.path, chosen.module.name, key="reward.reward_manager.module.path")
-    parameters = inspect.signature(cls).parameters
-    for name in own:
-        if name in ARGUMENTS or name not in named_arguments(cls, own):
-            near = get_close_matches(name, parameters.keys() - {*ARGUMENTS}, n=1)
-            hint = f"; did you mean reward.reward_kwargs.{near[0]}?" if near else ""
-            raise ConfigError(f"reward.reward_kwargs.{name}: {cls.__name__} does not take it from there{hint}")
-    if missing := [name for name in parameters if is_required(parameters[name]) and name not in {*ARGUMENTS, *own}]:
-        raise ConfigError(f"reward.reward_kwargs.{missing[0]}: {cls.__name__} needs it; set it")
+    signature = inspect.signature(cls)
+    try:
+        for bind in (signature.bind_partial, signature.bind):  # the first does not complain of missing ones
+            bind(**own, **named_arguments(cls, dict.fromkeys(ARGUMENTS)))
+    except TypeError as error:
+        takes = ", ".join(name for name in signature.parameters if name not in ARGUMENTS) or "no keys"
+        raise ConfigError(f"reward.reward_kwargs: {cls.__name__}: {error}; of its own it takes {takes}") from error
     return cls
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlsys.algorithms.distillation import TeacherScores
 from rlsys.algorithms.objective import actor_loss
-from rlsys.algorithms.stages import add_selected_tokens, compute_advantage
+from rlsys.algorithms.stages import add_selected_tokens
 from rlsys.config.schema.actor import ActorConfig
 from rlsys.config.schema.algorithm import DistillationLossConfig, RolloutCorrectionConfig
 from rlsys.interfaces import LossFn, LossSum, Output, TrainEngine
@@ -35,9 +35,6 @@ class PPOActor:
     rollout_correction: RolloutCorrectionConfig | None = None
     distillation: DistillationLossConfig | None = None
     version: int = field(default=0, init=False)
-
-    compute_advantages = staticmethod(compute_advantage)
-    """AReaL's name of `rlsys.algorithms.compute_advantage`; pure."""
 
     def compute_logp(
         self, batch: DataProto, *, name: str = "old_log_probs", entropy: bool = False, sum_pi_squared: bool = False

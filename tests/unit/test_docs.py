@@ -110,6 +110,8 @@ def known_keys() -> frozenset[str]:
 
 def is_known(key: str) -> bool:
     free = {name for schema in JOBS for name, field in leaves(schema).items() if is_open(field)}
+    every = {name: section for schema in JOBS for name, section in sections(schema).items()}
+    free |= {name for name, section in every.items() if section.model_config.get("extra") == "allow"}
     parents = {key.rsplit(".", n)[0] for n in range(1, key.count(".") + 1)}
     return key in known_keys() or bool(parents & free)
 

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from rlsys.config.checks.findings import wrong
-from rlsys.config.introspect import leaves, nearest
+from rlsys.config.schema.algorithm import RewardKwargsConfig
 from rlsys.config.schema.base import Section
 from rlsys.config.schema.jobs import EvalConfig, PPOConfig, SupervisedConfig
 from rlsys.config.schema.model import ModelFolderConfig
@@ -169,12 +169,9 @@ def _reward(cfg: PPOConfig | EvalConfig) -> Iterator[str]:
     if manager.source == "importlib" and manager.module.path is not None:
         yield from _python(cfg, "reward.reward_manager.module", manager.module.path, manager.module.name, "class")
     elif manager.name in REWARD_MANAGERS:
-        known = tuple(key for key in leaves(type(cfg)) if key.startswith("reward.reward_kwargs."))
-        for name in cfg.reward.reward_kwargs.model_extra or ():
-            key = f"reward.reward_kwargs.{name}"
-            near = nearest(key, known)
-            hint = f"did you mean {near[0]}?" if near else f"reward.reward_manager.name={manager.name} takes none"
-            yield f"{key}: no such key; {hint}"
+        for name, value in (cfg.reward.reward_kwargs.model_extra or {}).items():
+            why = f"reward.reward_manager.name={manager.name} has {' and '.join(RewardKwargsConfig.model_fields)} only"
+            yield wrong(cfg, f"reward.reward_kwargs.{name}", why, value=value)
     if not isinstance(cfg, PPOConfig) or not cfg.reward.reward_model.enable:
         return
     model, is_judge = cfg.reward.reward_model.model_path, cfg.reward.has_judge

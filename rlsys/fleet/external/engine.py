@@ -61,7 +61,7 @@ class RemoteEngine(RolloutFleet):
             max_failures=settings.breaker_failures,
             affinity=servers.policy == "affinity",
         )
-        self.version, self.server_urls = version, list(settings.urls)
+        self.version, self.server_urls, self.session = version, list(settings.urls), self.pool.session
 
     def connect(self) -> None:
         """Wait until a server is up; DeadlineError after `start_s`. The first call does this, too."""

@@ -135,6 +135,8 @@ async def test_several_choices_are_branches(episode):
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "has no image"),
         ({"messages": [{"content": "a"}]}, "role"),
         ({"messages": "a"}, "messages must be a list"),
+        ({"messages": [user("a")], "frequency_penalty": 0.5}, "frequency_penalty=0.5: tokens are drawn from"),
+        ({"messages": [user("a")], "presence_penalty": 0, "repetition_penalty": 1.1}, "repetition_penalty=1.1"),
     ],
 )
 async def test_a_bad_request_is_answered_and_counted(episode, body, message):

@@ -30,7 +30,7 @@ rollout:
   max_head_offpolicyness: 1
   scheduling_spec: ${actor.scheduling_spec}
   tokenizer_path: ${tokenizer_path}
-gconfig: {n_samples: 4, min_new_tokens: 0, max_new_tokens: 1024, greedy: false, temperature: 0.9}
+gconfig: {n_samples: 4, min_new_tokens: 0, max_new_tokens: 1024, greedy: false, temperature: 0.9, frequency_penalty: 0}
 actor:
   backend: "fsdp:d4p1t1"
   path: model
@@ -139,6 +139,8 @@ def test_what_has_no_meaning_here_is_noted() -> None:
         ("actor.rejection_sampling.metric=kl", "only the ratio"),
         ("actor.ppo_n_minibatches=3", "256 does not divide evenly by 3"),
         ("gconfig.min_new_tokens=5", "any token"),
+        ("gconfig.frequency_penalty=0.5", "punish repetition in the reward function"),
+        ("gconfig.repetition_penalty=1.1", "punish repetition in the reward function"),
     ],
 )
 def test_what_would_change_results_is_refused(argument: str, says: str) -> None:

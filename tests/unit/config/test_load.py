@@ -606,6 +606,14 @@ def test_a_file_builds_on_presets(folder: Path) -> None:
     assert (cfg.data.seed, cfg.data.train_batch_size, cfg.actor_rollout_ref.rollout.n) == (4, 96, 8)
 
 
+def test_the_folder_of_areals_files_need_not_be_there(folder: Path) -> None:
+    files = ["actor.path=some/model", "data.train_files=train.parquet", "data.val_files=test.parquet"]
+    loaded = load(parse_arguments(["--config", "configs/cua_grpo.yaml", *files]), PPOConfig)
+    assert loaded.config.actor_rollout_ref.rollout.name == "vllm_remote"
+    with pytest.raises(ConfigError, match="did you mean cua_grpo"):
+        load(parse_arguments(["--config", "configs/cua_grp.yaml", *files]), PPOConfig)
+
+
 def test_self_may_come_first(folder: Path) -> None:
     (folder / "top.yaml").write_text("defaults: [_self_, quickstart]\ndata: {train_batch_size: 96, seed: 4}\n")
     cfg = load_config(["--config-name=./top.yaml"])

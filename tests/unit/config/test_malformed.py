@@ -213,8 +213,8 @@ CHOICES = [
     bad(f"{A}.policy_loss.loss_mode=gmpo", "loss_mode", "geo_mean"),
     bad(f"{A}.policy_loss.loss_mode=clip-cv", "loss_mode", "clip_cov"),
     bad("reward.reward_manager.name=collabllm", "reward.reward_manager.name", "naive, dapo"),
-    bad("reward.reward_kwargs.max_resp_length=8", "reward.reward_kwargs.max_resp_length", "max_resp_len?"),
-    bad("reward.reward_kwargs.metric_weights.a=1", "reward.reward_kwargs.metric_weights", "name=naive takes none"),
+    bad("reward.reward_kwargs.max_resp_length=8", "reward.reward_kwargs.max_resp_length", "and max_resp_len only"),
+    bad("reward.reward_kwargs.metric_weights.a=1", "reward.reward_kwargs.metric_weights", "name=naive has"),
     bad("reward.reward_kwargs.overlong_buffer_cfg.length=1", "overlong_buffer_cfg.length", "overlong_buffer_cfg.len?"),
 ]
 
@@ -253,6 +253,12 @@ FOREIGN = [
     ),
     bad("data.sampler.class_name=Mine", "data.sampler.class_path=<file>", "its file is not set"),
     bad(f"{R}.engine_kwargs.vllm.quantization=fp8", "engine_kwargs.vllm.quantization", "not supported"),
+    *(
+        bad(f"{R}.{key}", f"{R}.{key.partition('=')[0]}", "punish repetition in the reward function")
+        for key in ("repetition_penalty=1.05", "val_kwargs.repetition_penalty=1.05", "frequency_penalty=0.1")
+    ),
+    bad(f"{R}.engine_kwargs.sglang.preferred_sampling_params={{a: 1}}", "preferred_sampling_params", "temperature"),
+    bad(f"{R}.engine_kwargs.vllm.override_generation_config={{a: 1}}", "override_generation_config", "temperature"),
     bad(f"{R}.engine_kwargs.sglang.dp_size=2", "engine_kwargs.sglang.dp_size", "set rollout.data_parallel_size"),
     bad(f"{R}.engine_kwargs.sglang.tp_size=2", "engine_kwargs.sglang.tp_size", "tensor_model_parallel_size"),
     bad(f"{R}.engine_kwargs.sglang.nnodes=2", "engine_kwargs.sglang.nnodes", "over nodes too"),

@@ -538,12 +538,17 @@ def test_requests_in_text_are_answered_in_text(fleet: Fleet) -> None:
     with pytest.raises(ValueError, match=r"engine\.tokenizer"):
         asyncio.run(engine.agenerate(request))
     engine.tokenizer = Letters()
+    with pytest.raises(ValueError, match=r"repetition_penalty=1\.2: .* set 1 or leave it out"):
+        asyncio.run(engine.agenerate(LLMRequest(text="ab", generation_config={"repetition_penalty": 1.2})))
+    assert not engine.session.closed
     answer = asyncio.run(engine.agenerate(request))
     expected = ruled(ModelRequest((1, 2), SamplingParams(3)))
     assert isinstance(answer, LLMResponse)
     assert answer.text == Letters().decode([token for token, _ in expected], skip_special_tokens=True)
     assert answer.logprobs == pytest.approx([value for _, value in expected])
     assert (answer.finish_reason, answer.usage) == ("length", {"prompt_tokens": 2, "completion_tokens": 3})
+    engine.close()
+    assert engine.session.closed
 
 
 def test_rollout_batch_pads_what_the_workflow_accepts(fleet: Fleet) -> None:

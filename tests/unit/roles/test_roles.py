@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from rlsys.algorithms.policy_loss import policy_loss_names
-from rlsys.algorithms.stages import compute_advantage
 from rlsys.config.schema.actor import ActorConfig, CriticConfig, PolicyLossConfig
 from rlsys.config.schema.algorithm import RolloutCorrectionConfig
 from rlsys.protocol import DataProto
@@ -150,7 +149,6 @@ def test_train_batch_is_one_step_and_grpo_update_is_ppo_update() -> None:
     assert len(engine.steps) == 1
     actor.grpo_update(ready(engine))
     assert len(engine.steps) == 5
-    assert PPOActor.compute_advantages is compute_advantage
 
 
 def test_the_actor_learns_the_rewarded_token() -> None:
