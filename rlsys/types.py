@@ -18,6 +18,8 @@ HFConfig = Mapping[str, Any]
 """The contents of a config.json."""
 LOGITS_CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 28}
 """Logits that are computed at a time, by kind of device."""
+LARGEST_IMAGE = 1 << 14
+"""Tokens of the largest image of the known vision-language models, as their processors are published."""
 EXPORT_FILE_BYTES = 5 * 10**9
 """Size of the files that a Hugging Face export is split into."""
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from rlsys.config import PPOConfig
 from rlsys.config.checks.files import model_facts
-from rlsys.planning.footprint import decoder_of
+from rlsys.planning.footprint import decoder_of, plan_facts
 from rlsys.planning.layouts import propose_layouts
 from rlsys.planning.memory import CACHE, Device, Lengths, Machine, MemoryPlan, Stage, plan_memory
 from rlsys.planning.roles import together
@@ -48,11 +48,11 @@ def memory_line(cfg: PPOConfig, machine: Machine) -> str:
 def facts_of(cfg: PPOConfig, device: Device, device_bytes: int) -> Machine:
     """A device of a job, with what is on this machine of the config.json of its models."""
     policy, grader = cfg.actor_rollout_ref, cfg.reward.reward_model
-    actor = model_facts(policy.model.path)
+    actor, frozen = model_facts(policy.model.path), policy.actor.freeze_vision_tower
     return Machine(
         device,
         device_bytes,
-        actor={**actor, **policy.model.override_config} if actor else {},
+        actor=plan_facts({**actor, **policy.model.override_config}, freeze_vision_tower=frozen) if actor else {},
         critic=model_facts(cfg.critic.model.path) if cfg.critic.model.path != policy.model.path else None,
         reward_model=model_facts(grader.model_path) if grader.enable and not cfg.reward.has_judge else None,
     )

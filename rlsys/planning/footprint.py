@@ -6,12 +6,13 @@ queries and of keys (values alike), c bytes of the computing type. Norms are com
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache, partial
 from math import prod
 from typing import TYPE_CHECKING
 
 from rlsys.config.schema.rollout import GenerationConfig
+from rlsys.config.vocabulary import GRIDS, TILES
 from rlsys.models.megatron.family import Head, family_of
 from rlsys.models.megatron.parallel import RankPlace
 from rlsys.models.megatron.rules import extents
@@ -23,24 +24,54 @@ if TYPE_CHECKING:
 WIDE = 4
 """Bytes of float32."""
 LAYER = "model.layers."
+ENCODER = "image_encoder"
 EXPERTS = ".experts."
 
 
 @dataclass(frozen=True)
-class Decoder:
-    """Sizes of a whole model in elements: `layer` is its largest layer, `outer` what is outside of all layers."""
+class Blocks:
+    """Sizes of equal layers in elements: `layer` is the largest, `outer` what is outside of all."""
 
-    parameters: int
     layer: int
     outer: int
-    largest: int
     num_layers: int
     hidden: int
-    vocab: int
     q: int
     kv: int
     ffn: int
     routed: int
+    adaptable: int
+    """Sum of inputs and outputs of all linear layers inside the blocks: a rank of adapters on all costs so much."""
+
+
+@dataclass(frozen=True)
+class ImageEncoder(Blocks):
+    """What a vision-language model has beside its decoder. An image token stands for `pixels` pixels in `patches`, each
+    `patch` numbers; it has `deep` features for layers beside its own. `frozen` parameters are not trained.
+    """
+
+    patches: int
+    pixels: int
+    patch: int
+    deep: int
+    frozen: int
+
+    @property
+    def parameters(self) -> int:
+        return self.outer + self.num_layers * self.layer
+
+
+NO_IMAGES = ImageEncoder(*[0] * len(fields(ImageEncoder)))
+"""What a model of text has."""
+
+
+@dataclass(frozen=True)
+class Decoder(Blocks):
+    """Sizes of a whole model, its image encoder included."""
+
+    parameters: int
+    largest: int
+    vocab: int
     num_experts: int
     num_sparse: int
     in_experts: int
@@ -52,8 +83,24 @@ class Decoder:
     """Elements of a token in the cache of a serving engine, in all layers."""
     cache_heads: int
     """Ranks that such a cache can be split over."""
-    adaptable: int
-    """Sum of inputs and outputs of all linear layers inside the blocks: a rank of adapters on all costs so much."""
+    encoder: ImageEncoder
+
+
+def plan_facts(hf_config: HFConfig, *, freeze_vision_tower: bool = False) -> HFConfig:
+    """What is planned by: a config.json, or of a vision-language model its decoder's with the sizes of the encoder.
+
+    ConfigError if transformers cannot read it.
+    """
+    if hf_config.get("model_type") not in (*GRIDS, *TILES):
+        return hf_config
+    from rlsys.planning.image_encoder import decoder_facts
+
+    return decoder_facts(hf_config, freeze_vision_tower=freeze_vision_tower)
+
+
+def encoder_of(hf_config: HFConfig) -> ImageEncoder:
+    """The image encoder that `plan_facts` found."""
+    return ImageEncoder(**hf_config[ENCODER]) if ENCODER in hf_config else NO_IMAGES
 
 
 def decoder_of(hf_config: HFConfig, *, head: Head = "lm") -> Decoder:
@@ -70,12 +117,14 @@ def _decoder(config: str, head: Head) -> Decoder:
     for name, shape in shapes.items():
         key = name.split(".")[2] if name.startswith(LAYER) else ""
         layers[key] = layers.get(key, 0) + prod(shape)
-    outer = layers.pop("")
+    matrices = [(name, shape) for name, shape in shapes.items() if name.startswith(LAYER) and len(shape) == 2]
+    encoder = encoder_of(hf_config)
+    outer = layers.pop("") + encoder.outer
+    layers |= {f"image {number}": encoder.layer for number in range(encoder.num_layers)}
     routed = int(hf_config.get("num_experts_per_tok") or 0) if sizes.get("experts") else 0
     sparse = routed * sizes.get("expert_ffn", 0) + sizes.get("shared_ffn", 0)
     num_sparse = sum(family.is_sparse(hf_config, layer) for layer in range(sizes["layers"]))
     dense = num_sparse < sizes["layers"]
-    matrices = [(name, shape) for name, shape in shapes.items() if name.startswith(LAYER) and len(shape) == 2]
     in_experts = sum(prod(shape) for name, shape in matrices if EXPERTS in name)
     active = sum(prod(shape) for _, shape in matrices) - in_experts
     q, kv = _attention_widths(hf_config, sizes)
@@ -99,7 +148,8 @@ def _decoder(config: str, head: Head) -> Decoder:
         attended=sizes["layers"] * 2 * (kv if latent else q),
         cached=sizes["layers"] * (latent + hf_config["qk_rope_head_dim"] if latent else 2 * kv),
         cache_heads=1 if latent else sizes["groups"],
-        adaptable=sum(sum(shape) for _, shape in matrices),
+        adaptable=sum(sum(shape) for _, shape in matrices) + encoder.adaptable,
+        encoder=encoder,
     )
 
 
@@ -173,7 +223,7 @@ def adapters_at(hf_config: HFConfig, place: RankPlace, lora: "LoraSettings", *, 
     return Held(dense, experts, layers, merged=max(merged.values(), default=0))
 
 
-def layer_saved_bytes(d: Decoder, tokens: int, *, c: int, fused: bool, tp: int = 1, shared_norms: bool = False) -> int:
+def layer_saved_bytes(d: Blocks, tokens: int, *, c: int, fused: bool, tp: int = 1, shared_norms: bool = False) -> int:
     """What one layer keeps for its backward pass: transformers' modules, or Transformer Engine's where `fused`.
 
     `tp` ranks share the matrices; `shared_norms` (sequence parallelism) the rest too.
@@ -186,15 +236,29 @@ def layer_saved_bytes(d: Decoder, tokens: int, *, c: int, fused: bool, tp: int =
     return tokens * (wide // norms + c * (2 * d.q + 2 * d.kv + 4 * d.ffn) // tp + routed)
 
 
-def layer_passing_bytes(d: Decoder, tokens: int, *, c: int, tp: int = 1, backward: bool) -> int:
+def layer_passing_bytes(d: Blocks, tokens: int, *, c: int, tp: int = 1, backward: bool) -> int:
     """What comes and goes inside one layer: gradients of the MLP and a norm, or activations that are not kept."""
     ffn = (2 if backward else 3) * d.ffn // tp
     return tokens * (c * ffn + 8 * d.hidden + (0 if backward else c * 2 * d.hidden))
 
 
-def checkpoint_bytes(d: Decoder, tokens: int, *, c: int) -> int:
+def checkpoint_bytes(d: Blocks, tokens: int, *, c: int) -> int:
     """The input of one layer, which is all that is kept where activations are recomputed."""
     return tokens * c * d.hidden
+
+
+def image_bytes(d: Decoder, image_tokens: int, *, c: int, trained: bool, recompute: bool = False) -> tuple[int, int]:
+    """What image tokens keep while their pass lasts, and what their encoder takes beside that at its highest; patches
+    are merged into features by two linear layers, in the width of all that become one."""
+    encoder, patches = d.encoder, image_tokens * d.encoder.patches
+    made = image_tokens * (1 + encoder.deep) * c * d.hidden + patches * encoder.patch * WIDE
+    passing = layer_passing_bytes(encoder, patches, c=c, backward=trained)
+    if not trained:
+        return made, passing
+    saved = layer_saved_bytes(encoder, patches, c=c, fused=False)
+    point = checkpoint_bytes(encoder, patches, c=c)
+    kept = encoder.num_layers * (point if recompute else saved) + 4 * (1 + encoder.deep) * point
+    return made + kept, passing + (saved if recompute else 0)
 
 
 def head_hidden_bytes(d: Decoder, tokens: int, responses: int, *, c: int, backward: bool) -> int:

@@ -21,7 +21,7 @@ from rlsys.models.megatron.family import Head
 from rlsys.models.megatron.parallel import ParallelSizes
 from rlsys.planning import footprint as fp
 from rlsys.planning import roles as ro
-from rlsys.types import EXPORT_FILE_BYTES
+from rlsys.types import EXPORT_FILE_BYTES, LARGEST_IMAGE
 
 if TYPE_CHECKING:
     from rlsys.models.lora import LoraSettings
@@ -90,6 +90,14 @@ class PlanInputs:
     @property
     def device(self) -> Device:
         return self.machine.device
+
+    @cached_property
+    def image_tokens(self) -> int:
+        """Those of a prompt at most: all that it has, or as many images as it may have, of the largest size."""
+        policy, of = self.cfg.actor_rollout_ref, fp.encoder_of(self.machine.actor)
+        largest = self.cfg.data.mm_processor_kwargs.get("max_pixels", of.pixels * LARGEST_IMAGE) // max(of.pixels, 1)
+        prompt, limit = self.lengths.mean_prompt, policy.rollout.limit_images
+        return min(prompt, prompt if limit is None else limit * largest) if of.pixels else 0
 
 
 @dataclass(frozen=True)
@@ -191,7 +199,8 @@ def _engine(job: PlanInputs, beside: ro.Bytes) -> ro.Bytes:
         return {ROLLOUT_WEIGHTS: weights, CACHE: max(0, share) if job.device == "cuda" else rollout.kv_cache_gib << 30}
     rows = min(rollout.max_num_seqs, -(-job.cfg.data.gen_batch_size * rollout.n // job.plan.pools.rollout_ranks))
     prompts = min(-(-rows // rollout.n) * job.lengths.prompt, rollout.max_num_batched_tokens)
-    reading = fp.layer_passing_bytes(d, prompts, c=c, backward=False)
+    images, encoding = fp.image_bytes(d, min(prompts, -(-rows // rollout.n) * job.image_tokens), c=c, trained=False)
+    reading = images + max(encoding, fp.layer_passing_bytes(d, prompts, c=c, backward=False))
     columns = fp.cache_columns(job.lengths.prompt, job.lengths.response)
     return {
         ROLLOUT_WEIGHTS: weights,
@@ -273,7 +282,7 @@ def _reference(job: PlanInputs) -> Iterator[DeviceRole]:
     leaves = frozenset([ro.PARAMETERS] * settings.param_offload)
     for name, model in models:
         facts = job.machine.actor
-        own = facts if model is policy.model else model_facts(model.path) or facts
+        own = facts if model is policy.model else fp.plan_facts(model_facts(model.path)) or facts
         yield DeviceRole(_role(job, own, settings, trained=False), leaves, ((name, False, scored),))
 
 
@@ -293,22 +302,25 @@ def _reward_model(job: PlanInputs, facts: Facts) -> DeviceRole:
     return DeviceRole(role, frozenset(), (("reward_model", False, scored),))
 
 
-def largest_pass(lengths: Lengths, num_rows: int, size: MicroBatches, sharing: int = 1) -> ro.Pass:
+def largest_pass(
+    lengths: Lengths, num_rows: int, size: MicroBatches, sharing: int = 1, image_tokens: int = 0
+) -> ro.Pass:
     """The largest micro-batch of rows of mean length, filled and balanced; `sharing` ranks share it."""
     row, rows = lengths.mean_prompt + lengths.mean_response, size.rows
     if size.max_tokens is not None:
         fit = max(1, size.max_tokens * sharing // row)
         rows = -(-num_rows // -(-num_rows // fit))
     micro = max(1, min(num_rows, rows or num_rows))
-    return ro.Pass(micro * row // sharing, micro * lengths.mean_response // sharing, -(-num_rows // micro))
+    responses, count = micro * lengths.mean_response // sharing, -(-num_rows // micro)
+    return ro.Pass(micro * row // sharing, responses, count, micro * image_tokens)
 
 
 def _scored(job: PlanInputs, plan: RolePlan, size: MicroBatches, sharing: int) -> ro.Pass:
-    return largest_pass(job.lengths, job.plan.samples // plan.dp_size, size, sharing)
+    return largest_pass(job.lengths, job.plan.samples // plan.dp_size, size, sharing, job.image_tokens)
 
 
 def _trained(job: PlanInputs, plan: RolePlan, sharing: int) -> ro.Pass:
-    return largest_pass(job.lengths, plan.rank_samples, plan.size, sharing)
+    return largest_pass(job.lengths, plan.rank_samples, plan.size, sharing, job.image_tokens)
 
 
 def _role(

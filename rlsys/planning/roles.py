@@ -7,7 +7,7 @@ gradients for good, and masters and moments spread over its data-parallel ranks.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -27,11 +27,13 @@ GATHERED, ACTIVATIONS, LOGITS = "gathered", "activations", "logits"
 
 @dataclass(frozen=True)
 class Pass:
-    """The largest of `count` micro-batches of a rank: its tokens and how many of them are responses."""
+    """The largest of `count` micro-batches of a rank: its tokens, how many of them are responses, and those of images,
+    which all that share sequences have."""
 
     tokens: int
     responses: int
     count: int
+    images: int = 0
 
 
 @dataclass(frozen=True)
@@ -81,13 +83,14 @@ class FsdpRole:
 
     @property
     def _num_trained(self) -> int:
-        return self._adapters or self.model.parameters
+        return self._adapters or self.model.parameters - self.model.encoder.frozen
 
     def scoring(self, size: Pass) -> Bytes:
         """A forward pass at its highest, in a layer or in the head."""
         d, c = self.model, self.how.c
-        inside = fp.layer_passing_bytes(d, size.tokens, c=c, backward=False)
-        head = fp.head_hidden_bytes(d, size.tokens, size.responses, c=c, backward=False)
+        images, encoding = fp.image_bytes(d, size.images, c=c, trained=False)
+        inside = images + max(encoding, fp.layer_passing_bytes(d, size.tokens, c=c, backward=False))
+        head = images + fp.head_hidden_bytes(d, size.tokens, size.responses, c=c, backward=False)
         return _higher(
             {GATHERED: c * (d.outer + d.layer * self._prefetched), ACTIVATIONS: inside},
             {GATHERED: c * d.outer, ACTIVATIONS: head, LOGITS: _logits(self, size, backward=False)},
@@ -98,7 +101,9 @@ class FsdpRole:
         d, c, how = self.model, self.how.c, self.how
         grads = 0 if self.on_host else self.master * self._num_trained // self.ranks
         saved = fp.layer_saved_bytes(d, size.tokens, c=c, fused=False)
-        kept = d.num_layers * (fp.checkpoint_bytes(d, size.tokens, c=c) if how.recompute else saved)
+        encodes = bool(self.lora_rank) or not d.encoder.frozen
+        images, encoding = fp.image_bytes(d, size.images, c=c, trained=encodes, recompute=how.recompute)
+        kept = images + d.num_layers * (fp.checkpoint_bytes(d, size.tokens, c=c) if how.recompute else saved)
         extra = (saved if how.recompute else 0) + fp.layer_passing_bytes(d, size.tokens, c=c, backward=True)
         head = fp.head_hidden_bytes(d, size.tokens, size.responses, c=c, backward=True)
         full = not self.lora_rank
@@ -114,7 +119,7 @@ class FsdpRole:
                 GATHERED: c * (d.outer + d.layer * self._prefetched) + layer_comm,
                 ACTIVATIONS: kept + extra,
             },
-            {GRADIENTS: grads, GATHERED: c * d.outer + outer_comm},
+            {GRADIENTS: grads, GATHERED: c * d.outer + outer_comm, ACTIVATIONS: images + encoding},
         )
 
     @property
@@ -146,7 +151,8 @@ class MegatronRole:
 
     @cached_property
     def held_here(self) -> fp.Held:
-        return fp.held_at(self.hf_config, RankPlace(self.sizes, pp_rank=self.pp_rank), head=self.head)
+        held = fp.held_at(self.hf_config, RankPlace(self.sizes, pp_rank=self.pp_rank), head=self.head)
+        return held if self.pp_rank else replace(held, dense=held.dense + self.model.encoder.parameters)
 
     @cached_property
     def adapters(self) -> fp.Held | None:
@@ -170,23 +176,25 @@ class MegatronRole:
     def held(self) -> Bytes:
         """Between calls: gradients stay, in float32."""
         here, c = self.adapters or self.held_here, self.how.c
-        own = here.dense // self.dp + here.experts // self.expert_dp
+        frozen = 0 if self.pp_rank else self.model.encoder.frozen
+        own = (here.dense - frozen) // self.dp + here.experts // self.expert_dp
         parameters = c * (self.held_here.parameters + (self.adapters.parameters if self.adapters else 0))
         if not self.trained:
             return {PARAMETERS: parameters}
         return {
             PARAMETERS: parameters,
-            GRADIENTS: fp.WIDE * here.parameters,
+            GRADIENTS: fp.WIDE * (here.parameters - frozen),
             MASTERS: fp.WIDE * own if c < fp.WIDE else 0,
             OPTIMIZER: 2 * fp.WIDE * own,
         }
 
     def scoring(self, size: Pass) -> Bytes:
         inside = fp.layer_passing_bytes(self.model, size.tokens, c=self.how.c, tp=self.sizes.tp, backward=False)
-        inside += self._merged(1)
+        images, encoding = self._images(size, trained=False)
+        inside = images + max(encoding, inside + self._merged(1))
         if not self._last:
             return {ACTIVATIONS: inside}
-        head = fp.head_hidden_bytes(self.model, size.tokens, size.responses, c=self.how.c, backward=False)
+        head = images + fp.head_hidden_bytes(self.model, size.tokens, size.responses, c=self.how.c, backward=False)
         return _higher({ACTIVATIONS: inside}, {ACTIVATIONS: head, LOGITS: _logits(self, size, backward=False)})
 
     def training(self, size: Pass) -> Bytes:
@@ -194,14 +202,20 @@ class MegatronRole:
         shared = sizes.sequence_parallel and sizes.tp > 1
         saved = fp.layer_saved_bytes(d, size.tokens, c=c, fused=self.fused, tp=sizes.tp, shared_norms=shared)
         point = fp.checkpoint_bytes(d, size.tokens, c=c) // (sizes.tp if shared else 1)
+        images, encoding = self._images(size, trained=not d.encoder.frozen)
         kept = self._layers_in_flight(size.count) * (point if self.how.recompute else saved)
+        kept += images * min(size.count, self.sizes.pp)
         extra = self._merged(3 if self.fused else 2) + (saved if self.how.recompute else 0)
-        extra += fp.layer_passing_bytes(d, size.tokens, c=c, tp=sizes.tp, backward=True)
+        extra = max(encoding, extra + fp.layer_passing_bytes(d, size.tokens, c=c, tp=sizes.tp, backward=True))
         if not self._last:
             return {ACTIVATIONS: kept + extra}
         head = fp.head_hidden_bytes(d, size.tokens, size.responses, c=c, backward=True)
         in_head = {ACTIVATIONS: kept + head, LOGITS: _logits(self, size, backward=True)}
         return _higher({ACTIVATIONS: kept + extra}, in_head)
+
+    def _images(self, size: Pass, *, trained: bool) -> tuple[int, int]:
+        """Of the encoder, which the first stage has whole; it does not recompute."""
+        return fp.image_bytes(self.model, 0 if self.pp_rank else size.images, c=self.how.c, trained=trained)
 
     def _merged(self, times: int) -> int:
         """Merged weights of a layer with adapters, and their gradient."""

@@ -19,6 +19,7 @@ from rlsys.config.schema.types import MicroBatches
 from rlsys.planning import footprint as fp
 from rlsys.planning.memory import Machine, MemoryPlan, plan_memory, width_of
 from rlsys.planning.roles import Bytes
+from rlsys.types import LARGEST_IMAGE
 from rlsys.utils.errors import ConfigError
 
 GIB = 1 << 30
@@ -87,7 +88,8 @@ class _Sizes:
         tp = rollout.tensor_model_parallel_size
         weights = fp.served_by_rank(d, rollout)
         split = weights + rows * columns * d.cached // min(tp, d.cache_heads)
-        needed = c * split + fp.drawing_bytes(d, rows, c=c) + ENGINE_EXTRA
+        encoding = fp.image_bytes(d, min(LARGEST_IMAGE, rollout.max_model_len or columns), c=c, trained=False)
+        needed = c * split + fp.drawing_bytes(d, rows, c=c) + sum(encoding) + ENGINE_EXTRA
         wanted = max(LEAST_SHARE, needed / machine.device_bytes) if plan_batches(cfg).pools.colocated else 1.0
         percent = min(90, 5 * round(20 * wanted + 0.49))
         while percent > 5 and not self.fits({SHARE: percent / 100}, "start", "rollout"):

@@ -14,12 +14,11 @@ from torch import Tensor
 
 from rlsys.models.vision import image_places, joined_images, num_features, one_image
 from rlsys.protocol import ImageInputs
+from rlsys.types import LARGEST_IMAGE
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-LARGEST = 1 << 14
-"""Tokens of the largest image of the known models, as their processors are published."""
 GRID, RAW_VIEW = "image_grid_thw", 3
 """The sizes of grids, which no tiles have; the code of a tensor's bytes in vLLM's msgpack."""
 
@@ -59,7 +58,7 @@ def take_given_images(config: Any, *, max_model_len: int) -> dict[str, object]:
     class Info(BaseProcessingInfo):
         def __init__(self, ctx: object) -> None:
             super().__init__(ctx)
-            self.side = isqrt(min(LARGEST, max_model_len))
+            self.side = isqrt(min(LARGEST_IMAGE, max_model_len))
 
         def get_supported_mm_limits(self) -> Mapping[str, int | None]:
             return {"image": None}
