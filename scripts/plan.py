@@ -34,6 +34,7 @@ from rlsys.config.introspect import replaced, shown, value_at  # noqa: E402
 from rlsys.models.megatron.family import family_of  # noqa: E402
 from rlsys.models.megatron.parallel import ParallelSizes  # noqa: E402
 from rlsys.planning.advice import GIB, remedies, step_table, table, too_large  # noqa: E402
+from rlsys.planning.image_encoder import plan_facts  # noqa: E402
 from rlsys.planning.layouts import propose_layouts  # noqa: E402
 from rlsys.planning.memory import Lengths, Machine, PlanInputs, plan_memory  # noqa: E402
 from rlsys.planning.staleness_forecast import MeasuredRun, fitted_pace, staleness_advice  # noqa: E402
@@ -214,10 +215,11 @@ def machine_of(args: argparse.Namespace, more: Sequence[str] = ()) -> tuple[PPOC
     path, critic, grader = cfg.actor_rollout_ref.model.path, cfg.critic.model.path, cfg.reward.reward_model
     if args.model is None and path is None:
         raise ConfigError("no model is named: write --model 7B, or actor_rollout_ref.model.path=<folder>")
+    facts = hf_config_of(args.model or path or "") | cfg.actor_rollout_ref.model.override_config
     return cfg, Machine(
         "cuda",
         int(args.device_gib * GIB),
-        hf_config_of(args.model or path or "") | cfg.actor_rollout_ref.model.override_config,
+        plan_facts(facts, freeze_vision_tower=cfg.actor_rollout_ref.actor.freeze_vision_tower),
         critic=hf_config_of(critic) if critic is not None and critic != path else None,
         reward_model=hf_config_of(grader.model_path) if grader.enable and grader.model_path else None,
     )

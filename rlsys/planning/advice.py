@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from rlsys.config import PPOConfig
 from rlsys.config.checks.files import model_facts
-from rlsys.planning.footprint import decoder_of, plan_facts
+from rlsys.planning.footprint import decoder_of
+from rlsys.planning.image_encoder import plan_facts
 from rlsys.planning.layouts import propose_layouts
 from rlsys.planning.memory import CACHE, Device, Lengths, Machine, MemoryPlan, Stage, plan_memory
 from rlsys.planning.roles import together

@@ -12,7 +12,6 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from rlsys.config.schema.rollout import GenerationConfig
-from rlsys.config.vocabulary import GRIDS, TILES
 from rlsys.models.megatron.family import Head, family_of
 from rlsys.models.megatron.parallel import RankPlace
 from rlsys.models.megatron.rules import extents
@@ -86,20 +85,8 @@ class Decoder(Blocks):
     encoder: ImageEncoder
 
 
-def plan_facts(hf_config: HFConfig, *, freeze_vision_tower: bool = False) -> HFConfig:
-    """What is planned by: a config.json, or of a vision-language model its decoder's with the sizes of the encoder.
-
-    ConfigError if transformers cannot read it.
-    """
-    if hf_config.get("model_type") not in (*GRIDS, *TILES):
-        return hf_config
-    from rlsys.planning.image_encoder import decoder_facts
-
-    return decoder_facts(hf_config, freeze_vision_tower=freeze_vision_tower)
-
-
 def encoder_of(hf_config: HFConfig) -> ImageEncoder:
-    """The image encoder that `plan_facts` found."""
+    """The image encoder that `rlsys.planning.image_encoder` found."""
     return ImageEncoder(**hf_config[ENCODER]) if ENCODER in hf_config else NO_IMAGES
 
 

@@ -2,22 +2,28 @@
 
 from dataclasses import asdict
 from math import prod
+from typing import TYPE_CHECKING
 
-from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, PretrainedConfig
-from transformers.modeling_layers import GradientCheckpointingLayer
-
-from rlsys.config.vocabulary import GRIDS
-from rlsys.models.hf import build, layer_modules
+from rlsys.config.vocabulary import GRIDS, TILES
 from rlsys.models.megatron.family import decoder_family
-from rlsys.models.vision import is_tower
 from rlsys.planning.footprint import ENCODER, ImageEncoder
 from rlsys.types import HFConfig
 from rlsys.utils.errors import ConfigError
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
-def decoder_facts(hf_config: HFConfig, *, freeze_vision_tower: bool) -> HFConfig:
-    """The decoder's part of a config.json with the sizes of the image encoder; ConfigError if it cannot be read."""
+
+def plan_facts(hf_config: HFConfig, *, freeze_vision_tower: bool = False) -> HFConfig:
+    """What is planned by: a config.json, or of a vision-language model its decoder's with the sizes of the encoder.
+
+    ConfigError if transformers cannot read it.
+    """
+    if hf_config.get("model_type") not in (*GRIDS, *TILES):
+        return hf_config
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
     try:
         config = AutoConfig.for_model(**hf_config)
     except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
@@ -25,11 +31,16 @@ def decoder_facts(hf_config: HFConfig, *, freeze_vision_tower: bool) -> HFConfig
     return {**decoder_family(config)[1], ENCODER: asdict(_sizes(config, freeze_vision_tower))}
 
 
-def _sizes(config: PretrainedConfig, freeze: bool) -> ImageEncoder:
+def _sizes(config: "PretrainedConfig", freeze: bool) -> ImageEncoder:
     """A layer's four attention matrices and the last of its MLP have `hidden` rows, as has the filter of patches; a
     gated MLP has two more matrices of `ffn` rows, another one of twice as many. Attention in grids keeps seven times
     `hidden` for its backward pass: queries, keys and values as they are projected in one, the first two rotated, and
     the results of windows apart and together."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    from rlsys.models.hf import build, layer_modules
+    from rlsys.models.vision import is_tower
+
     model, is_grid = build(config, head="lm", packed=False), config.model_type in GRIDS
     decoder = {id(p) for part in (model.get_decoder(), model.lm_head) for p in part.parameters()}
     own = {name: p for name, p in model.named_parameters() if id(p) not in decoder}

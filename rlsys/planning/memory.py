@@ -21,6 +21,7 @@ from rlsys.models.megatron.family import Head
 from rlsys.models.megatron.parallel import ParallelSizes
 from rlsys.planning import footprint as fp
 from rlsys.planning import roles as ro
+from rlsys.planning.image_encoder import plan_facts
 from rlsys.types import EXPORT_FILE_BYTES, LARGEST_IMAGE
 
 if TYPE_CHECKING:
@@ -282,7 +283,7 @@ def _reference(job: PlanInputs) -> Iterator[DeviceRole]:
     leaves = frozenset([ro.PARAMETERS] * settings.param_offload)
     for name, model in models:
         facts = job.machine.actor
-        own = facts if model is policy.model else fp.plan_facts(model_facts(model.path)) or facts
+        own = facts if model is policy.model else plan_facts(model_facts(model.path)) or facts
         yield DeviceRole(_role(job, own, settings, trained=False), leaves, ((name, False, scored),))
 
 

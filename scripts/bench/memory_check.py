@@ -16,17 +16,16 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
 
 from rlsys.config import PPOConfig, load_config, plan_batches  # noqa: E402
+from rlsys.planning.advice import facts_of  # noqa: E402
 from rlsys.planning.memory import (  # noqa: E402
     RESIDENT,
     Lengths,
-    Machine,
     MemoryPlan,
     plan_memory,
 )
@@ -173,10 +172,6 @@ def main() -> int:
 
 def checked(cfg: PPOConfig, *, peaks: bool) -> list[tuple[str, int, int]]:
     """Run the job and set its ledger beside its plan."""
-
-    def facts(path: str | None) -> dict[str, Any]:
-        return json.loads((Path(path or "") / "config.json").read_text())
-
     num_ranks = plan_batches(cfg).pools.total_ranks
     with running_backend(cfg.trainer, cfg.ray_kwargs, num_ranks=num_ranks) as backend:
         trainer = build_trainer(cfg, backend)
@@ -184,14 +179,8 @@ def checked(cfg: PPOConfig, *, peaks: bool) -> list[tuple[str, int, int]]:
             trainer.fit()
         finally:
             trainer.close()
-    model, grader = cfg.actor_rollout_ref.model, cfg.reward.reward_model
-    machine = Machine(
-        "cuda" if peaks else "cpu",
-        torch.cuda.get_device_properties(0).total_memory if peaks else 0,
-        facts(model.path) | model.override_config,
-        critic=facts(cfg.critic.model.path) if cfg.critic.model.path else None,
-        reward_model=facts(grader.model_path) if grader.enable else None,
-    )
+    device_bytes = torch.cuda.get_device_properties(0).total_memory if peaks else 0
+    machine = facts_of(cfg, "cuda" if peaks else "cpu", device_bytes)
     plan = plan_memory(cfg, machine, lengths=lengths_seen(Path(cfg.trainer.default_local_dir), cfg))
     megatron = cfg.actor_rollout_ref.actor.strategy == "megatron"  # whose gradients stay
     kept = None if peaks else [owner for owner in RESIDENT if megatron or owner != GRADIENTS]

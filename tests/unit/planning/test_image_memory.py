@@ -13,6 +13,7 @@ from rlsys.models.hf import auto_model
 from rlsys.models.vision import image_features, num_features
 from rlsys.planning import footprint as fp
 from rlsys.planning.advice import facts_of, memory_line
+from rlsys.planning.image_encoder import plan_facts
 from rlsys.planning.memory import Machine, plan_memory
 from rlsys.planning.sizes import choose_sizes
 from rlsys.utils.errors import ConfigError
@@ -62,7 +63,7 @@ def config(*settings: str) -> PPOConfig:
     [(PUBLISHED, 3_754_622_976), (LARGER, 8_292_166_656)],
 )
 def test_parameters_of_published_models(published: dict[str, Any], parameters: int) -> None:
-    facts = fp.plan_facts(published, freeze_vision_tower=True)
+    facts = plan_facts(published, freeze_vision_tower=True)
     decoder, encoder = fp.decoder_of(facts), fp.encoder_of(facts)
     assert encoder.parameters == encoder.frozen == TOWER + MERGER + published["hidden_size"] * (5120 + 1)
     assert decoder.parameters == parameters
@@ -73,7 +74,7 @@ def test_parameters_of_published_models(published: dict[str, Any], parameters: i
         4,
         784,
     )
-    assert fp.encoder_of(fp.plan_facts(published)).frozen == 0
+    assert fp.encoder_of(plan_facts(published)).frozen == 0
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -89,7 +90,7 @@ def test_what_an_encoder_keeps_is_what_autograd_saves(name: str) -> None:
     tower |= {"image_size": 64} if "image_size" in shape["vision_config"] else {"num_heads": 4}
     settings = AutoConfig.for_model(**{**shape, "vision_config": {**shape["vision_config"], **tower}})
     model = auto_model(settings).from_config(settings, attn_implementation="sdpa").train()
-    decoder = fp.decoder_of(fp.plan_facts(settings.to_dict()))
+    decoder = fp.decoder_of(plan_facts(settings.to_dict()))
     assert decoder.parameters == sum(p.numel() for p in model.parameters())
     images = random_images(
         {"vision_config": settings.vision_config.to_dict()}, [(32, 32) if "num_heads" in tower else (1, 4)]
@@ -116,7 +117,7 @@ def test_what_an_encoder_keeps_is_what_autograd_saves(name: str) -> None:
 def held(published: dict[str, Any], *settings: str) -> dict[str, int]:
     """Bytes by owner when a job of 8 GPUs starts."""
     cfg = config("trainer.n_gpus_per_node=8", "trainer.device=cuda", f"{POLICY}.actor.use_kl_loss=false", *settings)
-    facts = fp.plan_facts(published, freeze_vision_tower=cfg.actor_rollout_ref.actor.freeze_vision_tower)
+    facts = plan_facts(published, freeze_vision_tower=cfg.actor_rollout_ref.actor.freeze_vision_tower)
     return plan_memory(cfg, Machine("cuda", 80 * GIB, facts)).train[0].bytes
 
 
@@ -132,7 +133,7 @@ def test_a_frozen_encoder_has_no_gradients_and_no_moments() -> None:
     first = held(LARGER, f"{POLICY}.actor.strategy=megatron", *cuts)
     still = held(LARGER, f"{POLICY}.actor.strategy=megatron", *cuts, frozen)
     assert first["parameters"] == still["parameters"]
-    copied = fp.encoder_of(fp.plan_facts(LARGER)).parameters
+    copied = fp.encoder_of(plan_facts(LARGER)).parameters
     assert first["gradients"] - still["gradients"] == 4 * copied
     assert first["masters"] - still["masters"] == 4 * copied // 2
     alone = held(
@@ -152,7 +153,7 @@ def test_the_largest_images_of_prompts_decide(settings: tuple[str, ...], tokens:
         f"{POLICY}.model.enable_gradient_checkpointing=true",
         *settings,
     )
-    facts = fp.plan_facts(PUBLISHED)
+    facts = plan_facts(PUBLISHED)
     text = {name: value for name, value in facts.items() if name != fp.ENCODER}
     both = [
         {stage.name: stage.bytes for stage in plan_memory(cfg, Machine("cuda", 80 * GIB, f)).train}
