@@ -30,6 +30,7 @@ class StalenessWindow:
         self.num_steps = num_steps
         self.most_ahead = max_staleness - lookahead
         self.lead, self._num_early = float(self.most_ahead), 0
+        self._leads: list[float] = []
         self.version = self.issued = self.trained = 0
         self.skipped: Counter[str] = Counter()
         self._order: list[int] = []  # from the oldest open group on, with those that were trained ahead of it
@@ -60,7 +61,8 @@ class StalenessWindow:
         coming = self.open[: self.groups_per_step]
         is_early = len(coming) == self.groups_per_step and self.finished.issuperset(coming)
         self._num_early = self._num_early + 1 if is_early else 0
-        self.lead = next_lead(self.lead, waited_steps, most=self.most_ahead, num_early=self._num_early)
+        self._leads.append(self.lead)
+        self.lead = next_lead(self._leads, waited_steps, most=self.most_ahead, num_early=self._num_early)
 
     def start(self) -> int:
         """The number of the next group, which starts now."""

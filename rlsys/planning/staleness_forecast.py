@@ -72,16 +72,19 @@ class _Replica:
         self.now_s = now_s
 
 
-def next_lead(lead: float, waited_steps: float, *, most: float, num_early: int = 0) -> float:
-    """How many steps ahead of the trainer prompts start, from 1 on, after a step for which it waited so many steps.
+def next_lead(leads: Sequence[float], waited_steps: float, *, most: float, num_early: int = 0) -> float:
+    """How many steps ahead of the trainer prompts start, from 1 on, after `leads` in the steps until now.
 
-    The lead grows by the time waited, at most by one, and falls by `WAITING_SHARE` every step, so it settles where the
-    trainer waits for that share of its time. It falls faster once `num_early` steps in a row, many, were each complete
+    The trainer has waited for the last step so many times what a step takes it: the lead becomes the one with which
+    that step's prompts started and this more. It falls by `WAITING_SHARE` every step, so it settles where the
+    trainer waits for that share of its time, and faster once `num_early` steps in a row, many, were each complete
     before the step ahead of them was trained on. It rises to `most` + 1, which counts as `most`: a trainer that waits
     with the full window does not give it up at the first step without.
     """
+    lead = leads[-1]
+    started = next((one for steps, one in enumerate(reversed(leads)) if steps >= one), leads[0])
     fall = WAITING_SHARE if num_early < MANY_STEPS else FAST_FALL
-    return max(1.0, min(most + 1.0, lead + min(1.0, waited_steps) - fall))
+    return max(1.0, min(most + 1.0, max(lead, min(lead, started) + waited_steps) - fall))
 
 
 def forecast(run: MeasuredRun, max_staleness: int) -> Forecast:
@@ -90,12 +93,12 @@ def forecast(run: MeasuredRun, max_staleness: int) -> Forecast:
     replicas = [_Replica(run) for _ in range(run.num_replicas)]
     waiting: deque[tuple[int, int]] = deque()
     left, tokens, versions = dict[int, int](), dict[int, int](), dict[int, float]()
-    now_s, train_end_s, busy_s, age, lead, step_s = 0.0, inf, 0.0, 0.0, 1.0, 0.0
+    now_s, train_end_s, busy_s, age, leads, step_s = 0.0, inf, 0.0, 0.0, [1.0], 0.0
     version = num_tokens = num_groups = 0
     marks: list[tuple[float, ...]] = []
-    first = 2 * max_staleness + 1
+    first = 3 * max_staleness + 1
     while version <= first + NUM_STEPS:
-        for group in range(num_groups, (version + 1) * per_step + int(min(lead, max_staleness) * per_step)):
+        for group in range(num_groups, (version + 1) * per_step + int(min(leads[-1], max_staleness) * per_step)):
             lengths = random.choice(run.groups)
             left[group], tokens[group], versions[group] = len(lengths), sum(lengths), 0.0
             waiting.extend((length, group) for length in lengths)
@@ -107,7 +110,7 @@ def forecast(run: MeasuredRun, max_staleness: int) -> Forecast:
         if train_end_s == inf and not any(left[group] for group in step):
             trained = sum(tokens[group] for group in step)
             if marks:
-                lead = next_lead(lead, (now_s - marks[-1][0]) / step_s, most=max_staleness)
+                leads.append(next_lead(leads, (now_s - marks[-1][0]) / step_s, most=max_staleness))
             age += version * trained - sum(versions[group] for group in step)
             step_s = trained * run.train_s
             num_tokens, busy_s, train_end_s = num_tokens + trained, busy_s + step_s, now_s + step_s
