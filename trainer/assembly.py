@@ -10,10 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from rlsys.algorithms.kl import KLController
 from rlsys.algorithms.stages import filter_groups
-from rlsys.config import PPOConfig
-from rlsys.config.plan import BatchPlan
+from rlsys.config import PPOConfig, plan_batches
 from rlsys.config.pools import generates_ahead
-from rlsys.config.schema.algorithm import FilterGroupsConfig
 from rlsys.config.schema.megatron import MegatronConfig
 from rlsys.config.schema.model import FSDPConfig
 from rlsys.data.collate import collate_answers
@@ -69,16 +67,11 @@ class TrainerParts:
 
 
 def assemble(
-    cfg: PPOConfig,
-    plan: BatchPlan,
-    groups: WorkerGroups,
-    inputs: Inputs,
-    *,
-    reporter: Reporter,
-    on_validation: OnValidation,
+    cfg: PPOConfig, groups: WorkerGroups, inputs: Inputs, *, reporter: Reporter, on_validation: OnValidation
 ) -> TrainerParts:
     """Connect weights, rollouts, rewards and data to running groups."""
-    rollout, pools = cfg.actor_rollout_ref.rollout, plan.pools
+    rollout, plan = cfg.actor_rollout_ref.rollout, plan_batches(cfg)
+    pools = plan.pools
     with ExitStack() as stack:
         judge = serve_judge(cfg, groups.judge, stack) if groups.judge is not None else ""
         pool = stack.enter_context(reward_pool(cfg.reward, judge=judge))
@@ -93,7 +86,7 @@ def assemble(
                 rollout,
                 cfg.trainer.deadlines,
                 manager=transfer,
-                num_rows=_rows_per_call(cfg, plan),
+                num_rows=_rows_per_call(cfg, pools.rollout_ranks),
                 restartable=not pools.colocated,
                 min_replicas=rollout.min_replicas,
             )
@@ -138,7 +131,10 @@ def training_source(cfg: PPOConfig, inputs: Inputs, graded: GradedRollout, fleet
     prompts = inputs.sampler
     if prompts is None or isinstance(prompts, Sampler):
         prompts = training_prompts(cfg.data, inputs.train_dataset, prompts, pad_token_id=graded.pad_token_id)
-    group_filter = _group_filter(cfg.algorithm.filter_groups)
+    filters, group_filter = cfg.algorithm.filter_groups, None
+    if filters.enable:
+        keep = partial(filter_groups, metric=filters.metric or "seq_reward")
+        group_filter = GroupFilter(keep, filters.max_num_gen_batches)
     if not generates_ahead(cfg):
         return RolloutSource(
             prompts=prompts,
@@ -159,16 +155,14 @@ def training_source(cfg: PPOConfig, inputs: Inputs, graded: GradedRollout, fleet
         deadline_s, answers = graded.deadline_s, OpenEpisodes(groups, fleet, graded)
     if run.reproducible:
         probe = partial(check_repeatable, fleet, len(inputs.tokenizer))
-        return EpochSource(
-            answers, max_response_tokens=cfg.data.max_response_length, deadline_s=deadline_s, probe=probe
-        )
+        return EpochSource(answers, max_tokens=cfg.data.max_response_length, deadline_s=deadline_s, probe=probe)
     return AsyncSource(answers, deadline_s=deadline_s)
 
 
-def _rows_per_call(cfg: PPOConfig, plan: BatchPlan) -> int:
+def _rows_per_call(cfg: PPOConfig, rollout_ranks: int) -> int:
     """Rows that the fleet gets at once; a reproducible run has batches of one size for any number of replicas."""
     rollout = cfg.actor_rollout_ref.rollout
-    replicas = plan.pools.rollout_ranks // rollout.replica_size
+    replicas = rollout_ranks // rollout.replica_size
     return replicas * rollout.max_replica_seqs if cfg.trainer.reproducible else cfg.data.gen_batch_size * rollout.n
 
 
@@ -208,9 +202,3 @@ def _offloaded(role: FSDPConfig | MegatronConfig) -> tuple[str, ...]:
     """The parts of a trained role that leave the device while another role runs."""
     grads = isinstance(role, MegatronConfig) and role.grad_offload
     return ("params",) * role.param_offload + ("grads",) * grads + ("optimizer",) * role.optimizer_offload
-
-
-def _group_filter(settings: FilterGroupsConfig) -> GroupFilter | None:
-    if not settings.enable:
-        return None
-    return GroupFilter(partial(filter_groups, metric=settings.metric or "seq_reward"), settings.max_num_gen_batches)

@@ -143,7 +143,6 @@ def load_state(folder: Path) -> TrainerState:
         record = read_checked_json(folder / STATE)
         if record.pop("data_blake2b") != _digest(folder / DATA):
             raise ValueError(f"the checksum of {DATA} is not the one that was saved")
-        record.pop("weight_version", None)  # in checkpoints of earlier releases
         source = json.loads(torch.load(folder / DATA, weights_only=True))
         return TrainerState(**record, source=source)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, EOFError) as error:

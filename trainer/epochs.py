@@ -28,18 +28,16 @@ class EpochSource:
     """
 
     def __init__(
-        self,
-        answers: OpenAnswers,
-        *,
-        max_response_tokens: int,
-        deadline_s: float,
-        probe: Callable[[], None] | None = None,
+        self, answers: OpenAnswers, *, max_tokens: int, deadline_s: float, probe: Callable[[], None] | None = None
     ) -> None:
-        """`probe` is called once, after the first push; what it asks of the fleet is not counted."""
+        """Responses have at most `max_tokens`.
+
+        `probe` is called once, after the first push; what it asks of the fleet is not counted.
+        """
         self._answers, self._groups, self._deadline_s = answers, answers.groups, deadline_s
         window = self._groups.window
         self._num_epochs = window.max_staleness - window.lookahead
-        self._max_tokens, self._tokens_per_epoch = max_response_tokens, -(-max_response_tokens // self._num_epochs)
+        self._max_tokens, self._tokens_per_epoch = max_tokens, -(-max_tokens // self._num_epochs)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="epoch")
         self._running: Future[None] | None = None
         self._meter = OverlapMeter(answers.fleet)

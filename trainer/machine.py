@@ -19,12 +19,13 @@ from rlsys.fleet.external.settings import settings_of
 from rlsys.rollout.versions import SGLANG, VLLM
 from rlsys.telemetry.tracker_adapters import flat_settings
 from rlsys.utils.errors import ConfigError
-from rlsys.utils.hub import download_config, is_hub_id, model_problem
+from rlsys.utils.hub import download_config, is_hub_id
 
 TABLES = {"vllm": VLLM, "sglang": SGLANG}
 OWN_ENVIRONMENT = ("pip", "uv", "conda", "py_executable", "container", "image_uri")
 """Fields of Ray's runtime_env that give workers other packages than this process has."""
-MODELS = ("actor_rollout_ref.model.path", "critic.model.path", "model.path", "reward.reward_model.model_path")
+GRADER = "reward.reward_model.model_path"
+MODELS = ("actor_rollout_ref.model.path", "actor_rollout_ref.ref.model.path", "critic.model.path", "model.path", GRADER)
 ANSWER_S, SMI_S = 2.0, 20.0
 
 
@@ -41,16 +42,14 @@ def check_machine(config: JobConfig, *, dry_run: bool) -> list[str]:
         notes += _capacity(config)
     elif dry_run:
         _check_cluster(config)
-    if dry_run:
-        settings = flat_settings(config.model_dump())
-        teachers = [key for key in settings if key.startswith("distillation.") and key.endswith(".model_path")]
-        for name, key in {settings.get(key): key for key in reversed((*MODELS, *teachers))}.items():
-            if name and is_hub_id(name) and (why := model_problem(name)):
+    settings = flat_settings(config.model_dump())
+    teachers = [key for key in settings if key.startswith("distillation.") and key.endswith(".model_path")]
+    is_scored = isinstance(config, PPOConfig) and not config.reward.has_judge
+    for key in (*MODELS, *teachers) if dry_run else (GRADER,) * is_scored:
+        if (name := settings.get(key)) and is_hub_id(name):
+            folder = download_config(name, key=key)
+            if key == GRADER and is_scored and (why := no_score_head(folder)):
                 raise ConfigError(f"{key} = {name}: {why}")
-    reward = config.reward if isinstance(config, PPOConfig) else None
-    grader = reward.reward_model.model_path if reward and not reward.has_judge else None
-    if grader and is_hub_id(grader) and (folder := download_config(grader)) and (why := no_score_head(folder)):
-        raise ConfigError(f"reward.reward_model.model_path = {grader}: {why}")
     if dry_run and isinstance(config, PPOConfig) and resolve_pools(config).external:
         _check_servers(config)
     return notes

@@ -113,12 +113,7 @@ class RayPPOTrainer(CheckpointedLoop):
             self._groups = WorkerGroups(**self._start_groups(deadlines=self.run.deadlines))
         with self.stage("connect"):
             self._parts = assemble(
-                self.cfg,
-                self.plan,
-                self._groups,
-                self.inputs,
-                reporter=self.reporter,
-                on_validation=self.dump_validation,
+                self.cfg, self._groups, self.inputs, reporter=self.reporter, on_validation=self.dump_validation
             )
 
     def fit(self) -> None:

@@ -6,19 +6,9 @@ from pathlib import Path
 
 from rlsys.config.schema.trainer import RunConfig
 from rlsys.telemetry.jsonl import read_jsonl
+from rlsys.telemetry.report import RUN_FILES
 from rlsys.utils.run_folders import step_folder
 
-OUTPUTS = {
-    "report": "index.html",
-    "metrics": "metrics.jsonl",
-    "evaluation": "evaluation.json",
-    "rollouts": "rollouts/index.html",
-    "timeline": "timeline.json",
-    "memory": "memory.txt",
-    "log": "train.log",
-    "settings": "config.yaml",
-}
-"""Files of a run by the names that the summary gives them."""
 VIEWERS = {"tensorboard": "tensorboard --logdir ", "mlflow.db": "mlflow ui --backend-store-uri sqlite:///"}
 CURVES = {"reward": "critic/score/mean", "train loss": "train/loss", "val loss": "val/loss"}
 VALIDATION, MEAN = "val-core/", "/mean@"
@@ -27,7 +17,8 @@ VALIDATION, MEAN = "val-core/", "/mean@"
 def summary_lines(run: RunConfig, *, finished: bool) -> list[str]:
     """First and last values with the best step, the last checkpoint, the files of a run, and what to do next."""
     root = Path(run.default_local_dir).absolute()
-    paths = {name: root / path for name, path in OUTPUTS.items()}
+    paths = {"report": root / "index.html", "evaluation": root / "evaluation.json"}
+    paths |= {name: root / path for name, path in RUN_FILES.items()}
     if folder := getattr(run, "rollout_data_dir", None):
         paths["rollouts"] = Path(folder).absolute() / "index.html"
     checkpoint = None if (latest := step_folder(root)) == root else latest

@@ -5,7 +5,7 @@ are 0 at pads.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,14 +20,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def pad_rows(
-    rows: Sequence[Sequence[float]],
-    *,
-    value: float,
-    side: Literal["left", "right"] = "right",
-    length: int | None = None,
-) -> Tensor:
-    """(B, length), float32 where `value` is a float, else int64; the longest row sets a missing length.
+def pad_rows(rows: Sequence[Sequence[float]], *, value: float, left: bool = False, length: int | None = None) -> Tensor:
+    """(B, length), float32 where `value` is a float, else int64, padded on the right, or the `left`; the longest row
+    sets a missing length.
 
     Raises ValueError for a row that is longer.
     """
@@ -38,7 +33,7 @@ def pad_rows(
     dtype = torch.float32 if isinstance(value, float) else torch.int64
     padded = torch.full((len(rows), length), value, dtype=dtype)
     for number, row in enumerate(rows):
-        columns = slice(length - len(row), length) if side == "left" else slice(0, len(row))
+        columns = slice(length - len(row), length) if left else slice(0, len(row))
         padded[number, columns] = torch.tensor(list(row), dtype=dtype)
     return padded
 
@@ -113,5 +108,5 @@ def collate_texts(rows: Sequence[Sequence[TokenizedText]], *, pad_token_id: int)
 
 def padded_prompts(prompts: Sequence[Sequence[int]], value: int, length: int | None = None) -> tuple[Tensor, Tensor]:
     """Prompts (B, P) padded on the left, and their mask."""
-    mask = pad_rows([[1] * len(prompt) for prompt in prompts], value=0, side="left", length=length)
-    return pad_rows(prompts, value=value, side="left", length=length), mask
+    mask = pad_rows([[1] * len(prompt) for prompt in prompts], value=0, left=True, length=length)
+    return pad_rows(prompts, value=value, left=True, length=length), mask

@@ -61,13 +61,7 @@ class Saving:
     """
 
     def __init__(
-        self,
-        path: Path,
-        state: Contents,
-        header: JsonObject,
-        *,
-        settings: Callable[[Path], None],
-        copies: bool = False,
+        self, path: Path, state: Contents, header: JsonObject, *, settings: Callable[[Path], None], copies: bool = False
     ) -> None:
         self.copied = Event()
         self._path, self._state, self._header, self._settings = path, state, header, settings

@@ -19,19 +19,8 @@ from rlsys.engines.export import KEPT_FLOATS, copy_tokenizer, name_parts
 from rlsys.engines.tensor_files import PiecedTensor
 from rlsys.model_merger.formats import SPLIT, SplitLayout, find_checkpoint, is_split, open_checkpoint
 from rlsys.model_merger.model_card import write_model_card
+from rlsys.models import hf
 from rlsys.models.fp8 import without_fp8
-from rlsys.models.hf import (
-    StoredTensor,
-    TensorSource,
-    build,
-    check_names,
-    fill_shards,
-    open_model_dir,
-    read_config,
-    read_whole,
-    saved_names,
-    saved_tensors_of,
-)
 from rlsys.models.megatron.family import Head, family_of, find_family, tied
 from rlsys.models.megatron.rules import by_local
 from rlsys.types import EXPORT_FILE_BYTES, HFConfig, Shard
@@ -75,22 +64,22 @@ def merge(
         )
     hf_config = read_config_json(config_dir)
     pieced: dict[str, PiecedTensor] = {} if is_model else open_checkpoint(checkpoint, hf_config, backend)
-    stored: TensorSource = open_model_dir(checkpoint) if is_model else pieced
+    stored: hf.TensorSource = hf.open_model_dir(checkpoint) if is_model else pieced
     if not is_model and not is_split(checkpoint):
         dtype = dtype or SAFETENSORS_DTYPES.get(str(hf_config.get("dtype") or hf_config.get("torch_dtype")))
     carried = _carried(hf_config)
     weights = stored
     if carry_from is not None:
         lacking = [name for name in _expected(config_dir, hf_config, stored) if name.endswith(KEPT_FLOATS)]
-        given = open_model_dir(carry_from)
+        given = hf.open_model_dir(carry_from)
         weights = {**{name: given[name] for name in (*carried, *lacking) if name in given}, **stored}
     expected = _expected(config_dir, hf_config, weights)
-    check_names(expected, weights, aliases=carried)
+    hf.check_names(expected, weights, aliases=carried)
     if lines := list(differing_copies(pieced)):
         raise CheckpointError(f"ranks disagree on {len(lines)} tensors: {'; '.join(lines[:3])}")
     shapes = {**expected, **{name: shape for name, shape in carried.items() if name in weights}}
     specs = {name: (_kept(name, weights[name].dtype, dtype), tuple(shape)) for name, shape in shapes.items()}
-    tensors = (read_whole(weights[name]).to(torch_dtype(spec[0])) for name, spec in specs.items())
+    tensors = (hf.read_whole(weights[name]).to(torch_dtype(spec[0])) for name, spec in specs.items())
 
     def write(staging: Path) -> None:
         write_model_files(staging, specs, tensors, file_bytes=file_bytes)
@@ -106,12 +95,14 @@ def split(model_dir: Path, target_dir: Path, layout: SplitLayout, *, overwrite: 
     files. ConfigError for a layout that cannot be, CheckpointError for files that are not the model's."""
     hf_config = read_config_json(model_dir)
     family = family_of(hf_config)
-    weights = open_model_dir(model_dir)
+    weights = hf.open_model_dir(model_dir)
     carried = family.carried(hf_config)
     files = list(layout.files(family))
     for _, place in files:
         family.check(hf_config, place)
-    check_names(family.hf_shapes(hf_config, head=layout.head), weights, aliases=[*family.aliases(hf_config), *carried])
+    hf.check_names(
+        family.hf_shapes(hf_config, head=layout.head), weights, aliases=[*family.aliases(hf_config), *carried]
+    )
 
     def write(staging: Path) -> None:
         for file, place in files:
@@ -121,7 +112,7 @@ def split(model_dir: Path, target_dir: Path, layout: SplitLayout, *, overwrite: 
             write_file(staging / file, specs, (_local(weights, specs[n], own) for n, own in grouped.items()))
         kept = {name: (weights[name].dtype, shape) for name, shape in carried.items() if name in weights}
         if kept:
-            write_file(staging / "carried.safetensors", kept, (read_whole(weights[name]) for name in kept))
+            write_file(staging / "carried.safetensors", kept, (hf.read_whole(weights[name]) for name in kept))
         write_whole(staging / SPLIT, msgspec.json.encode(layout), durable=True)
         (staging / HUGGINGFACE).mkdir()
         _copy_settings(model_dir, staging / HUGGINGFACE, None)
@@ -134,9 +125,9 @@ def compare(local_dir: Path, model_dir: Path, *, backend: str | None = None) -> 
     """How the bits of a checkpoint (or another model directory) differ from those of a model directory: one line a
     tensor, none when they are equal. Tensors the checkpoint does not hold but carries may be missing there."""
     hf_config = read_config_json(model_dir)
-    theirs, lines = open_model_dir(model_dir), list[str]()
+    theirs, lines = hf.open_model_dir(model_dir), list[str]()
     if _is_model(local_dir):
-        ours = open_model_dir(local_dir)
+        ours = hf.open_model_dir(local_dir)
     else:
         ours = open_checkpoint(find_checkpoint(local_dir), hf_config, backend)
         lines += differing_copies(ours)
@@ -171,15 +162,15 @@ def _carried(hf_config: HFConfig) -> dict[str, tuple[int, ...]]:
     return family.carried(hf_config) if family else {}
 
 
-def _expected(config_dir: Path, hf_config: HFConfig, weights: TensorSource) -> Mapping[str, tuple[int, ...]]:
+def _expected(config_dir: Path, hf_config: HFConfig, weights: hf.TensorSource) -> Mapping[str, tuple[int, ...]]:
     """The shapes of the model's tensors by its table, or by transformers' own model for families without one."""
     scalar = "score.weight" in weights
     head: Head = ("value" if "score.bias" in weights else "score") if scalar else "lm"
     family = find_family(hf_config)
     if family is not None:
         return family.hf_shapes(hf_config, head=head)
-    model = build(read_config(ModelConfig(path=str(config_dir))), head="scalar" if scalar else "lm", packed=False)
-    return {name: tuple(tensor.shape) for name, tensor in saved_names(model, saved_tensors_of(model)).items()}
+    model = hf.build(hf.read_config(ModelConfig(path=str(config_dir))), head="scalar" if scalar else "lm", packed=False)
+    return {name: tuple(tensor.shape) for name, tensor in hf.saved_names(model, hf.saved_tensors_of(model)).items()}
 
 
 def _kept(name: str, stored: str, wanted: str | None) -> str:
@@ -187,14 +178,14 @@ def _kept(name: str, stored: str, wanted: str | None) -> str:
     return wanted if wanted is not None and floats and not name.endswith(KEPT_FLOATS) else stored
 
 
-def _local(weights: TensorSource, spec: TensorSpec, shards: Sequence[Shard]) -> Tensor:
+def _local(weights: hf.TensorSource, spec: TensorSpec, shards: Sequence[Shard]) -> Tensor:
     dtype, shape = spec
     for name in dict.fromkeys(shard.box.tensor for shard in shards):
         if weights[name].dtype != dtype:
             both = f"{name} is {weights[name].dtype} and {shards[0].box.tensor} {dtype}"
             raise CheckpointError(f"{both}: one Megatron tensor has both")
     tensor = torch.empty(shape, dtype=torch_dtype(dtype))
-    fill_shards(tensor, shards, weights)
+    hf.fill_shards(tensor, shards, weights)
     return tensor
 
 
@@ -207,10 +198,10 @@ def differing_copies(tensors: Mapping[str, PiecedTensor]) -> Iterator[str]:
                 yield f"{name} in {first.file.name} and in {other.file.name}"
 
 
-def _difference(name: str, ours: StoredTensor, theirs: StoredTensor) -> str:
+def _difference(name: str, ours: hf.StoredTensor, theirs: hf.StoredTensor) -> str:
     if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
         return f"{name} is {ours.dtype} {ours.shape} and {theirs.dtype} {theirs.shape}"
-    mine, other = (_bytes_of(read_whole(tensor)) for tensor in (ours, theirs))
+    mine, other = (_bytes_of(hf.read_whole(tensor)) for tensor in (ours, theirs))
     return "" if torch.equal(mine, other) else f"{name} differs in {int((mine != other).sum())} bytes"
 
 

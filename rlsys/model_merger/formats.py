@@ -8,15 +8,8 @@ from pathlib import Path
 
 import msgspec
 
-from rlsys.engines import checkpoint
-from rlsys.engines.tensor_files import (
-    METADATA,
-    PiecedTensor,
-    StoredBox,
-    pieced_tensors,
-    read_tensor_index,
-    saved_tensors,
-)
+from rlsys.engines import checkpoint, tensor_files
+from rlsys.engines.tensor_files import METADATA, PiecedTensor, StoredBox, pieced_tensors, saved_tensors
 from rlsys.models.hf import differing_tensors, open_safetensors
 from rlsys.models.lora import is_adapter
 from rlsys.models.megatron.family import Family, Head, family_of
@@ -135,7 +128,7 @@ def _stored_shapes(file: Path) -> dict[str, tuple[int, ...]]:
 
 def _training_weights(directory: Path, hf_config: HFConfig) -> dict[str, PiecedTensor]:
     checkpoint.verify(directory)
-    weights = saved_tensors(directory, read_tensor_index(directory), "model.")
+    weights = saved_tensors(directory, tensor_files.read_tensor_index(directory), "model.")
     if not weights:
         raise CheckpointError(f"{directory} has no weights of a model: it was saved without them")
     if any(map(is_adapter, weights)):

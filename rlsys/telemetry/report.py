@@ -20,8 +20,10 @@ from rlsys.utils.atomic import write_whole
 MAX_POINTS = 1000
 MIN_GAP_S = 15.0
 MAX_SHARE = 0.02
-PAGES = ("rollouts/index.html", "validation/index.html")
-FILES = ("timeline.json", "metrics.jsonl", "memory.txt", "staleness.txt", "config.yaml")
+_PATHS = ("rollouts/index.html", "validation/index.html", "timeline.json", "metrics.jsonl", "memory.txt")
+RUN_FILES = {Path(path).parts[0].partition(".")[0]: path for path in (*_PATHS, "staleness.txt", "config.yaml")}
+RUN_FILES["log"] = "train.log"
+"""Files of a run by the names that its report and its summary give them."""
 
 
 @dataclass
@@ -46,8 +48,7 @@ class RunReport:
         """Write `index.html` from metrics.jsonl, or evaluation.json where there are no metrics; returns its path."""
         folder = self.folder.absolute()
         steps, columns, every = thinned(_records(folder))
-        own = {Path(name).parts[0].partition(".")[0]: name for name in (*PAGES, *FILES)} | {"log": "train.log"}
-        targets = {name: folder / target for name, target in {**own, **self.links}.items()}
+        targets = {name: folder / target for name, target in {**RUN_FILES, **self.links}.items()}
         data = {
             "title": self.title or folder.name,
             "total": self.total_steps,

@@ -13,13 +13,7 @@ DIGEST_BYTES = 16
 
 
 def fsync_file(path: Path) -> None:
-    """Force a file's bytes to disk."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def fsync_dir(path: Path) -> None:
-    """Force a directory's entries to disk."""
+    """Force a file's bytes, or a directory's entries, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -34,18 +28,11 @@ def write_checked_json(path: Path, record: Mapping[str, object]) -> None:
 
 
 def read_checked_json(path: Path) -> dict[str, Any]:
-    """What `write_checked_json` or an earlier release without checksums wrote; ValueError for any changed bit."""
-    data = path.read_bytes()
-    record = json.loads(data)
-    if not isinstance(record, dict) or not record:
-        raise ValueError("it holds no JSON object")
-    first = next(iter(record.values()))
-    if isinstance(first, str) and len(first) == 2 * DIGEST_BYTES:
-        head = f'{{"checksum": "{first}",'.encode()
-        if not data.startswith(head) or _digest(data[len(head) :]) != first:
-            raise ValueError("its checksum does not match its contents")
-        record.pop("checksum")
-    return record
+    """What `write_checked_json` wrote; ValueError for any changed bit."""
+    head, _, body = path.read_bytes().partition(b",")
+    if head != f'{{"checksum": "{_digest(body)}"'.encode():
+        raise ValueError("its checksum does not match its contents")
+    return json.loads(b"{" + body)
 
 
 def _digest(data: bytes) -> str:
@@ -73,7 +60,7 @@ def written_whole(path: Path, *, durable: bool = False) -> Iterator[BinaryIO]:
     finally:
         beside.unlink(missing_ok=True)
     if durable:
-        fsync_dir(path.parent)
+        fsync_file(path.parent)
 
 
 def staging_dir(final: Path) -> Path:
@@ -91,11 +78,11 @@ def commit_dir(staging: Path, final: Path) -> None:
     A crash in between leaves the older directory as `<name>.old`, which the next commit removes.
     """
     for directory in [staging, *(p for p in staging.rglob("*") if p.is_dir())]:
-        fsync_dir(directory)
+        fsync_file(directory)
     old = final.with_name(final.name + ".old")
     if final.exists():
         shutil.rmtree(old, ignore_errors=True)
         final.rename(old)
     staging.rename(final)
-    fsync_dir(final.parent)
+    fsync_file(final.parent)
     shutil.rmtree(old, ignore_errors=True)

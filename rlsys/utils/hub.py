@@ -29,35 +29,19 @@ def is_hub_id(name: str) -> bool:
     return _ID.fullmatch(name) is not None and not Path(name).exists()
 
 
-def model_problem(name: str) -> str:
-    """Why `org/model` or `org/model@revision` is neither in the hub's cache nor to be had from the hub; empty if it is.
+def download_config(name: str, *, key: str) -> Path:
+    """The folder of the hub's cache with the config.json of `org/model` or `org/model@revision`, without its weights.
 
-    Asks the hub once, with a time limit.
+    Asks the hub once, with a time limit. ConfigError that names the setting `key` and says why there is none.
     """
-    from huggingface_hub import constants, errors, model_info
+    from huggingface_hub import constants, errors, hf_hub_download
 
     repo, _, revision = name.partition("@")
-    if (Path(constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}").is_dir():
-        return ""
-    not_here = f"there is no folder {Path(name).absolute()}, and the hub does not give a model of that name"
-    if constants.HF_HUB_OFFLINE:
-        return f"{not_here}: HF_HUB_OFFLINE is set and {constants.HF_HUB_CACHE} lacks it; set a folder, or download it"
     try:
-        model_info(repo, revision=revision or "main", timeout=ANSWER_S)
+        return Path(hf_hub_download(repo, "config.json", revision=revision or None, etag_timeout=ANSWER_S)).parent
     except (OSError, ValueError, errors.HTTPError) as error:
-        return f"{not_here}: {_reason(error, repo, constants.HF_HUB_CACHE)}"
-    return ""
-
-
-def download_config(name: str) -> Path | None:
-    """The folder of the hub's cache with the config.json of a model, without its weights; None if there is none."""
-    from huggingface_hub import errors, hf_hub_download
-
-    repo, _, revision = name.partition("@")
-    try:
-        return Path(hf_hub_download(repo, "config.json", revision=revision or None)).parent
-    except (OSError, ValueError, errors.HTTPError):
-        return None
+        not_here = f"there is no folder {Path(name).absolute()}, and the hub does not give a model of that name"
+        raise ConfigError(f"{key} = {name}: {not_here}: {_reason(error, repo, constants.HF_HUB_CACHE)}") from error
 
 
 @cache

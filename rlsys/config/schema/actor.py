@@ -4,19 +4,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, Strict
 
+from rlsys.config.schema import model as m
 from rlsys.config.schema import types as t
 from rlsys.config.schema.base import IF_MEGATRON, IF_REFERENCE, ActiveIf, Registered, Requires, Section, linked, section
 from rlsys.config.schema.megatron import MegatronConfig, MegatronRoleConfig
-from rlsys.config.schema.model import (
-    CheckpointConfig,
-    CriticOptimConfig,
-    FSDPConfig,
-    LogProbConfig,
-    ModelConfig,
-    OptimConfig,
-    PolicyModelConfig,
-    RoleShardConfig,
-)
 from rlsys.config.schema.rollout import RolloutConfig
 from rlsys.config.vocabulary import POLICY_LOSSES, KLEstimator, LossAggMode
 
@@ -86,9 +77,9 @@ class TrainedRoleConfig(Section):
     """Largest gradient norm; 0 disables clipping."""
     ulysses_sequence_parallel_size: Annotated[t.Count, SPLIT_NEEDS_PACKING] = 1
     """Ranks that one sequence is split over."""
-    optim: OptimConfig = section(OptimConfig)
+    optim: m.OptimConfig = section(m.OptimConfig)
     megatron: Annotated[MegatronConfig, IF_MEGATRON] = section(MegatronConfig)
-    checkpoint: CheckpointConfig = section(CheckpointConfig)
+    checkpoint: m.CheckpointConfig = section(m.CheckpointConfig)
 
     @property
     def training(self) -> t.MicroBatches:
@@ -124,11 +115,11 @@ class ActorConfig(TrainedRoleConfig):
     """Weight of the KL loss."""
     kl_loss_type: Annotated[KLEstimator, ActiveIf(".use_kl_loss")] = "low_var_kl"
     """Estimator of the KL loss; + is its straight-through form."""
-    fsdp_config: FSDPConfig = section(FSDPConfig)
+    fsdp_config: m.FSDPConfig = section(m.FSDPConfig)
     router_replay: RouterReplayConfig = section(RouterReplayConfig)
 
     @property
-    def shard(self) -> FSDPConfig | MegatronConfig:
+    def shard(self) -> m.FSDPConfig | MegatronConfig:
         """The section of its training engine."""
         return self.megatron if self.strategy == "megatron" else self.fsdp_config
 
@@ -142,14 +133,14 @@ class RefModelConfig(Section):
     """Allow Python code in the model folder to run."""
 
 
-class RefConfig(LogProbConfig):
+class RefConfig(m.LogProbConfig):
     """The frozen policy of the KL terms."""
 
     model: RefModelConfig = section(RefModelConfig)
     ulysses_sequence_parallel_size: t.Count = linked("actor_rollout_ref.actor.ulysses_sequence_parallel_size")
     """Ranks that one sequence is split over."""
-    fsdp_config: RoleShardConfig = section(
-        RoleShardConfig,
+    fsdp_config: m.RoleShardConfig = section(
+        m.RoleShardConfig,
         follows=f"{_ACTOR}.fsdp_config",
         only=(
             *("fsdp_size", "reshard_after_forward", "forward_prefetch", "use_torch_compile"),
@@ -164,7 +155,7 @@ class RefConfig(LogProbConfig):
 class ActorRolloutRefConfig(Section):
     """The policy in its three roles."""
 
-    model: PolicyModelConfig = section(PolicyModelConfig)
+    model: m.PolicyModelConfig = section(m.PolicyModelConfig)
     actor: ActorConfig = section(ActorConfig)
     ref: Annotated[RefConfig, IF_REFERENCE] = section(RefConfig)
     rollout: RolloutConfig = section(RolloutConfig)
@@ -174,20 +165,20 @@ class ActorRolloutRefConfig(Section):
     """Longest a collective operation may take, in seconds."""
 
     @property
-    def reference_model(self) -> PolicyModelConfig:
+    def reference_model(self) -> m.PolicyModelConfig:
         """The reference's model: the actor's own section unless ref.model.path names another one."""
         ref = self.ref.model
         return self.model if ref.path in (None, self.model.path) else self.frozen_model(ref.path, ref.trust_remote_code)
 
     @property
-    def ref_shard(self) -> RoleShardConfig | MegatronRoleConfig:
+    def ref_shard(self) -> m.RoleShardConfig | MegatronRoleConfig:
         """The section of the training engine of frozen models, which is the actor's."""
         return self.ref.megatron if self.actor.strategy == "megatron" else self.ref.fsdp_config
 
-    def frozen_model(self, path: str | None, trust_remote_code: bool) -> PolicyModelConfig:
+    def frozen_model(self, path: str | None, trust_remote_code: bool) -> m.PolicyModelConfig:
         """Another model that reads the policy's rows."""
         packed = self.model.use_remove_padding
-        return PolicyModelConfig(path=path, trust_remote_code=trust_remote_code, use_remove_padding=packed)
+        return m.PolicyModelConfig(path=path, trust_remote_code=trust_remote_code, use_remove_padding=packed)
 
     @property
     def has_reference_weights(self) -> bool:
@@ -200,13 +191,13 @@ class CriticConfig(TrainedRoleConfig):
 
     enable: t.Flag | None = None
     """Train a critic; null trains one if the estimator is gae."""
-    model: ModelConfig = section(
-        ModelConfig,
+    model: m.ModelConfig = section(
+        m.ModelConfig,
         follows="actor_rollout_ref.model",
         only=("path", "trust_remote_code", "external_lib", "enable_gradient_checkpointing", "use_remove_padding"),
     )
-    optim: CriticOptimConfig = section(CriticOptimConfig)
-    fsdp: FSDPConfig = section(FSDPConfig)
+    optim: m.CriticOptimConfig = section(m.CriticOptimConfig)
+    fsdp: m.FSDPConfig = section(m.FSDPConfig)
     forward_micro_batch_size_per_gpu: t.Count | None = linked(".ppo_micro_batch_size_per_gpu")
     """Samples per forward pass when values are computed."""
     ppo_max_token_len_per_gpu: t.Count = 32768
@@ -217,7 +208,7 @@ class CriticConfig(TrainedRoleConfig):
     """Clip range of the value loss."""
 
     @property
-    def shard(self) -> FSDPConfig | MegatronConfig:
+    def shard(self) -> m.FSDPConfig | MegatronConfig:
         """The section of its training engine."""
         return self.megatron if self.strategy == "megatron" else self.fsdp
 

@@ -94,7 +94,6 @@ def open_dict() -> Any:
     return Field(default_factory=dict)
 
 
-IF_CRITIC = ActiveIf("use_critic", why="no critic is trained; set critic.enable=true to train one")
 IF_REFERENCE = ActiveIf(
     "use_ref_settings",
     why="no reference is used; set actor_rollout_ref.actor.use_kl_loss=true or algorithm.use_kl_in_reward=true",

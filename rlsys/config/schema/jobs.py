@@ -5,38 +5,15 @@ from typing import Annotated, Literal
 from pydantic import Field, Strict
 
 from rlsys.config.engines import IN_JOB_ENGINES
+from rlsys.config.schema import data as d
+from rlsys.config.schema import trainer as run
 from rlsys.config.schema import types as t
 from rlsys.config.schema.actor import ActorRolloutRefConfig, CriticConfig
 from rlsys.config.schema.algorithm import AlgorithmConfig, DistillationConfig, GradingConfig, RewardConfig
-from rlsys.config.schema.base import (
-    IF_CRITIC,
-    IF_MEGATRON,
-    ActiveIf,
-    Registered,
-    Requires,
-    RootConfig,
-    Section,
-    section,
-)
-from rlsys.config.schema.data import (
-    DataConfig,
-    DPODataConfig,
-    PromptsConfig,
-    RMDataConfig,
-    SFTDataConfig,
-    SupervisedDataConfig,
-)
+from rlsys.config.schema.base import IF_MEGATRON, ActiveIf, Registered, Requires, RootConfig, Section, section
 from rlsys.config.schema.megatron import MegatronShardConfig, MegatronTrainConfig
 from rlsys.config.schema.model import CheckpointConfig, OptimConfig, PolicyModelConfig, ServedModelConfig, ShardConfig
 from rlsys.config.schema.rollout import GenerationConfig, ValKwargsConfig
-from rlsys.config.schema.trainer import (
-    IF_PROFILED,
-    EvalRunConfig,
-    ProfilerConfig,
-    RayKwargsConfig,
-    SupervisedRunConfig,
-    TrainerConfig,
-)
 
 KTO_NEEDS_ROWS = Requires("data.streaming", (False,), given=("kto",), why="responses are paired over all rows")
 IF_DISTILLED = ActiveIf("distillation.enabled", besides=("enabled",))
@@ -52,17 +29,17 @@ FOLLOWED_BY_CRITIC = (
 class PPOConfig(RootConfig):
     """trainer.main_ppo: PPO, GRPO and related algorithms."""
 
-    data: DataConfig = section(DataConfig)
+    data: d.DataConfig = section(d.DataConfig)
     actor_rollout_ref: ActorRolloutRefConfig = section(ActorRolloutRefConfig)
-    critic: Annotated[CriticConfig, IF_CRITIC] = section(
+    critic: Annotated[CriticConfig, run.IF_CRITIC] = section(
         CriticConfig, follows="actor_rollout_ref.actor", only=FOLLOWED_BY_CRITIC
     )
     algorithm: AlgorithmConfig = section(AlgorithmConfig)
     distillation: Annotated[DistillationConfig, IF_DISTILLED] = section(DistillationConfig)
     reward: RewardConfig = section(RewardConfig)
-    trainer: TrainerConfig = section(TrainerConfig)
-    global_profiler: Annotated[ProfilerConfig, IF_PROFILED] = section(ProfilerConfig)
-    ray_kwargs: RayKwargsConfig = section(RayKwargsConfig)
+    trainer: run.TrainerConfig = section(run.TrainerConfig)
+    global_profiler: Annotated[run.ProfilerConfig, run.IF_PROFILED] = section(run.ProfilerConfig)
+    ray_kwargs: run.RayKwargsConfig = section(run.RayKwargsConfig)
 
     @property
     def use_critic(self) -> bool:
@@ -131,13 +108,13 @@ class SupervisedOptimConfig(OptimConfig):
 class SupervisedConfig(RootConfig):
     """Keys shared by SFT, reward-model training and DPO."""
 
-    data: SupervisedDataConfig = section(SupervisedDataConfig)
+    data: d.SupervisedDataConfig = section(d.SupervisedDataConfig)
     model: PolicyModelConfig = section(PolicyModelConfig)
     engine: SupervisedEngineConfig = section(SupervisedEngineConfig)
     optim: SupervisedOptimConfig = section(SupervisedOptimConfig)
     checkpoint: CheckpointConfig = section(CheckpointConfig)
-    trainer: SupervisedRunConfig = section(SupervisedRunConfig)
-    ray_kwargs: RayKwargsConfig = section(RayKwargsConfig)
+    trainer: run.SupervisedRunConfig = section(run.SupervisedRunConfig)
+    ray_kwargs: run.RayKwargsConfig = section(run.RayKwargsConfig)
     nccl_timeout: t.Seconds = 600.0
     """Longest a collective operation may take, in seconds."""
 
@@ -145,13 +122,13 @@ class SupervisedConfig(RootConfig):
 class SFTConfig(SupervisedConfig):
     """trainer.main_sft: supervised fine-tuning."""
 
-    data: SFTDataConfig = section(SFTDataConfig)
+    data: d.SFTDataConfig = section(d.SFTDataConfig)
 
 
 class RMConfig(SupervisedConfig):
     """trainer.main_rm: a reward model from chosen and rejected responses (Bradley-Terry)."""
 
-    data: RMDataConfig = section(RMDataConfig)
+    data: d.RMDataConfig = section(d.RMDataConfig)
 
 
 class DPOLossConfig(Section):
@@ -172,7 +149,7 @@ class DPOLossConfig(Section):
 class DPOConfig(SupervisedConfig):
     """trainer.main_dpo: a policy from preferences, held to the model that it starts from."""
 
-    data: DPODataConfig = section(DPODataConfig)
+    data: d.DPODataConfig = section(d.DPODataConfig)
     dpo: DPOLossConfig = section(DPOLossConfig)
 
 
@@ -194,11 +171,11 @@ class EvalModelConfig(Section):
 class EvalConfig(RootConfig):
     """trainer.main_eval: graded answers to validation prompts, with pass@k and maj@k per data source."""
 
-    data: PromptsConfig = section(PromptsConfig)
+    data: d.PromptsConfig = section(d.PromptsConfig)
     actor_rollout_ref: EvalModelConfig = section(EvalModelConfig)
     reward: GradingConfig = section(GradingConfig)
-    trainer: EvalRunConfig = section(EvalRunConfig)
-    ray_kwargs: RayKwargsConfig = section(RayKwargsConfig)
+    trainer: run.EvalRunConfig = section(run.EvalRunConfig)
+    ray_kwargs: run.RayKwargsConfig = section(run.RayKwargsConfig)
 
 
 JobConfig = PPOConfig | SFTConfig | RMConfig | DPOConfig | EvalConfig

@@ -5,11 +5,12 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator
 
 from rlsys.config.schema import types as t
-from rlsys.config.schema.base import IF_CRITIC, ActiveIf, Requires, Section, open_dict, section
+from rlsys.config.schema.base import ActiveIf, Requires, Section, open_dict, section
 
 RESUME_NEEDS_PATH = Requires(
     ".resume_from_path", given=("resume_path",), why="it needs a checkpoint", to="<folder>/global_step_N"
 )
+IF_CRITIC = ActiveIf("use_critic", why="no critic is trained; set critic.enable=true to train one")
 WARMUP_NEEDS_CRITIC = Requires("use_critic", why="there is no critic", fix="set trainer.critic_warmup=0")
 IF_ASYNC = ActiveIf(".max_staleness", why="the run is synchronous; set trainer.max_staleness")
 NEW_CLUSTER = Requires(

@@ -115,12 +115,7 @@ def weight_layout(
         shapes |= saved
         dtypes |= dict.fromkeys(saved, str(parameter.dtype).removeprefix("torch."))
     return WeightLayout(
-        rank=ranks.rank,
-        host=host_id(),
-        shards=tuple(shards),
-        full_shapes=shapes,
-        dtypes=dtypes,
-        aliases=dict(aliases),
+        rank=ranks.rank, host=host_id(), shards=tuple(shards), full_shapes=shapes, dtypes=dtypes, aliases=dict(aliases)
     )
 
 

@@ -31,12 +31,7 @@ SINGLE_RANK = ReplicaRank()
 
 
 def server_arguments(
-    path: str | Path,
-    config: GenerationConfig,
-    context: EngineContext,
-    *,
-    max_model_len: int,
-    replica: ReplicaRank,
+    path: str | Path, config: GenerationConfig, context: EngineContext, *, max_model_len: int, replica: ReplicaRank
 ) -> dict[str, Any]:
     """The arguments; `config.engine_kwargs.sglang` overrides the others.
 

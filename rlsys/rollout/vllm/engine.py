@@ -59,19 +59,13 @@ class VLLMRollout(BaseRolloutEngine):
     """
 
     def __init__(
-        self,
-        path: str | Path,
-        config: GenerationConfig = DEFAULT_CONFIG,
-        context: EngineContext = DEFAULT_CONTEXT,
+        self, path: str | Path, config: GenerationConfig = DEFAULT_CONFIG, context: EngineContext = DEFAULT_CONTEXT
     ) -> None:
         on_cpu, size = context.device == "cpu", config.replica_size
         arguments = engine_arguments(path, config, context)
         self.config = config
         super().__init__(
-            context,
-            model_config(path),
-            max_model_len=arguments["max_model_len"],
-            eos_token_ids=eos_ids_of(path),
+            context, model_config(path), max_model_len=arguments["max_model_len"], eos_token_ids=eos_ids_of(path)
         )
         self._salt, self._shares_groups = "0", dist.is_initialized()
         self._place, self._group = dist.get_rank() % size if size > 1 else 0, None

@@ -28,14 +28,7 @@ from rlsys.weights.executors.nccl import Message, form_group, messages_of, wait_
 from rlsys.weights.executors.relay import RelayRank, plan_relays, synchronize
 from rlsys.weights.layout import check_complete, device_of, element_bytes, view_of
 from rlsys.weights.plan import Copy, make_plan
-from rlsys.weights.rank_plan import (
-    Checksums,
-    PlanReceiver,
-    RankPlan,
-    RankPlans,
-    source_checksums,
-    split_plan,
-)
+from rlsys.weights.rank_plan import Checksums, PlanReceiver, RankPlan, RankPlans, source_checksums, split_plan
 from rlsys.weights.shared_memory import SharedMemory, TensorHandle, pack_tensors, unpack_tensors
 
 # --- memory of another process

@@ -76,10 +76,10 @@ def test_a_batch_travels(tmp_path: Path) -> None:
 @given(st.lists(st.lists(st.integers(1, 99), max_size=6), min_size=1, max_size=5), st.integers(6, 9))
 def test_padding_and_positions_undo(rows: list[list[int]], length: int) -> None:
     for side in ("left", "right"):
-        padded = pad_rows(rows, value=0, side=side, length=length)
+        padded = pad_rows(rows, value=0, left=side == "left", length=length)
         assert padded.shape == (len(rows), length)
         assert [[t for t in row if t] for row in padded.tolist()] == rows
-    mask = (pad_rows(rows, value=0, side="left", length=length) > 0).long()
+    mask = (pad_rows(rows, value=0, left=True, length=length) > 0).long()
     assert [p[length - len(r) :] for p, r in zip(position_ids(mask).tolist(), rows)] == [[*range(len(r))] for r in rows]
 
 

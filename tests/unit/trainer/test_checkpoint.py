@@ -1,6 +1,5 @@
-"""Checkpoints on disk: which stay, what an interrupted save leaves, and states written by earlier releases."""
+"""Checkpoints on disk: which stay, and what an interrupted save leaves."""
 
-import json
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -49,15 +48,6 @@ def test_a_disk_that_is_full_when_the_state_is_written_is_one_error(tmp_path: Pa
     (tmp_path / f"{DATA}.tmp").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left on device"):
         save_state(tmp_path, TrainerState(1, source={"position": 1}))
-
-
-def test_states_of_earlier_releases_without_a_checksum_are_read(tmp_path: Path) -> None:
-    save_state(tmp_path, TrainerState(4))
-    record = json.loads((tmp_path / STATE).read_text())
-    assert "weight_version" not in record
-    del record["checksum"]
-    (tmp_path / STATE).write_text(json.dumps(record | {"weight_version": 4}))
-    assert load_state(tmp_path).global_step == 4
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,7 @@ def batches_of(
             vocabulary=VOCABULARY,
             group_filter=group_filter,
         )
-        options: dict[str, Any] = {"max_response_tokens": MAX_TOKENS} if kind is EpochSource else {}
+        options: dict[str, Any] = {"max_tokens": MAX_TOKENS} if kind is EpochSource else {}
         return kind(OpenAnswers(groups, fleet), deadline_s=scaled_s(30.0), **options)
 
     with fleet_over(replicas, chunk_rows=3) as fleet, ExitStack() as stack:
@@ -238,7 +238,7 @@ def run_until(folder: Path, killed_at: tuple[str, int], num_steps: int = 6) -> N
     limits = {"max_tokens": MAX_TOKENS, "num_answers": 2, "vocabulary": VOCABULARY}
     groups = prompt_groups(window, **limits, group_filter=GroupFilter(varied, 0))
     with fleet_over(replicas, chunk_rows=3) as fleet:
-        source = EpochSource(OpenAnswers(groups, fleet), deadline_s=scaled_s(30.0), max_response_tokens=MAX_TOKENS)
+        source = EpochSource(OpenAnswers(groups, fleet), deadline_s=scaled_s(30.0), max_tokens=MAX_TOKENS)
         if (last := folder / "last").exists():
             saved = folder / last.read_text()
             trainer.version = int(saved.name)
