@@ -81,12 +81,15 @@ def assemble(
         else:
             assert groups.rollout is not None
             transfer = connect_weights(groups, cfg, colocated=pools.colocated)  # the workers hold its resources
+            num_rows = cfg.data.gen_batch_size * rollout.n
+            if cfg.trainer.reproducible:  # batches have one size for any number of replicas
+                num_rows = pools.rollout_ranks // rollout.replica_size * rollout.max_replica_seqs
             fleet = group_fleet(
                 groups.rollout,
                 rollout,
                 cfg.trainer.deadlines,
                 manager=transfer,
-                num_rows=_rows_per_call(cfg, pools.rollout_ranks),
+                num_rows=num_rows,
                 restartable=not pools.colocated,
                 min_replicas=rollout.min_replicas,
             )
@@ -100,15 +103,8 @@ def assemble(
         weights = WeightPush(transfer, fleet, rollout.validate_weight)
         refill = weights.push_again if Role.Rollout in moves and drops_weights_on_sleep(cfg) else None
         residency = Residency(moves, reporter.stage, refill)
-        parity = ParityProbe(
-            rollout.parity,
-            dataset=inputs.train_dataset,
-            graded=graded,
-            prompt_length=cfg.data.max_prompt_length,
-            rollout=scorer,
-            actor=groups.actor,
-            residency=residency,
-        )
+        longest, probed = cfg.data.max_prompt_length, inputs.train_dataset
+        parity = ParityProbe(rollout.parity, probed, graded, longest, scorer, groups.actor, residency)
         rows = inputs.val_dataset
         validation = None if rows is None else Validation(cfg, rows, graded, on_validation, cfg.data.seed)
         grader, kl_ctrl, reward_rows = cfg.reward.reward_model, KLController(cfg.algorithm.kl_ctrl), None
@@ -157,13 +153,6 @@ def training_source(cfg: PPOConfig, inputs: Inputs, graded: GradedRollout, fleet
         probe = partial(check_repeatable, fleet, len(inputs.tokenizer))
         return EpochSource(answers, max_tokens=cfg.data.max_response_length, deadline_s=deadline_s, probe=probe)
     return AsyncSource(answers, deadline_s=deadline_s)
-
-
-def _rows_per_call(cfg: PPOConfig, rollout_ranks: int) -> int:
-    """Rows that the fleet gets at once; a reproducible run has batches of one size for any number of replicas."""
-    rollout = cfg.actor_rollout_ref.rollout
-    replicas = rollout_ranks // rollout.replica_size
-    return replicas * rollout.max_replica_seqs if cfg.trainer.reproducible else cfg.data.gen_batch_size * rollout.n
 
 
 def residency_moves(cfg: PPOConfig, groups: WorkerGroups, device: str, *, colocated: bool) -> dict[Resident, Moves]:

@@ -10,7 +10,6 @@ from rlsys.telemetry.log import get_logger
 from rlsys.utils.errors import CheckpointError, DeadlineError, WorkerError
 from trainer.checkpoint import CheckpointStore, TrainerState, load_state, save_state
 from trainer.groups import EngineGroup
-from trainer.remote_checkpoints import RemoteCheckpoints
 from trainer.reporting import Reporter
 from trainer.run_folder import Begin
 
@@ -79,7 +78,7 @@ class CheckpointedLoop(ABC):
     def finish_save(self, *, wait: bool = True) -> None:
         """Complete the checkpoint that is being written; without `wait` only if the workers have written their files.
 
-        CheckpointError if they could not.
+        CheckpointError if they could not. A copy that fails is counted and logged, and the next one is tried again.
         """
         if self._pending is None or not (wait or all(all(group.is_saved()) for group in self.saving_groups())):
             return
@@ -87,9 +86,14 @@ class CheckpointedLoop(ABC):
         with self.stage("finish_checkpoint"), stack:
             for group in self.saving_groups():
                 group.finish_save()
-        if self.store.remote is not None:
+        if (remote := self.store.remote) is not None:
             with self.stage("upload_checkpoint"):
-                self._upload(self.store.remote, saved)
+                try:
+                    remote.upload(saved)
+                except Exception as error:  # object stores raise errors of their own libraries
+                    self._num_failed_uploads += 1
+                    log.warning("%s was not uploaded to %s: %r", saved, remote.url, error)
+            self.reporter.add({"checkpoint/failed_uploads": float(self._num_failed_uploads)})
 
     def close_save(self) -> None:
         """Complete a checkpoint that is being written when the run ends; what fails is logged, earlier ones stay."""
@@ -97,15 +101,6 @@ class CheckpointedLoop(ABC):
             self.finish_save()
         except (CheckpointError, DeadlineError, WorkerError) as error:
             log.warning("the last checkpoint is not complete: %s", error)
-
-    def _upload(self, remote: RemoteCheckpoints, saved: Path) -> None:
-        """Copy a checkpoint; what fails is counted and logged, and the next one is tried again."""
-        try:
-            remote.upload(saved)
-        except Exception as error:  # object stores raise errors of their own libraries
-            self._num_failed_uploads += 1
-            log.warning("%s was not uploaded to %s: %r", saved, remote.url, error)
-        self.reporter.add({"checkpoint/failed_uploads": float(self._num_failed_uploads)})
 
     def resume(self) -> None:
         """Load the checkpoint that trainer.resume_mode asks for, if there is one, and open the trackers."""

@@ -37,7 +37,12 @@ def check_machine(config: JobConfig, *, dry_run: bool) -> list[str]:
     """
     notes: list[str] = []
     if isinstance(config, PPOConfig | EvalConfig):
-        _check_engine(config)
+        name = config.actor_rollout_ref.rollout.name
+        if name in TABLES and not set(OWN_ENVIRONMENT) & set(config.ray_kwargs.ray_init.runtime_env):
+            try:
+                TABLES[name].installed_features()
+            except ConfigError as error:
+                raise ConfigError(f"actor_rollout_ref.rollout.name = {name}: {error}") from error
     if not _joins_a_cluster(config):
         notes += _capacity(config)
     elif dry_run:
@@ -53,15 +58,6 @@ def check_machine(config: JobConfig, *, dry_run: bool) -> list[str]:
     if dry_run and isinstance(config, PPOConfig) and resolve_pools(config).external:
         _check_servers(config)
     return notes
-
-
-def _check_engine(config: PPOConfig | EvalConfig) -> None:
-    name = config.actor_rollout_ref.rollout.name
-    if name in TABLES and not set(OWN_ENVIRONMENT) & set(config.ray_kwargs.ray_init.runtime_env):
-        try:
-            TABLES[name].installed_features()
-        except ConfigError as error:
-            raise ConfigError(f"actor_rollout_ref.rollout.name = {name}: {error}") from error
 
 
 def _joins_a_cluster(config: JobConfig) -> bool:

@@ -85,13 +85,13 @@ class ParityProbe:
             theirs = self._engine_scores(rows)
         with self.residency.hold(Role.Actor, "parity"):
             ours = self.actor.compute_log_prob(rows).tensors["old_log_probs"]
-        mask, tokens = rows.tensors["response_mask"], rows.tensors["responses"]
+        mask, tokens, limits = rows.tensors["response_mask"], rows.tensors["responses"], self.settings
         scored = None if theirs is None else compare_log_probs(ours, theirs, mask)
         sampled = compare_log_probs(ours, seen, mask)
         problems = [
             self._describe(parity, version, how, int(tokens[parity.row, parity.column]))
             for parity, how in ((scored, "when it scores them"), (sampled, "when it sampled them"))
-            if parity is not None and not self._within_limits(parity)
+            if parity and (parity.mean_abs > limits.mean_limit or parity.max_abs > limits.max_limit)
         ]
         return ParityReport(version, scored, sampled, "\n".join([*problems, CAUSES]) if problems else "")
 
@@ -114,9 +114,6 @@ class ParityProbe:
             self.cannot_score = isinstance(error, RolloutError | ValueError)
             log.warning("parity probe: rollout cannot score given tokens; comparing sampled log-probs only: %s", error)
             return None
-
-    def _within_limits(self, parity: Parity) -> bool:
-        return parity.mean_abs <= self.settings.mean_limit and parity.max_abs <= self.settings.max_limit
 
     def _describe(self, parity: Parity, version: int, how: str, token: int) -> str:
         return (

@@ -14,7 +14,7 @@ from rlsys.data.collate import collate_prompts
 from rlsys.data.cursor import Cursor
 from rlsys.data.dataset import PromptDataset, configured_source, parse_prompt
 from rlsys.data.rl_sampler import SamplerCursor
-from rlsys.data.rows import PromptRow, default_source
+from rlsys.data.rows import default_source
 from rlsys.data.stream import RowStream
 from rlsys.data.vision_processor import VisionProcessor
 from rlsys.interfaces import State
@@ -111,18 +111,15 @@ def load_prompts(
 
 
 def _check_agents(config: PPOConfig | EvalConfig, rows: PromptDataset) -> None:
-    for row in () if config.actor_rollout_ref.rollout.has_workflow else rows:
-        if name := _agent_column(row):
-            fix = "set actor_rollout_ref.rollout.multi_turn.enable=true or remove it"
-            raise DataError(f"row {row.index}: {name} asks for tools, but each prompt is answered by one draw; {fix}")
-
-
-def _agent_column(row: PromptRow) -> str | None:
-    """The column by which a row asks for an agent, a tool or an interaction, if there is one."""
-    if row.fields.get("agent_name") not in (None, "", "single_turn_agent"):
-        return "agent_name"
+    """DataError for a row that asks for an agent, a tool or an interaction where there is no workflow."""
     names = ("need_tools_kwargs", "tools_kwargs", "interaction_kwargs")
-    return next((f"extra_info.{name}" for name in names if row.extra_info.get(name)), None)
+    for row in () if config.actor_rollout_ref.rollout.has_workflow else rows:
+        asks = ["agent_name"] if row.fields.get("agent_name") not in (None, "", "single_turn_agent") else []
+        if asks := [*asks, *(f"extra_info.{name}" for name in names if row.extra_info.get(name))]:
+            fix = (
+                "each prompt is answered by one draw; set actor_rollout_ref.rollout.multi_turn.enable=true or remove it"
+            )
+            raise DataError(f"row {row.index}: {asks[0]} asks for tools, but {fix}")
 
 
 def load_processor(config: PPOConfig | EvalConfig, tokenizer: PreTrainedTokenizerBase) -> VisionProcessor | None:

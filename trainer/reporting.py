@@ -108,19 +108,10 @@ class Reporter:
         self._metrics.update(reduce_metrics(metrics))
 
     def batch_metrics(self, batch: DataProto) -> None:
-        """Add the metrics of the trained batch."""
+        """Add the metrics of the trained batch; a warning after 3 steps whose scores are all equal."""
         rows = batch.tensors
         self.add(data_metrics(rows))
-        self._learning_signal(batch)
-        versions = rows["weight_versions"][rows["weight_versions"] >= 0]
-        if versions.numel():
-            step = int(batch.meta_info["global_steps"])
-            self.add({"training/staleness": float(step - 1 - versions.double().mean())})
-
-    def _learning_signal(self, batch: DataProto) -> None:
-        """The share of answers whose group has one score; a warning after 3 steps whose scores are all equal."""
-        scores = batch.tensors["token_level_scores"].sum(-1)
-        uids = batch.non_tensor_batch.get("uid")
+        scores, uids = rows["token_level_scores"].sum(-1), batch.non_tensor_batch.get("uid")
         if uids is not None and len(set(uids)) < len(scores):
             varies = informative_groups(scores, group_ids_of(uids))
             self.add({"critic/score/frac_zero_std": float((~varies).double().mean())})
@@ -132,6 +123,10 @@ class Reporter:
                 float(scores[0]),
                 FLAT_STEPS,
             )
+        versions = rows["weight_versions"][rows["weight_versions"] >= 0]
+        if versions.numel():
+            step = int(batch.meta_info["global_steps"])
+            self.add({"training/staleness": float(step - 1 - versions.double().mean())})
 
     def token_counts(self, batch: DataProto) -> None:
         """Count prompt and response tokens, for rates."""

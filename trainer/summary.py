@@ -1,7 +1,7 @@
 """What a run has reached, from the files that it left: shown when it ends, however it ends."""
 
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from rlsys.config.schema.trainer import RunConfig
@@ -39,6 +39,7 @@ def summary_lines(run: RunConfig, *, finished: bool) -> list[str]:
 
 
 def _curves(path: Path) -> Iterator[tuple[str, str]]:
+    """First to last value of each; the best one where that is another."""
     try:
         records = list(read_jsonl(path))
     except OSError:
@@ -49,12 +50,7 @@ def _curves(path: Path) -> Iterator[tuple[str, str]]:
     for title, name in named.items():
         points = [(int(record["step"]), float(record[name])) for record in records if record.get(name) is not None]
         if points:
-            yield title, _curve(points, min if "loss" in title else max)
-
-
-def _curve(points: list[tuple[int, float]], best_of: Callable[..., tuple[int, float]]) -> str:
-    """First to last value; the best one where that is another."""
-    (first_step, first), (last_step, last) = points[0], points[-1]
-    best_step, best = best_of(points, key=lambda point: point[1])
-    text = f"{first:.3f} -> {last:.3f} in steps {first_step} to {last_step}"
-    return text if best_step == last_step else f"{text}, best {best:.3f} at step {best_step}"
+            (first_step, first), (last_step, last) = points[0], points[-1]
+            best_step, best = (min if "loss" in title else max)(points, key=lambda point: point[1])
+            other = "" if best_step == last_step else f", best {best:.3f} at step {best_step}"
+            yield title, f"{first:.3f} -> {last:.3f} in steps {first_step} to {last_step}{other}"

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from time import perf_counter
 
 from transformers import PretrainedConfig
@@ -38,13 +37,9 @@ class MfuMeter:
         try:
             mask = rows.tensors["attention_mask"]
             num_predicted = int(mask[:, -rows.tensors["responses"].shape[1] :].sum()) if self.lm_head else 0
-            forward = self._model_flops.forward(mask.sum(1).tolist(), num_head_tokens=num_predicted)
+            forward = ModelFlops(self.model).forward(mask.sum(1).tolist(), num_head_tokens=num_predicted)
             flops = forward * (1 if epochs is None else 3 * epochs)
         except (AttributeError, TypeError, ValueError) as error:
             log.debug("no MFU of a %s: %s", type(self.model).__name__, error)
             return
         metrics[f"perf/mfu/{name}"] = flops / (seconds * self.peak)
-
-    @cached_property
-    def _model_flops(self) -> ModelFlops:
-        return ModelFlops(self.model)

@@ -56,7 +56,6 @@ _USUAL = {
         *("trainer.experiment_name", "trainer.default_local_dir"),
     ),
 }
-_UNITS = {"_s": "seconds", "_gib": "GiB", "_mb": "MB", "_megabytes": "MB", "_length": "tokens", "_len": "tokens"}
 
 
 def help_text(schema: type[Section], *words: str) -> str:
@@ -98,11 +97,9 @@ def _short(schema: type[Section], key: str, *, with_type: bool = True) -> str:
 
 
 def _whole(schema: type[Section], key: str) -> str:
-    """The help of one key: also its unit, and the other names by which it may be set."""
-    unit = next((unit for end, unit in _UNITS.items() if key.endswith(end)), "")
+    """The help of one key: also the other names by which it may be set."""
     names = ", ".join(compat_table(schema).names_of(key))
-    more = [text for text in (unit and f"unit: {unit}", names and f"other names: {names}") if text]
-    return "\n".join([_short(schema, key), *(f"      {text}" for text in more)])
+    return _short(schema, key) + (f"\n      other names: {names}" if names else "")
 
 
 def describe(section: type[Section], name: str) -> str:

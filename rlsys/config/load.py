@@ -21,18 +21,12 @@ from rlsys.config.compat.reader import prefixes
 from rlsys.config.derive import CHOICE, CHOSEN, DERIVED, derived_settings
 from rlsys.config.introspect import allowed, choices, default_of, leaves, nest, shown
 from rlsys.config.merge import Given, Layers
-from rlsys.config.presets import Preset, default_preset, model_key, read_preset
+from rlsys.config.presets import default_preset, model_key, read_preset
 from rlsys.config.schema.base import Section
 from rlsys.config.schema.jobs import PPOConfig
 from rlsys.utils.errors import ConfigError
 
 _MAX_LISTED = 15
-_KEYS_OF = {
-    "TRL": {"output_dir", "per_device_train_batch_size", "num_train_epochs", "bf16", "report_to", "num_generations"},
-    "OpenRLHF": {"pretrain", "actor_num_gpus_per_node", "micro_train_batch_size", "zero_stage", "rollout_batch_size"},
-    "AReaL": {"scheduler", "saver", "recover", "train_dataset", "gconfig", "allocation_mode", "stats_logger"},
-}
-"""First parts of keys by which a file of another trainer is recognized."""
 S = TypeVar("S", bound=Section)
 
 
@@ -85,7 +79,10 @@ def load(arguments: Arguments, schema: type[S], *, chosen: Mapping[str, object] 
         raise ConfigError(_listed([*names, *conflicts]))
     notes = [*layers.notes(), *notes, *unused_settings(config, typed.given)]
     settings = {key: given.value for key, given in layers.given.items() if not given.origin.startswith(DERIVED)}
-    return Loaded(config, settings, _headline(preset, arguments), tuple(notes))
+    count = len(arguments.overrides)
+    overrides = f" with {count} override{'s' if count > 1 else ''}" if count else ""
+    headline = f"preset {preset.name}{overrides}{f': {preset.why}' if preset.why else ''}"
+    return Loaded(config, settings, headline, tuple(notes))
 
 
 def _validated(values: dict[str, object], layers: Layers, schema: type[S]) -> tuple[S | None, list[str]]:
@@ -119,13 +116,6 @@ def _listed(problems: Sequence[str]) -> str:
         unknown = {re.split(r"[ .]", problem)[0] for problem in unique if "no such key" in problem}
         lines.append(f"  ... and {len(unique) - _MAX_LISTED} more")
         if len(unknown) > len(unique) / 4:
-            likely = max(_KEYS_OF, key=lambda trainer: len(unknown & _KEYS_OF[trainer]))
-            another = likely if len(unknown & _KEYS_OF[likely]) > 2 else "another job or trainer"
-            lines.append(f"{len(unknown)} of the names are no keys of this job: it looks like a file of {another}")
+            text = "of the names are no keys of this job: it looks like a file of another job or trainer"
+            lines.append(f"{len(unknown)} {text}")
     return "\n".join(lines)
-
-
-def _headline(preset: Preset, arguments: Arguments) -> str:
-    count = len(arguments.overrides)
-    overrides = f" with {count} override{'s' if count > 1 else ''}" if count else ""
-    return f"preset {preset.name}{overrides}{f': {preset.why}' if preset.why else ''}"

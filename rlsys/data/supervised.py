@@ -57,15 +57,10 @@ def load_texts(
     rows = sample_rows(source_rows(source, config.prompt_key), max_samples, seed=config.seed if shuffle else None)
     texts, _ = parse_rows(rows, lambda row: parse_row(row.values, tokenizer, config), bad_rows=config.bad_rows)
     if isinstance(config, DPODataConfig) and all(len(row) == 1 for row in texts):
-        pairs = zip(texts, [*texts[1:], *texts[:1]], strict=True)
-        return [[*row, _cross(row[0], other[0], config.max_length)] for row, other in pairs]
+        for row, (other, *_) in zip(texts, [*texts[1:], *texts[:1]], strict=True):  # for KTO's reference point
+            prompt, room = row[0].prompt_ids, config.max_length - len(row[0].prompt_ids)
+            row.append(TokenizedText(prompt, other.response_ids[:room], other.mask[:room]))
     return texts
-
-
-def _cross(text: TokenizedText, other: TokenizedText, max_length: int) -> TokenizedText:
-    """The prompt of a text with the response of another, for KTO's reference point."""
-    room = max_length - len(text.prompt_ids)
-    return TokenizedText(text.prompt_ids, other.response_ids[:room], other.mask[:room])
 
 
 def parse_row(

@@ -113,7 +113,8 @@ def shared_console() -> "Console":
 
 def redact(text: str) -> str:
     """`text` without passwords, keys and tokens: known formats, `name=value` pairs and values of secret variables."""
-    for value in _secret_values():
+    values = {v for k, v in os.environ.items() if len(v) >= _SHORTEST_SECRET and _is_secret_name(k)}
+    for value in sorted(values, key=len, reverse=True):
         text = text.replace(value, _MASK)
     text = _ASSIGNED_SECRET.sub(rf"\g<1>{_MASK}", text)
     for secret in _SECRET_FORMATS:
@@ -134,12 +135,6 @@ def redact_tree(value: object, name: str = "") -> Any:
 
 def _is_secret_name(name: str) -> bool:
     return bool(_SECRET_NAME.search(name)) and not _TEXT_TOKEN_NAME.search(name)
-
-
-def _secret_values() -> list[str]:
-    """Values of environment variables with secret-looking names, longest first."""
-    values = {v for k, v in os.environ.items() if len(v) >= _SHORTEST_SECRET and _is_secret_name(k)}
-    return sorted(values, key=len, reverse=True)
 
 
 def _pattern(role: str, rank: int | None, *, timestamps: bool) -> str:

@@ -71,17 +71,15 @@ def linked(path: str) -> Any:
     """A key whose default is the value at `path`: absolute, or with a leading dot an earlier key of its own section."""
 
     def default(values: dict[str, Any]) -> Any:
-        return values[path[1:]] if path.startswith(".") else _default_at(path, values)
+        *parents, last = path.split(".")
+        if not parents[0]:
+            return values[last]
+        section: Any = next(root for root in RootConfig.__subclasses__() if parents[0] in root.model_fields)
+        for parent in parents:
+            section = section.model_fields[parent].annotation
+        return section.model_fields[last].get_default(call_default_factory=True, validated_data=values)
 
     return Field(default_factory=default, json_schema_extra={"link": path})
-
-
-def _default_at(path: str, values: dict[str, Any]) -> Any:
-    *parents, last = path.split(".")
-    section: Any = next(root for root in RootConfig.__subclasses__() if parents[0] in root.model_fields)
-    for parent in parents:
-        section = section.model_fields[parent].annotation
-    return section.model_fields[last].get_default(call_default_factory=True, validated_data=values)
 
 
 def section(cls: type[Section], *, follows: str = "", only: tuple[str, ...] = ()) -> Any:

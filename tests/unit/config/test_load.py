@@ -728,7 +728,6 @@ def test_help_of_a_word_is_its_section_its_key_or_the_keys_with_it(capsys: pytes
     assert f"  {A}.clip_ratio=0.2" in key
     assert "[a number, at least 0]" in key
     assert f"other names: {A}.eps_clip" in key
-    assert "unit: seconds" in printed_by(["--help", "episode_timeout_s"], PPOConfig, capsys)
     several = printed_by(["--help", "clip_ratio"], PPOConfig, capsys)
     assert all(f"{A}.clip_ratio{end}" in several for end in ("=", "_low   (follows", "_high", "_c="))
     with pytest.raises(SystemExit) as left:
