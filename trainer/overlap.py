@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from rlsys.fleet.fleet import RolloutFleet
 from trainer.source import new_counts
 
-SHARES = ("perf/trainer_idle", "perf/rollout_idle", "perf/overlap")
-
 
 class OverlapMeter:
     """Measures from one batch to the next."""
@@ -40,4 +38,5 @@ class OverlapMeter:
         trainer = min(1.0, self._waited_s / span_s)
         rollout = min(1.0, (idle_s - self._idle_s) / (span_s * max(1.0, ready)))
         self._since_s, self._waited_s, self._idle_s = now_s, 0.0, idle_s
-        return dict(zip(SHARES, (trainer, rollout, max(0.0, 1.0 - trainer - rollout)), strict=True))
+        overlap = max(0.0, 1.0 - trainer - rollout)
+        return {"perf/trainer_idle": trainer, "perf/rollout_idle": rollout, "perf/overlap": overlap}

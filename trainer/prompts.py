@@ -116,10 +116,9 @@ def _check_agents(config: PPOConfig | EvalConfig, rows: PromptDataset) -> None:
     for row in () if config.actor_rollout_ref.rollout.has_workflow else rows:
         asks = ["agent_name"] if row.fields.get("agent_name") not in (None, "", "single_turn_agent") else []
         if asks := [*asks, *(f"extra_info.{name}" for name in names if row.extra_info.get(name))]:
-            fix = (
-                "each prompt is answered by one draw; set actor_rollout_ref.rollout.multi_turn.enable=true or remove it"
-            )
-            raise DataError(f"row {row.index}: {asks[0]} asks for tools, but {fix}")
+            fix = "set actor_rollout_ref.rollout.multi_turn.enable=true or remove it"
+            why = f"row {row.index}: {asks[0]} asks for tools, but each prompt is answered by one draw"
+            raise DataError(f"{why}; {fix}")
 
 
 def load_processor(config: PPOConfig | EvalConfig, tokenizer: PreTrainedTokenizerBase) -> VisionProcessor | None:

@@ -6,8 +6,7 @@ from rlsys.fleet.fleet import RolloutFleet
 from rlsys.types import ModelRequest, SamplingParams
 from rlsys.utils.errors import ConfigError
 
-NUM_ROWS, NUM_TOKENS = 16, 8
-MAX_PROMPT_TOKENS = 16
+NUM_ROWS, NUM_TOKENS, MAX_PROMPT_TOKENS = 16, 8, 16
 
 
 def check_repeatable(fleet: RolloutFleet, vocab_size: int) -> None:

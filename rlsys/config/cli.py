@@ -16,8 +16,6 @@ from rlsys.utils.errors import ConfigError, DataError
 
 S = TypeVar("S", bound=Section)
 
-EXIT_CONFIG_ERROR = 2
-
 
 def main_config(
     argv: Sequence[str],
@@ -48,7 +46,7 @@ def main_config(
         notes, facts = check(loaded.config, arguments) if check and not arguments.print_config else ((), {})
     except (ConfigError, DataError) as error:
         print(f"rlsys: {error}", file=sys.stderr)
-        raise SystemExit(EXIT_CONFIG_ERROR) from None
+        raise SystemExit(2) from None
     for note in (*loaded.notes, *notes):
         print(f"rlsys: note: {note}", file=sys.stderr, flush=True)
     if arguments.print_config:

@@ -18,7 +18,6 @@ from rlsys.config.overrides import Override
 from rlsys.config.schema.base import Section
 from rlsys.utils.errors import ConfigError
 
-COMMAND_LINE = "command line"
 _LORA_OF_AREAL = ("actor.use_lora", "${rollout.use_lora}")
 _EPOCHS = (("saver.freq_epochs", 1), ("evaluator.freq_epochs", 1))
 _YIELDING = (
@@ -87,7 +86,7 @@ class Layers:
             if override.removes:
                 self._remove(override)
             else:
-                self._place(override.key, override.value, COMMAND_LINE)
+                self._place(override.key, override.value, "command line")
 
     def adapt(self, settings: dict[str, Given]) -> None:
         """Take derived settings; a note for each that takes the place of another value."""

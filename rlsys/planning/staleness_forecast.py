@@ -15,9 +15,7 @@ from random import Random
 import numpy as np
 
 CHOICES = (0, 1, 2, 4, 8)
-NEAR_BEST = 0.98
-NUM_STEPS = 16
-MAX_REPLICAS = 4
+NEAR_BEST, NUM_STEPS, MAX_REPLICAS = 0.98, 16, 4
 WAITING_SHARE = 0.01
 """Share of its time that the trainer may wait so that tokens are younger."""
 MANY_STEPS, FAST_FALL = 16, 0.1

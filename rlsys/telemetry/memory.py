@@ -18,9 +18,7 @@ from rlsys.utils.tables import aligned
 
 GIB = 1024**3
 COLUMNS = ("rss_before", "rss_after", "rss_peak", "cuda_before", "cuda_after", "cuda_peak", "cuda_reserved")
-_STATUS = Path("/proc/self/status")
-_CLEAR_REFS = Path("/proc/self/clear_refs")
-_RESET_PEAK_RSS = "5"
+_STATUS, _CLEAR_REFS, _RESET_PEAK_RSS = Path("/proc/self/status"), Path("/proc/self/clear_refs"), "5"
 _PEAK_RSS = re.compile(r"VmHWM:\s+(\d+) kB")
 
 

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 StageListener = Callable[[str], AbstractContextManager[object]]
-_EXPLAINED_VARIANCE_EPS = 1e-5
 ALL_TOKEN_STAGES = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
 
 
@@ -120,7 +119,7 @@ def _length_metrics(name: str, lengths: "Tensor", width: int) -> dict[str, float
 def _explained_variance(values: "Tensor", returns: "Tensor") -> float:
     if returns.numel() < 2:
         return math.nan
-    return 1.0 - ((returns - values).var() / (returns.var() + _EXPLAINED_VARIANCE_EPS)).item()
+    return 1.0 - ((returns - values).var() / (returns.var() + 1e-5)).item()
 
 
 def _reduce(name: str, value: Any) -> float:

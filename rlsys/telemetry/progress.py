@@ -21,11 +21,8 @@ if TYPE_CHECKING:
     from rich.live import Live
 
 _BARS = "▁▂▃▄▅▆▇█"
-_REFRESH_PER_S = 4
 _RECENT_STEPS = 20
-_WHOLE_STEP = "step"
-_STAGE_WIDTH = 24
-_BAR_WIDTH, _SHORTEST_BAR = 32, 6
+_STAGE_WIDTH, _BAR_WIDTH, _SHORTEST_BAR = 24, 32, 6
 _SPARE_COLUMNS = 3  # a key echoed by the terminal, as Ctrl-C is, must not wrap the line and push the display up
 REWARD, STALENESS = "critic/score/mean", "training/staleness"
 SHOWN = {
@@ -76,9 +73,7 @@ class Progress:
         if self._console.is_terminal and not self._console.is_dumb_terminal:
             from rich.live import Live
 
-            self._live = Live(
-                console=self._console, get_renderable=self._render, refresh_per_second=_REFRESH_PER_S, transient=True
-            )
+            self._live = Live(console=self._console, get_renderable=self._render, refresh_per_second=4, transient=True)
             self._live.start(refresh=True)
             # Live hides the cursor; a process killed with -9 could never show it again.
             self._console.show_cursor(True)
@@ -196,7 +191,7 @@ class Progress:
             done, begun = self._counts.get(name, _no_counts)()
             total = begun - begun_before
             share = f"{min(done - done_before, total)}/{total} " if total > 0 else ""
-            if name != _WHOLE_STEP:
+            if name != "step":
                 shown.append(f"{name} {share}{duration(now - start)}")
         return " + ".join(shown)
 

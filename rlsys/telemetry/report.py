@@ -18,8 +18,7 @@ from rlsys.telemetry.page import ascii_json, page
 from rlsys.utils.atomic import write_whole
 
 MAX_POINTS = 1000
-MIN_GAP_S = 15.0
-MAX_SHARE = 0.02
+MIN_GAP_S, MAX_SHARE = 15.0, 0.02
 _PATHS = ("rollouts/index.html", "validation/index.html", "timeline.json", "metrics.jsonl", "memory.txt")
 RUN_FILES = {Path(path).parts[0].partition(".")[0]: path for path in (*_PATHS, "staleness.txt", "config.yaml")}
 RUN_FILES["log"] = "train.log"

@@ -22,9 +22,7 @@ from rlsys.utils.atomic import write_whole
 Rows = Sequence[Any]
 _SHARE_WITH_TOKENS = 0.3  # of the room, for rows with a number per token; the others keep only their texts
 _BYTES_FOR_THE_PAGE = 1.8  # what a row takes in all, for each byte of its line in the JSONL file
-_EXTREMES = 8
-_PROMPT_END_CHARS = 160
-_PICTURE_SIDE = 256
+_EXTREMES, _PROMPT_END_CHARS, _PICTURE_SIDE = 8, 160, 256
 
 
 def dump_rollouts(

@@ -9,8 +9,6 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, BinaryIO
 
-DIGEST_BYTES = 16
-
 
 def fsync_file(path: Path) -> None:
     """Force a file's bytes, or a directory's entries, to disk."""
@@ -36,7 +34,7 @@ def read_checked_json(path: Path) -> dict[str, Any]:
 
 
 def _digest(data: bytes) -> str:
-    return blake2b(data, digest_size=DIGEST_BYTES).hexdigest()
+    return blake2b(data, digest_size=16).hexdigest()
 
 
 def write_whole(path: Path, content: bytes, *, durable: bool = False) -> None:

@@ -11,7 +11,6 @@ from rlsys.config.vocabulary import ADV_ESTIMATORS, GROUP_ESTIMATORS
 
 N = "actor_rollout_ref.rollout.n"
 ACTOR = "actor_rollout_ref.actor"
-GROUPS_OF_ONE = ("algorithm.adv_estimator=grpo", "algorithm.adv_estimator=rloo")
 OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
 
 
@@ -36,7 +35,7 @@ def _groups(cfg: PPOConfig) -> Iterator[str]:
             reasons[f"algorithm.{name}.{level}=group"] = getattr(norm, level) == "group"
     if cfg.actor_rollout_ref.rollout.n == 1:
         for setting in [setting for setting, compares in reasons.items() if compares]:
-            if setting in GROUPS_OF_ONE:
+            if setting in ("algorithm.adv_estimator=grpo", "algorithm.adv_estimator=rloo"):
                 yield note(cfg, N, f"{setting} has nothing to compare an answer to, so its advantage is its reward")
             else:
                 yield wrong(cfg, N, f"{setting} compares several answers to one prompt", 8)

@@ -17,7 +17,6 @@ SPLIT_NEEDS_PACKING = Requires(
     "actor_rollout_ref.model.use_remove_padding", why="sequences are split over ranks only when packed"
 )
 DRO_NEEDS_BETA = Requires(".dro_beta", given=("dro",), why="the loss has no default weight", to="1.0")
-IF_ACTOR_MEGATRON = ActiveIf(f"{_ACTOR}.strategy", ("megatron",))
 
 
 class PolicyLossConfig(Section):
@@ -147,7 +146,7 @@ class RefConfig(m.LogProbConfig):
             *("model_dtype", "dtype", "full_determinism"),
         ),
     )
-    megatron: Annotated[MegatronRoleConfig, IF_ACTOR_MEGATRON] = section(
+    megatron: Annotated[MegatronRoleConfig, ActiveIf(f"{_ACTOR}.strategy", ("megatron",))] = section(
         MegatronRoleConfig, follows=f"{_ACTOR}.megatron"
     )
 

@@ -17,7 +17,6 @@ from rlsys.config.schema.rollout import GenerationConfig, ValKwargsConfig
 
 KTO_NEEDS_ROWS = Requires("data.streaming", (False,), given=("kto",), why="responses are paired over all rows")
 IF_DISTILLED = ActiveIf("distillation.enabled", besides=("enabled",))
-LabelNoise = Annotated[float, Strict(), Field(ge=0, lt=0.5)]
 
 
 FOLLOWED_BY_CRITIC = (
@@ -138,7 +137,7 @@ class DPOLossConfig(Section):
     """sigmoid: DPO on pairs; ipo: IPO on pairs; kto: KTO on single responses with a label."""
     beta: t.Positive = 0.1
     """How strongly the policy is held to the reference; more is closer."""
-    label_smoothing: Annotated[LabelNoise, ActiveIf(".loss_type", ("sigmoid",))] = 0.0
+    label_smoothing: Annotated[float, Strict(), Field(ge=0, lt=0.5), ActiveIf(".loss_type", ("sigmoid",))] = 0.0
     """sigmoid: probability that a label is wrong (cDPO)."""
     desirable_weight: Annotated[t.Positive, ActiveIf(".loss_type", ("kto",))] = 1.0
     """kto: weight of desirable responses."""

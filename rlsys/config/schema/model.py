@@ -15,8 +15,7 @@ def _dtype(value: object) -> object:
     return _SHORT_DTYPES.get(name, name) if isinstance(name, str) else name
 
 
-AnyDType = Annotated[t.DType, BeforeValidator(_dtype)]
-MasterDType = Annotated[Literal["float32", "bfloat16"], BeforeValidator(_dtype)]
+AnyDType = Annotated[Literal["auto", "float32", "bfloat16", "float16"], BeforeValidator(_dtype)]
 Scheduler = Literal["constant", "cosine", "linear"]
 NOT_WITH_POLICY = ActiveIf(".offload_policy", (False,), why="offload_policy already keeps it in host memory")
 NO_ZERO_SCALE = Requires(
@@ -148,7 +147,7 @@ class ShardConfig(Section):
     """Gather the next layer's parameters during the forward pass of a layer."""
     use_torch_compile: t.Flag = False
     """Compile the layers: faster steps after a first one that takes up to a minute longer."""
-    model_dtype: MasterDType = "float32"
+    model_dtype: Annotated[Literal["float32", "bfloat16"], BeforeValidator(_dtype)] = "float32"
     """dtype of the weights."""
     dtype: AnyDType = "auto"
     """dtype of the computation; auto is bfloat16 on CUDA and float32 on CPU."""

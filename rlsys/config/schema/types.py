@@ -70,7 +70,6 @@ TokenIds = Annotated[tuple[CountOrZero, ...], BeforeValidator(_ids), Field(min_l
 Numbers = Annotated[tuple[Number, ...], BeforeValidator(as_tuple)]
 OpenDict = dict[str, Any]
 
-DType = Literal["auto", "float32", "bfloat16", "float16"]
 Strategy = Annotated[Literal["fsdp", "fsdp2", "megatron"], BeforeValidator(lambda v: "fsdp" if v == "dp" else v)]
 
 
