@@ -47,7 +47,8 @@ def with_local_files(config: ConfigT) -> ConfigT:
         streams = tree["data"].get("streaming", False)
         if streams and (name == "train_files" or any(map(is_rows_id, tree["data"][name]))):
             continue
-        tree["data"][name] = tuple(map(_local_rows, tree["data"][name]))
+        files = (download_rows(file) if is_rows_id(file) else file for file in tree["data"][name])
+        tree["data"][name] = tuple(local_copy(file) if is_remote(file) else file for file in files)
     teachers = tree.get("distillation", {}).get("teacher_models", {})
     for section in (*SECTIONS, *(f"distillation.teacher_models.{name}" for name in teachers)):
         settings: Any = tree
@@ -61,12 +62,6 @@ def with_local_files(config: ConfigT) -> ConfigT:
     if resolved != config and (problems := list(check_files(resolved))):
         raise ConfigError("\n".join(problems))
     return resolved
-
-
-def _local_rows(name: str) -> str:
-    if is_rows_id(name):
-        return download_rows(name)
-    return local_copy(name) if is_remote(name) else name
 
 
 def local_model(path: str, *, weights: bool = True) -> str:

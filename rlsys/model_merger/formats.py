@@ -86,16 +86,12 @@ def open_checkpoint(directory: Path, hf_config: HFConfig, backend: str | None = 
     return weights(directory, hf_config)
 
 
-def read_split(directory: Path) -> SplitLayout:
-    """What split.json says; CheckpointError if it cannot be read."""
+def _split_weights(directory: Path, hf_config: HFConfig) -> dict[str, PiecedTensor]:
     try:
-        return msgspec.json.decode((directory / SPLIT).read_bytes(), type=SplitLayout)
+        split = msgspec.json.decode((directory / SPLIT).read_bytes(), type=SplitLayout)
     except (OSError, msgspec.MsgspecError) as error:
         raise CheckpointError(f"{directory / SPLIT} cannot be read: {error}") from error
-
-
-def _split_weights(directory: Path, hf_config: HFConfig) -> dict[str, PiecedTensor]:
-    family, split = family_of(hf_config), read_split(directory)
+    family = family_of(hf_config)
     pieces: dict[str, list[StoredBox]] = defaultdict(list)
     for file, place in split.files(family):
         shapes, shards = split.content(family, hf_config, file, place)

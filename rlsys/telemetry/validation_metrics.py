@@ -31,7 +31,8 @@ def validation_metrics(
     for name, column in {"uids": uids, **infos}.items():
         if len(column) != len(data_sources):
             raise ValueError(f"'{name}' has {len(column)} values for {len(data_sources)} rows")
-    core = {source: _core_variable(data_sources, infos, source) for source in dict.fromkeys(data_sources)}
+    graded = {source for source, acc in zip(data_sources, infos.get("acc", ())) if isinstance(acc, Real | np.bool_)}
+    core = {source: "acc" if source in graded else "reward" for source in data_sources}
     by_metric: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     prompts: dict[tuple[str, Hashable], list[int]] = defaultdict(list)
     for row, prompt in enumerate(zip(data_sources, uids)):
@@ -58,11 +59,6 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     if not 1 <= k <= num_samples or not 0 <= num_correct <= num_samples:
         raise ValueError(f"pass@{k} is not defined for {num_correct} correct of {num_samples} samples")
     return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)
-
-
-def _core_variable(data_sources: Sequence[str], infos: Mapping[str, Sequence[object]], source: str) -> str:
-    graded = zip(data_sources, infos.get("acc", ()))
-    return "acc" if any(at == source and isinstance(acc, Real | np.bool_) for at, acc in graded) else "reward"
 
 
 def _subset_sizes(num: int) -> list[int]:
