@@ -1,10 +1,12 @@
 """The rollout engine of this process, for an actor beside it, and layouts learned from an engine's loader."""
 
+from functools import partial
+
 from rlsys.interfaces import RolloutEngine
 from rlsys.rollout.engine_weights import EngineWeights
 from rlsys.telemetry.log import get_logger
 from rlsys.utils.errors import WeightTransferError
-from rlsys.weights.learn import learn_layout
+from rlsys.weights.learn import IN_FLOAT8, learn_layout
 
 log = get_logger(__name__)
 _local_rollouts: list[RolloutEngine] = []
@@ -24,9 +26,11 @@ def local_rollout() -> RolloutEngine:
 
 def learn_engine_layout(weights: EngineWeights, *, keep: bool) -> None:
     """Learn from the engine's own loader which HF tensors are where in its parameters."""
-    learned = learn_layout(
-        weights.load, weights.parameters, weights.shapes, weights.dtypes, aliases=weights.aliases, keep=keep
-    )
+    learn = partial(learn_layout, weights.load, weights.parameters, aliases=weights.aliases, keep=keep)
+    learned = learn(weights.shapes, weights.dtypes)
+    if float8 := [name for name, reason in learned.loader_only.items() if reason.endswith(IN_FLOAT8)]:
+        weights.quantise(float8)
+        learned = learn(weights.shapes, weights.dtypes)
     for name, reason in learned.loader_only.items():
         log.info("'%s' is loaded by the rollout engine's own loader: %s", name, reason)
     weights.adopt(learned.layout, learned.tensors)

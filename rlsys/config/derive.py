@@ -38,7 +38,8 @@ def derived_settings(
     longest, budget = values.get("data.max_length", 0), values.get(BUDGET, 0)
     if BUDGET not in given and is_count(longest) and longest > budget:
         settings[BUDGET] = Given(longest, "follows data.max_length", BUDGET)
-    settings |= _expert_tensor(values) | _micro_batches(values, given) | _old_answers(values, given)
+    settings |= _expert_tensor(values) | _micro_batches(values, given)
+    settings |= _old_answers(values, given) or _quantised_answers(values, given)
     problems += [
         f"{key} = {shown(values[key])}: conflicts with {rule.origin.removeprefix('from ')}; "
         f"set {key}={shown(rule.value)} or remove it"
@@ -76,6 +77,14 @@ def _old_answers(values: Mapping[str, object], given: Mapping[str, Given]) -> di
         return {}
     keys = (f"{CORRECTION}.bypass_mode", f"{_POLICY}.actor.calculate_entropy")
     return {key: Given(True, "follows trainer.max_staleness", key) for key in keys if key not in given}
+
+
+def _quantised_answers(values: Mapping[str, object], given: Mapping[str, Given]) -> dict[str, Given]:
+    """Token-level importance weights where FP8 weights draw the answers and no correction is chosen."""
+    key, quantisation = f"{CORRECTION}.rollout_is", f"{_POLICY}.rollout.quantization"
+    if values.get(quantisation) is None or any(name.startswith(f"{CORRECTION}.") for name in given):
+        return {}
+    return {key: Given("token", f"follows {quantisation}", key)} if key in values else {}
 
 
 def _expert_tensor(values: Mapping[str, Any]) -> dict[str, Given]:

@@ -16,6 +16,12 @@ from rlsys.utils.errors import CheckpointError
 
 SCALE = "_scale_inv"
 """What the name of a weight's scales ends with."""
+FP8, FP8_NAME, BLOCK = torch.float8_e4m3fn, "float8_e4m3fn", 128
+
+
+def scale_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of the scales of a matrix, one for each block of 128 x 128."""
+    return tuple(-(-size // BLOCK) for size in shape)
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,7 @@ def unscaled(tensors: Mapping[str, StoredTensor], hf_config: HFConfig) -> dict[s
     CheckpointError for scales without a weight, or not of its blocks.
     """
     plain = {name: tensor for name, tensor in tensors.items() if not name.endswith(SCALE)}
-    block = tuple((hf_config.get("quantization_config") or {}).get("weight_block_size") or (128, 128))
+    block = tuple((hf_config.get("quantization_config") or {}).get("weight_block_size") or (BLOCK, BLOCK))
     for name in (name for name in tensors if name.endswith(SCALE)):
         weight = name.removesuffix(SCALE)
         if weight not in plain:

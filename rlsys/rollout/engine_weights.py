@@ -1,12 +1,13 @@
 """The tensors that new weights are written into: an engine's own parameters, or host copies that its loader packs."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rlsys.models.fp8 import FP8_NAME, SCALE, scale_shape
 from rlsys.types import Box, Shard, WeightLayout
 from rlsys.utils.errors import WeightTransferError
 
@@ -36,6 +37,12 @@ class EngineWeights:
     def adopt(self, layout: WeightLayout, views: Callable[[NamedTensors], NamedTensors]) -> None:
         """Use a learned layout; `views` maps the parameters to the tensors that it names."""
         self._layout, self._views = layout, views
+
+    def quantise(self, names: Iterable[str]) -> None:
+        """Take these matrices as float8 elements and scales."""
+        for name in names:
+            self.shapes[name + SCALE] = scale_shape(self.shapes[name])
+            self.dtypes |= {name: FP8_NAME, name + SCALE: "float32"}
 
     def parameters(self) -> dict[str, Tensor]:
         return {name: parameter.detach() for name, parameter in self._model_fn().named_parameters()}

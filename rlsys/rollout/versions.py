@@ -85,21 +85,22 @@ class VLLMFeatures:
     """What a version of vLLM can do in a worker's process.
 
     `runs_ahead`: on a GPU it starts a step before the previous one has ended; only for versions seen to run, since
-    sampling relies on it. `aligns`: it has a batch-invariant mode and a float32 head.
+    sampling relies on it. `aligns`: it has a batch-invariant mode and a float32 head. `takes_fp8`: its blocks of FP8.
     """
 
     runs_ahead: bool = False
     aligns: bool = False
+    takes_fp8: bool = False
 
 
 _AS_SERVER = "start it as a server of its own environment and set rollout.name"
 VLLM = VersionTable(
     "vLLM in this process",
     rows=(
-        VersionRow(">=0.33,<0.34", VLLMFeatures(aligns=True)),
+        VersionRow(">=0.33,<0.34", VLLMFeatures(aligns=True, takes_fp8=True)),
         VersionRow(
             ">=0.26,<0.33",
-            VLLMFeatures(runs_ahead=True, aligns=True),
+            VLLMFeatures(runs_ahead=True, aligns=True, takes_fp8=True),
             "0.26.0 ran on H200 GPUs, 0.32.0 on CPUs; the others: names checked",
         ),
         VersionRow(">=0.19.1,<0.26", VLLMFeatures()),

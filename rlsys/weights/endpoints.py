@@ -14,6 +14,7 @@ from rlsys.weights.executors.disk import DiskReader, DiskSpec, DiskWriter
 from rlsys.weights.executors.external import Broadcaster, BroadcastSpec
 from rlsys.weights.executors.gather import GatherLoader, GatherSender, GatherSpec
 from rlsys.weights.executors.nccl import NcclReceiver, NcclSender, NcclSpec
+from rlsys.weights.fp8 import Fp8Weights
 from rlsys.weights.layout import device_of
 from rlsys.weights.verify import BoxChecksum, layout_checksums
 
@@ -40,21 +41,27 @@ class WeightEndpoint:
     engine: Any
     _sides: Mapping[type, Callable[[object, Any], object]]
     _side: Any = None
+    _float8: Fp8Weights | None = None
 
     def __init__(self, engine: object) -> None:
         self.engine = engine
 
+    @property
+    def held(self) -> Any:
+        """The engine, or what it holds as FP8."""
+        return self._float8 or self.engine
+
     def weight_layout(self) -> WeightLayout:
         """The engine's layout with its device and digest, and staging for its loader's tensors."""
         device = device_of(self.engine.local_tensors()).type
-        layout = replace(with_staging(self.engine.weight_layout()), device=device, digest="")
+        layout = replace(with_staging(self.held.weight_layout()), device=device, digest="")
         text = repr(replace(layout, rank=0, host="")).encode()
         return replace(layout, digest=blake2b(text, digest_size=16).hexdigest())
 
     def open_weight_transfer(self, spec: Spec) -> object:
         """Join a transfer, leaving an earlier one; returns what peers need to reach this rank."""
         self.close_weight_transfer()
-        self._side = self._sides[type(spec)](spec, self.engine)
+        self._side = self._sides[type(spec)](spec, self.held)
         return getattr(self._side, "address", None)
 
     def weight_step(self, step: str, *args: object) -> object:
@@ -65,7 +72,7 @@ class WeightEndpoint:
 
     def weight_checksum(self, dtypes: Mapping[str, str] | None = None) -> tuple[BoxChecksum, ...]:
         """Checksums of this rank's boxes, each cast first to the dtype named for its tensor."""
-        return layout_checksums(self.engine.weight_layout(), self.engine.local_tensors(), dtypes)
+        return layout_checksums(self.held.weight_layout(), self.held.local_tensors(), dtypes)
 
     def close_weight_transfer(self) -> None:
         """Leave the transfer, if this rank joined one."""
@@ -83,6 +90,11 @@ class WeightSender(WeightEndpoint):
     """A trainer rank."""
 
     _sides = SENDERS
+
+    def weight_layout(self, float8: Mapping[str, tuple[int, ...]] | None = None) -> WeightLayout:
+        """The same, from now on with the matrices of these shapes as FP8."""
+        self._float8 = Fp8Weights(self.engine, float8) if float8 else None
+        return super().weight_layout()
 
     def send_weights(self, version: int) -> Any:
         """Give the engine's weights as a version; returns what the executor passes on to the other ranks."""

@@ -1,10 +1,13 @@
-"""Kernels for many blocks of memory at once: copies between any memory a GPU can read, and checksums."""
+"""Kernels for many blocks of memory at once: copies between any memory a GPU can read, checksums, and FP8."""
+
+from collections.abc import Sequence
 
 import torch
 import triton  # pyrefly: ignore
 import triton.language as tl  # pyrefly: ignore
 from torch import Tensor
 
+from rlsys.models import fp8
 from rlsys.weights import checksum_cpu
 
 BLOCK = 2048
@@ -12,6 +15,7 @@ NUM_WARPS = 8
 SUM_BLOCK = 1024
 WORDS_OF_A_PROGRAM = 1 << 16
 MOST_PROGRAMS = 1024
+QUANTISED_BLOCK = tl.constexpr(fp8.BLOCK)
 ROW_STREAM = tl.constexpr(checksum_cpu.ROW_STREAM)
 WORD_STREAM = tl.constexpr(checksum_cpu.WORD_STREAM)
 
@@ -91,3 +95,31 @@ def sum_rows(table: Tensor, sums: Tensor, *, word_bytes: int, most_words: int) -
     parts = min(max(most_words // WORDS_OF_A_PROGRAM, 1), MOST_PROGRAMS)
     with torch.cuda.device_of(table):
         _sum_rows[(len(table), parts)](table, sums, words, 8 // word_bytes, SUM_BLOCK, num_warps=NUM_WARPS)
+
+
+@triton.jit
+def _quantise_block(values, pitch, rows, columns, top, left, scales, scale_pitch, elements, divides: tl.constexpr):
+    """A program's block: its scale raised to its largest magnitude, or its elements divided by its scale."""
+    lanes = tl.arange(0, QUANTISED_BLOCK)
+    row = (tl.program_id(0) * QUANTISED_BLOCK + lanes - top).to(tl.int64)[:, None]
+    column = (tl.program_id(1) * QUANTISED_BLOCK + lanes - left)[None, :]
+    inside = (row >= 0) & (row < rows) & (column >= 0) & (column < columns)
+    value = tl.load(values + row * pitch + column, mask=inside, other=0).to(tl.bfloat16).to(tl.float32)
+    scale = scales + tl.program_id(0) * scale_pitch + tl.program_id(1)
+    if divides:  # rounded as PyTorch compiles a reciprocal, which is how vLLM divides
+        quotient = value * (1.0 / tl.load(scale))
+        tl.store(elements + row * columns + column, quotient.to(tl.float8e4nv), mask=inside)
+    else:
+        tl.store(scale, tl.maximum(tl.load(scale), tl.max(tl.max(tl.abs(value), 1), 0)))
+
+
+def quantise_blocks(values: Tensor, before: Sequence[int], scales: Tensor, elements: Tensor | None) -> None:
+    """Raise the scales (R, C) of the blocks of a box, or fill its `elements`.
+
+    The box (n, k) starts `before` rows and columns after the start of the first block.
+    """
+    values = values if values.stride(1) == 1 else values.contiguous()
+    box, divides = (values, values.stride(0), *values.shape, *before), elements is not None
+    with torch.cuda.device(values.device):
+        into = elements if divides else values
+        _quantise_block[tuple(scales.shape)](*box, scales, scales.stride(0), into, divides, num_warps=NUM_WARPS)

@@ -1,9 +1,11 @@
 """The layout of an engine learned from the engine itself: what its own loader puts where.
 
 Every element of the HF tensors gets a number, whose digits are loaded as values that all of bfloat16, float16 and
-float32 hold exactly: 1 to 255 and -1 to -255, one digit per pass. The engine's parameters are read back and the numbers
+float32 hold exactly: 1 to 125 and -1 to -125, one digit per pass. The engine's parameters are read back and the numbers
 are decoded into boxes, as strided views of the parameters, so that fused, stacked, transposed, padded, replicated, tied
 and cut parameters need no table of an engine's internals. All other tensors are left to the engine's loader.
+
+The digits of float8 tensors are bit patterns.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlsys.models.fp8 import FP8
 from rlsys.types import Box, Shard, WeightLayout
 from rlsys.utils.boxes import buckets
 from rlsys.utils.errors import WeightTransferError
@@ -23,10 +26,12 @@ from rlsys.weights.decode import NotBoxesError, StridedView, decode_boxes
 from rlsys.weights.layout import device_of, dtype_of, element_bytes, view_of
 
 Load = Callable[[list[tuple[str, Tensor]]], None]
-RADIX, UNTOUCHED = 510, 256.0
+RADIX, UNTOUCHED = 250, 126.0
 NONE, INVALID = -1, -2
 CHUNK = 1 << 24
 """Elements of a tensor that are computed at a time."""
+IN_FLOAT8 = f"its dtype is {FP8}"
+"""How the reason ends for which a matrix is left to the loader that the engine holds in float8."""
 EXACT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -106,6 +111,7 @@ class _Probe:
     ) -> None:
         self.load, self.tensors, self.device, self.max_boxes = load, tensors, device, max_boxes
         self.loader_only: dict[str, str] = {}
+        self.exact = {*EXACT_DTYPES, *(dtype for _, dtype in tensors.values())}
         ends = list(accumulate((prod(shape) for shape, _ in tensors.values()), initial=0))
         self.base = dict(zip(tensors, ends))
         self.num_passes = next(k for k in range(1, 9) if RADIX**k >= ends[-1])
@@ -145,7 +151,7 @@ class _Probe:
     def _read_back(self) -> dict[str, Tensor | str]:
         """The number of each element of every local tensor, -1 for none; or the reason why it has none."""
         numbers: dict[str, Any] = {
-            n: f"its dtype is {t.dtype}" for n, t in self.local.items() if t.dtype not in EXACT_DTYPES
+            n: f"its dtype is {t.dtype}" for n, t in self.local.items() if t.dtype not in self.exact
         }
         absent: dict[str, Tensor] = {}
         for power in range(self.num_passes):
@@ -166,8 +172,8 @@ class _Probe:
 
     def _clear(self) -> None:
         for tensor in self.local.values():
-            if tensor.dtype in EXACT_DTYPES:
-                tensor.fill_(UNTOUCHED)
+            if tensor.dtype in self.exact:
+                tensor.fill_(torch.finfo(FP8).max if tensor.dtype == FP8 else UNTOUCHED)
 
     def _changed(self, local: Mapping[str, Tensor], names: Sequence[str]) -> list[str]:
         """The local tensors that differ after two loads of different values."""
@@ -189,8 +195,7 @@ class _Probe:
         def numbers(first: int, count: int) -> Tensor:
             first += self.base[name]
             number = torch.arange(first, first + count, dtype=torch.int32, device=self.device)
-            digit = number.div_(RADIX**power, rounding_mode="floor").remainder_(RADIX)
-            return torch.where(digit < 255, digit + 1, 254 - digit)
+            return _values_of(number.div_(RADIX**power, rounding_mode="floor").remainder_(RADIX), self.tensors[name][1])
 
         return self._filled(name, numbers)
 
@@ -220,7 +225,7 @@ class _Probe:
             placed.view.of(self.local[placed.local]).copy_(source)
         mismatched = {}
         for name, loaded in expected.items():
-            filled = self.local[name]
+            filled, loaded = _signed(self.local[name]), _signed(loaded)
             written = (filled != UNTOUCHED) | ((loaded != UNTOUCHED) & (loaded != 0))
             if not torch.equal(loaded[written], filled[written]):
                 mismatched[name] = "the loader changes the values that it places"
@@ -234,8 +239,23 @@ class _Probe:
                 self.loader_only[name] = f"{local}: {failures[local]}"
 
 
+def _values_of(digits: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is loaded for digits: small numbers, in float8 those with these bits for their sign and magnitude."""
+    values = torch.where(digits < RADIX // 2, digits + 1, RADIX // 2 - 1 - digits)
+    return torch.where(values < 0, 128 - values, values).to(torch.uint8).view(FP8) if dtype == FP8 else values
+
+
+def _signed(tensor: Tensor) -> Tensor:
+    """The numbers that digits are decoded from: those of `_values_of`."""
+    if tensor.dtype != FP8:
+        return tensor
+    bits = tensor.view(torch.uint8).to(torch.int16)
+    return torch.where(bits < 128, bits, 128 - bits)
+
+
 def _decode_digits(tensor: Tensor) -> Tensor:
     """The digit of every element (int32), NONE where it was not loaded or is padding, INVALID where it is no digit."""
+    tensor = _signed(tensor)
     digits = tensor.to(torch.int32).abs_().sub_(1).add_(tensor < 0, alpha=RADIX // 2)
     digits[(tensor.abs() > RADIX // 2) | (tensor != tensor.round())] = INVALID
     digits[(tensor == 0) | (tensor == UNTOUCHED)] = NONE

@@ -16,6 +16,7 @@ from rlsys.weights.executors.disk import DiskExecutor
 from rlsys.weights.executors.gather import GatherExecutor
 from rlsys.weights.executors.in_process import LocalExecutor
 from rlsys.weights.executors.nccl import NcclExecutor
+from rlsys.weights.fp8 import float8_shapes
 from rlsys.weights.plan import resolve_names, source_dtypes
 from rlsys.weights.verify import TensorCheck, compare_checksums, write_report
 
@@ -74,10 +75,10 @@ class ShardingManager:
         """
         self.destination = destination or self.destination
         with self._stage("connect") as remaining_s:
-            self._layouts = (
-                _by_group_rank(wait_all(self.source.execute_all_async("weight_layout"), remaining_s)),
-                _by_group_rank(wait_all(self.destination.execute_all_async("weight_layout"), remaining_s)),
-            )
+            engines = _by_group_rank(wait_all(self.destination.execute_all_async("weight_layout"), remaining_s))
+            float8 = [shapes] if (shapes := float8_shapes(engines)) else []
+            trainers = wait_all(self.source.execute_all_async("weight_layout", *float8), remaining_s)
+            self._layouts = _by_group_rank(trainers), engines
             if self._is_auto:
                 self.executor = choose(*self._layouts)
             transport = EXECUTORS[self.executor](self.source, self.destination, self._options)

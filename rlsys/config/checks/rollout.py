@@ -21,6 +21,7 @@ def check_rollout(cfg: PPOConfig | EvalConfig, ranks: int) -> Iterator[str]:
         yield wrong(cfg, f"{KEY}.max_model_len", why, longest)
     yield from [*_data_parallel(cfg, name)] or _replicas(cfg, name, ranks)
     yield from _aligned(cfg, name)
+    yield from _quantised(cfg, name)
     yield from _idle(cfg, name)
 
 
@@ -103,6 +104,19 @@ def _aligned(cfg: PPOConfig | EvalConfig, name: str) -> Iterator[str]:
         why = "logits are in float32, but transformers' kernels may give a token other digits in another batch"
     if why and cfg.actor_rollout_ref.rollout.full_determinism:
         yield note(cfg, f"{KEY}.full_determinism", why)
+
+
+def _quantised(cfg: PPOConfig | EvalConfig, name: str) -> Iterator[str]:
+    """Whether the engine serves FP8 weights."""
+    key, why = f"{KEY}.quantization", ""
+    if rollout_backend(name).is_external:
+        why = "external servers serve what they were started with"
+    elif name != "vllm":
+        why = f"the {name} engine serves weights in {KEY}.dtype; use vllm on GPUs"
+    elif cfg.trainer.device == "cpu":
+        why = "vLLM keeps FP8 weights in another form on CPUs; use GPUs"
+    if why and cfg.actor_rollout_ref.rollout.quantization is not None:
+        yield wrong(cfg, key, why, None)
 
 
 def check_sampling(cfg: PPOConfig) -> Iterator[str]:

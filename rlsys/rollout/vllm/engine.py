@@ -34,6 +34,7 @@ from rlsys.rollout.vllm.determinism import restored_torch
 from rlsys.rollout.vllm.engine_args import engine_arguments
 from rlsys.rollout.vllm.given_images import image_prompt, take_given_images
 from rlsys.rollout.vllm.groups import end_groups, own_shared_memory, rank_within_replica
+from rlsys.rollout.vllm.packed_weights import keep_loadable
 from rlsys.types import WeightLayout
 
 if TYPE_CHECKING:
@@ -74,6 +75,8 @@ class VLLMRollout(BaseRolloutEngine):
         names = own_shared_memory() if size > 1 and on_cpu else nullcontext()
         with restored_torch(), names, rank_within_replica(self._place):
             self.engine = _start(arguments, self.hf_config, kv_cache_gib=config.kv_cache_gib)
+        if config.quantization and context.load_format == "dummy":
+            keep_loadable(self._model())
         loads = context.load_format == "auto" and on_cpu
         expected = hf_tensors(path, dtype=context.dtype_name(config.dtype), has_values=loads, has_memory=on_cpu)
         reload, derive = partial(self._rpc, "rlsys_reload"), partial(self._rpc, "rlsys_derive")

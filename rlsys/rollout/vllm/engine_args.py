@@ -1,14 +1,18 @@
 """The rollout config as keyword arguments of vLLM's EngineArgs."""
 
+import os
 from pathlib import Path
 from typing import Any
 
 from rlsys.config.schema.rollout import GenerationConfig
+from rlsys.models.fp8 import BLOCK
 from rlsys.rollout.base import EngineContext
 from rlsys.rollout.hf_files import is_quantised, text_config
 from rlsys.rollout.versions import VLLM
 from rlsys.rollout.vllm.determinism import aligned_arguments
+from rlsys.utils.errors import ConfigError
 
+QUANTIZATION = "actor_rollout_ref.rollout.quantization"
 CPU_LATENT_ATTENTION = {
     "attention_config": {"backend": "CPU_MLA"},  # the one for AMX has no float32
     "compilation_config": {"custom_ops": ["-rotary_embedding"]},  # its kernel rotates the wrong part of latent queries
@@ -24,7 +28,10 @@ def engine_arguments(path: str | Path, config: GenerationConfig, context: Engine
     features, on_cpu = VLLM.installed_features(), context.device == "cpu"
     text = text_config(path)
     has_latent_attention = bool(getattr(text, "kv_lora_rank", None))
-    waits = context.load_format == "dummy" and is_quantised(path)
+    is_pushed = context.load_format == "dummy"
+    if config.quantization and (on_cpu or not features.takes_fp8):
+        why = "vLLM keeps FP8 weights in another form on CPUs, and before 0.26"
+        raise ConfigError(f"{QUANTIZATION}={config.quantization}: {why}; set {QUANTIZATION}=null")
     arguments = {
         "model": str(path),
         "load_format": context.load_format,
@@ -47,8 +54,24 @@ def engine_arguments(path: str | Path, config: GenerationConfig, context: Engine
         "max_cudagraph_capture_size": config.cuda_graph_max_bs,
         "cudagraph_capture_sizes": config.cudagraph_capture_sizes and sorted(config.cudagraph_capture_sizes),
         **({"enable_return_routed_experts": True} if config.enable_rollout_routing_replay else {}),
-        **({"hf_overrides": {"quantization_config": None}} if waits else {}),
+        **({"hf_overrides": {"quantization_config": None}} if is_pushed and is_quantised(path) else {}),
+        **(_float8(text.num_hidden_layers, is_pushed=is_pushed) if config.quantization else {}),
         **(CPU_LATENT_ATTENTION if on_cpu and has_latent_attention else {}),
         **config.engine_kwargs.vllm,
     }
     return arguments | aligned_arguments(arguments, device=context.device) if config.full_determinism else arguments
+
+
+def _float8(num_layers: int, *, is_pushed: bool) -> dict[str, object]:
+    """Blocks of FP8 everywhere but in routers, pushed or made by vLLM, and kernels that take them as they are loaded.
+
+    This process's switch for DeepGEMM, which would round scales and reorder them, is set too.
+    """
+    os.environ["VLLM_USE_DEEP_GEMM"] = "0"
+    routers = [f"model.layers.{layer}.mlp.gate" for layer in range(num_layers)]
+    if is_pushed:
+        blocks = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
+        form = {"hf_overrides": {"quantization_config": {**blocks, "modules_to_not_convert": routers}}}
+    else:
+        form = {"quantization": "fp8_per_block", "quantization_config": {"ignore": routers}}
+    return {"moe_backend": "triton", **form}

@@ -1,8 +1,13 @@
-"""What vLLM makes of weights when it loads them, made again: its loader leaves some as it was, and a push all of it."""
+"""What vLLM makes of weights when it loads them, made again: its loader leaves some as it was, and a push all of it.
+
+And what it drops of quantised ones when it has loaded them: how to load them again.
+"""
 
 from typing import Any
 
 import torch
+
+from rlsys.models.fp8 import FP8
 
 
 def pack_again(model: Any) -> None:
@@ -27,3 +32,16 @@ def derive_again(model: Any, dtype: torch.dtype) -> None:
     for layer in model.modules():
         if isinstance(layer, AttentionLayerBase) and hasattr(layer, "process_weights_after_loading"):
             layer.process_weights_after_loading(dtype)
+
+
+def keep_loadable(model: Any) -> None:
+    """Give the parameters of layers in FP8 the loaders back with which vLLM made them."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+    from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
+
+    for layer in model.modules():
+        held = dict(layer.named_parameters(recurse=False))
+        is_float8 = FP8 in {parameter.dtype for parameter in held.values()}
+        for name, made in get_layerwise_info(layer).restore_metadata[0].items() if is_float8 else ():
+            held[name].__class__, held[name].__dict__ = type(made), made.__dict__.copy()
+            restore_layer_refs(held[name], layer)

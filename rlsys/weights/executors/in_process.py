@@ -15,6 +15,7 @@ from rlsys.utils.errors import WeightTransferError
 from rlsys.weights.checksum import box_checksums, digest
 from rlsys.weights.engine_update import EngineUpdate
 from rlsys.weights.executors.base import Executor, Layouts, RemainingTime, wait_all
+from rlsys.weights.fp8 import Fp8Weights, float8_shapes
 from rlsys.weights.layout import dtype_of, missing_boxes, view_of
 from rlsys.weights.plan import make_plan, resolve_names, source_dtypes
 from rlsys.weights.verify import layout_checksums, merge_rank_checksums
@@ -33,19 +34,22 @@ def reshard_local(
     started_s = time.monotonic()
     update = EngineUpdate(rollout)
     tensors = update.begin()
-    source, layout = engine.weight_layout(), update.layout
+    layout = update.layout
+    float8 = float8_shapes([layout])
+    trained = Fp8Weights(engine, float8) if float8 else engine
+    source = trained.weight_layout()
     names = resolve_names([source], [layout])
     dtypes = source_dtypes(names, [layout])
     is_whole = not missing_boxes([source])
     if is_whole:
-        given = engine.local_tensors()
+        given = trained.local_tensors()
         for copy in make_plan([source], [layout]).copies:
             values = view_of(given[copy.source_local], copy.source_start, copy.shape)
             view_of(tensors[copy.local], copy.local_start, copy.shape).copy_(values)
         sent = merge_rank_checksums([layout_checksums(source, given, dtypes)], source.full_shapes)
         tensors = update.tensors()
     else:
-        sent = _load_gathered(engine, rollout, dtypes, bucket_bytes)
+        sent = _load_gathered(trained, rollout, dtypes, bucket_bytes)
         layout, tensors = rollout.weight_layout(), rollout.local_tensors()
     held = {shard.box.tensor: layout.full_shapes[shard.box.tensor] for shard in layout.shards}
     for name, checksum in merge_rank_checksums([layout_checksums(layout, tensors)], held).items():
@@ -62,7 +66,7 @@ def reshard_local(
 
 @torch.no_grad()
 def _load_gathered(
-    engine: TrainEngine, rollout: RolloutEngine, dtypes: Mapping[str, str], bucket_bytes: int
+    engine: TrainEngine | Fp8Weights, rollout: RolloutEngine, dtypes: Mapping[str, str], bucket_bytes: int
 ) -> dict[str, int]:
     """Load gathered tensors through the engine's own loader; returns their checksums, as cast."""
     sent: dict[str, int] = {}

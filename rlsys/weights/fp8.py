@@ -1,0 +1,124 @@
+"""A trainer's weights for engines that serve FP8: float8 elements, and a float32 scale for each block of 128 x 128.
+
+The largest magnitude of each block is agreed among the trainer's ranks, so that each quantises what it holds by itself,
+also of blocks that its shards cut. Arithmetic as of vLLM's `per_block_cast_to_fp8`, of weights rounded to bfloat16.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import pad
+
+from rlsys.interfaces import TrainEngine
+from rlsys.models.fp8 import BLOCK, FP8, FP8_NAME, SCALE, scale_shape
+from rlsys.types import Box, Shard, WeightLayout
+from rlsys.utils.boxes import slices
+from rlsys.weights.layout import device_of, shard_view, whole_box
+from rlsys.weights.shared_memory import pack_tensors, unpack_tensors
+
+SMALLEST, LARGEST = 1e-4, torch.finfo(FP8).max
+"""Of magnitudes: of a block of zeros, and of an element."""
+
+
+class Fp8Weights:
+    """What a trainer rank gives to engines that hold the matrices of `shapes` in FP8: a TrainEngine for executors.
+
+    `local_tensors` is collective over the default process group, where there is one. The elements, a byte for each, and
+    all scales keep their memory, which the next call overwrites.
+    """
+
+    def __init__(self, engine: TrainEngine, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self.engine, self.shapes = engine, dict(sorted(shapes.items()))
+        self.scales = {name + SCALE: scale_shape(shape) for name, shape in self.shapes.items()}
+        shards = enumerate(engine.weight_layout().shards)
+        self.shards = {f"{FP8_NAME}:{n}": shard for n, shard in shards if shard.box.tensor in shapes}
+        self._memory = torch.empty(0)
+
+    def weight_layout(self) -> WeightLayout:
+        """The engine's, with this rank's elements and all scales."""
+        layout = self.engine.weight_layout()
+        plain = [shard for shard in layout.shards if shard.box.tensor not in self.shapes]
+        elements = [Shard(shard.box, name, (0, 0)) for name, shard in self.shards.items()]
+        scales = [Shard(whole_box(name, shape), name, (0, 0)) for name, shape in self.scales.items()]
+        return replace(
+            layout,
+            shards=(*plain, *elements, *scales),
+            full_shapes={**layout.full_shapes, **self.shapes, **self.scales},
+            dtypes={**layout.dtypes, **dict.fromkeys(self.shapes, FP8_NAME), **dict.fromkeys(self.scales, "float32")},
+        )
+
+    @torch.no_grad()
+    def local_tensors(self) -> Mapping[str, Tensor]:
+        """The engine's, and those that `weight_layout` adds, quantised now."""
+        given, sizes = self.engine.local_tensors(), [*map(prod, self.scales.values())]
+        boxes = [(name, shard.box.shape, FP8_NAME) for name, shard in self.shards.items()]
+        packed, num_bytes = pack_tensors([("", (sum(sizes),), "float32"), *boxes])
+        if self._memory.device != device_of(given):
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=device_of(given))
+        held = unpack_tensors(self._memory, packed)
+        scales = held.pop("").zero_()
+        by_name = zip(self.scales.items(), scales.split(sizes), strict=True)
+        held |= {name: part.view(shape) for (name, shape), part in by_name}
+        parts = [
+            (shard_view(given, shard), shard.box, held[shard.box.tensor + SCALE], held[name])
+            for name, shard in self.shards.items()
+        ]
+        quantise(parts, scales, is_shared=dist.is_initialized())
+        return {**given, **held}
+
+    @torch.no_grad()
+    def weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+        """The engine's full tensors, those of `shapes` as elements and scales."""
+        for bucket in self.engine.weights(bucket_bytes):
+            yield [part for name, tensor in bucket for part in self._parts(name, tensor)]
+
+    def _parts(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+        if name not in self.shapes:
+            return [(name, tensor)]
+        scales = torch.zeros(scale_shape(tensor.shape), device=tensor.device)
+        elements = torch.empty_like(tensor, dtype=FP8)
+        quantise([(tensor, whole_box(name, tensor.shape), scales, elements)], scales)
+        return [(name, elements), (name + SCALE, scales)]
+
+
+def float8_shapes(engines: Sequence[WeightLayout]) -> dict[str, tuple[int, ...]]:
+    """The matrices that engines hold as float8 elements."""
+    return {name: each.full_shapes[name] for each in engines for name, kind in each.dtypes.items() if kind == FP8_NAME}
+
+
+def quantise(boxes: Sequence[tuple[Tensor, Box, Tensor, Tensor]], scales: Tensor, *, is_shared: bool = False) -> None:
+    """Fill the scales and elements of boxes: (values, where they are, the scales of the whole matrix, its elements).
+
+    `scales` are those of all matrices, zeros at first. With `is_shared` other ranks hold other boxes of them.
+    """
+    for values, box, own, _ in boxes:
+        _quantise_box(values, box, own)
+    if is_shared:
+        dist.all_reduce(scales, dist.ReduceOp.MAX)
+    scales.clamp_(min=SMALLEST).div_(LARGEST)
+    for values, box, own, elements in boxes:
+        _quantise_box(values, box, own, elements)
+
+
+def _quantise_box(values: Tensor, box: Box, scales: Tensor, elements: Tensor | None = None) -> None:
+    """Raise the scales of the blocks that a box touches to its largest magnitudes; or divide its elements by them."""
+    before = [at % BLOCK for at in box.start]
+    ends = zip(box.start, box.shape, strict=True)
+    touched = scales[tuple(slice(at // BLOCK, -(-(at + n) // BLOCK)) for at, n in ends)]
+    if values.is_cuda:
+        from rlsys.weights import kernels
+
+        return kernels.quantise_blocks(values, before, touched, elements)
+    rows, columns = ((n, -(n + size) % BLOCK) for n, size in zip(before, box.shape, strict=True))
+    whole = pad(values.to(torch.bfloat16), (*columns, *rows))
+    blocks = whole.view(touched.shape[0], BLOCK, touched.shape[1], BLOCK)
+    if elements is None:
+        torch.maximum(touched, blocks.abs().float().amax((1, 3)), out=touched)
+    else:
+        quotients = (blocks * (1.0 / touched)[:, None, :, None]).to(FP8)
+        elements.copy_(quotients.flatten(2).flatten(0, 1)[slices(before, box.shape)])
+    return None

@@ -1,0 +1,161 @@
+"""FP8 weights in vLLM on a GPU: the bits of vLLM's own quantiser, pushes in place, whole runs on one and two GPUs."""
+
+import importlib.util
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from rlsys.config.schema.rollout import GenerationConfig
+from rlsys.models.fp8 import FP8, scale_shape
+from rlsys.rollout.base import EngineContext
+from rlsys.types import Box
+from rlsys.weights.endpoints import WeightReceiver, WeightSender
+from rlsys.weights.fp8 import quantise
+from rlsys.weights.sharding_manager import ShardingManager
+from tests.e2e.conftest import Toy, toy, with_model  # noqa: F401
+from tests.gpu.test_vllm_cuda import BACKEND, Trainer, apart, requests_of
+from tests.ranks import run_ranks
+from tests.unit.weights.test_executors import ThreadGroup
+from trainer.main_ppo import main
+
+HAS_VLLM = importlib.util.find_spec("vllm") is not None
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_VLLM, reason="needs vLLM"), pytest.mark.timeout(900)]
+SIZES: dict[str, Any] = {
+    "hidden_size": 512,
+    "intermediate_size": 640,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+}
+
+
+def bits_of(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def quantised(parts: list[tuple[Tensor, Box]], shape: tuple[int, ...]) -> tuple[list[Tensor], Tensor]:
+    """The elements of the parts of a matrix, and its scales."""
+    scales = torch.zeros(scale_shape(shape), device="cuda")
+    elements = [torch.empty(values.shape, dtype=FP8, device="cuda") for values, _ in parts]
+    boxes = [(values, box, scales, own) for (values, box), own in zip(parts, elements, strict=True)]
+    quantise(boxes, scales)
+    return elements, scales
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_kernel_quantises_as_vllm_does(dtype: torch.dtype) -> None:
+    from vllm.utils.deep_gemm import per_block_cast_to_fp8
+
+    draw, unequal = random.Random(3), 0
+    for number in range(24):
+        shape = draw.randint(1, 700), draw.randint(1, 700)
+        matrix = torch.randn(shape, device="cuda") * 10.0 ** draw.randint(-6, 4)
+        matrix[draw.randrange(shape[0]) :: 3] = draw.choice([0.0, -0.0, 1e-40, 1e30])
+        matrix = matrix.to(dtype)
+        elements, scales = per_block_cast_to_fp8(matrix.to(torch.bfloat16))
+        (own,), own_scales = quantised([(matrix, Box("w", (0, 0), shape))], shape)
+        unequal += int((own.view(torch.uint8) != elements.view(torch.uint8)).sum())
+        unequal += int((own_scales != scales).sum())
+        cut = draw.randint(0, shape[0])
+        ends = (((0, 0), matrix[:cut]), ((cut, 0), matrix[cut:]))
+        parts = [(values, Box("w", start, tuple(values.shape))) for start, values in ends if len(values)]
+        split, split_scales = quantised(parts, shape)
+        assert bits_of(torch.cat([part.view(torch.uint8) for part in split])) == bits_of(own), number
+        assert torch.equal(split_scales, own_scales)
+    assert not unequal
+
+
+def model_of(seed: int) -> Qwen2ForCausalLM:
+    """Weights far from those of another seed."""
+    torch.manual_seed(seed)
+    config = Qwen2Config(vocab_size=500, max_position_embeddings=512, eos_token_id=2, **SIZES)
+    return Qwen2ForCausalLM(config).to(torch.bfloat16).eval()
+
+
+def engine_of(path: Path, quantization: str | None, load_format: Any) -> Any:
+    from rlsys.rollout.vllm.engine import VLLMRollout
+    from workers.colocated import learn_engine_layout
+
+    config = GenerationConfig(
+        seed=3, enforce_eager=True, gpu_memory_utilization=0.1, max_num_seqs=16, quantization=quantization
+    )  # type: ignore[arg-type]
+    engine = VLLMRollout(path, config, EngineContext("cuda", load_format=load_format))
+    if load_format == "dummy":
+        learn_engine_layout(engine.weights, keep=False)  # type: ignore[arg-type]
+    return engine
+
+
+def held_by(engine: Any) -> dict[str, bytes]:
+    return {name: bits_of(tensor) for name, tensor in engine.weights.parameters().items()}
+
+
+def pushed(path: Path, quantization: str | None) -> list[dict[str, Any]]:
+    """What an engine holds after each of two updates, how far its answers are from the model's, and the seconds."""
+    engine, results = engine_of(path, quantization, "dummy"), []
+    trainer = Trainer(model_of(1).cuda())
+    ends = ThreadGroup([WeightSender(trainer)]), ThreadGroup([WeightReceiver(engine)])  # type: ignore[arg-type]
+    manager = ShardingManager(*ends, executor="ipc", deadline_s=120.0)
+    manager.connect()
+    for seed in (1, 2):
+        model = model_of(seed).cuda()
+        trainer.rollout.model.load_state_dict(model.state_dict())
+        seconds = [manager.push(seed).seconds for _ in range(3)]
+        result = {"apart": apart(model, engine.generate(requests_of(8))), "held": held_by(engine)}
+        result |= {"equal": len(manager.validate()), "seconds": min(seconds)}
+        results.append(result | {"layout": engine.weight_layout(), "sent": manager.push(seed).num_bytes})
+    manager.close()
+    engine.close()
+    return results
+
+
+def quantised_by_vllm(path: Path) -> dict[str, bytes]:
+    engine = engine_of(path, "fp8", "auto")
+    held = held_by(engine)
+    engine.close()
+    return held
+
+
+def test_pushes_bring_the_bits_that_vllm_makes_of_a_checkpoint(tmp_path: Path) -> None:
+    for seed in (1, 2):
+        model_of(seed).save_pretrained(tmp_path / str(seed))
+    fp8, plain = (run_ranks(1, pushed, tmp_path / "1", kind, backend=BACKEND)[0] for kind in ("fp8", None))
+    for seed, result in enumerate(fp8, start=1):
+        wanted = run_ranks(1, quantised_by_vllm, tmp_path / str(seed), backend=BACKEND)[0]
+        assert_same(result["held"], wanted)
+        layout = result["layout"]
+        assert layout.loader == ()
+        kinds = [name for name, kind in layout.dtypes.items() if kind == "float8_e4m3fn"]
+        assert len(kinds) == 7 * SIZES["num_hidden_layers"]
+        print(f"update {seed}: log-probs {result['apart']:.4f} apart, in bfloat16 {plain[seed - 1]['apart']:.4f}")
+        assert result["apart"] < 0.1
+    for kind, result in (("fp8", fp8[1]), ("bfloat16", plain[1])):
+        print(f"push of {result['sent'] / 1e6:.1f} MB in {kind}: {1e3 * result['seconds']:.2f} ms")
+
+
+def assert_same(held: Mapping[str, bytes], wanted: Mapping[str, bytes]) -> None:
+    assert held.keys() == wanted.keys()
+    assert not [name for name in wanted if held[name] != wanted[name]]
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_a_run_serves_fp8(gpus: int, toy: Toy, tmp_path: Path) -> None:  # noqa: F811
+    if torch.cuda.device_count() < gpus:
+        pytest.skip(f"needs {gpus} GPUs")
+    model = with_model(toy, tmp_path / "model", Qwen2Config, **SIZES)
+    rollout = "actor_rollout_ref.rollout"
+    argv = model.overrides(
+        tmp_path / "out",
+        *(f"{rollout}.name=vllm", f"{rollout}.quantization=fp8", f"{rollout}.gpu_memory_utilization=0.2"),
+        *(f"{rollout}.enforce_eager=true", f"{rollout}.checkpoint_engine.backend=ipc"),
+        *("actor_rollout_ref.actor.strategy=fsdp", f"trainer.n_gpus_per_node={gpus}"),
+        *(f"{rollout}.validate_weight=true", f"{rollout}.parity.freq=1", f"{rollout}.parity.policy=stop"),
+        f"reward.custom_reward_function.path={model.grader}",
+    )
+    assert main(argv) == 0

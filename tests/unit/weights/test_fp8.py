@@ -1,0 +1,225 @@
+"""Weights pushed as FP8: vLLM's arithmetic, blocks that shards cut, engines with fused matrices and their scales."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rlsys.models.fp8 import SCALE, scale_shape
+from rlsys.rollout.engine_weights import EngineWeights
+from rlsys.types import Box, Shard, WeightLayout
+from rlsys.weights.endpoints import WeightReceiver, WeightSender
+from rlsys.weights.executors.in_process import reshard_local
+from rlsys.weights.fp8 import Fp8Weights, quantise
+from rlsys.weights.layout import view_of, whole_box
+from rlsys.weights.plan import make_plan
+from rlsys.weights.sharding_manager import ExecutorName, ShardingManager
+from tests.ranks import run_ranks
+from tests.timing import scaled_s
+from tests.unit.weights.test_executors import ThreadGroup
+from workers.colocated import learn_engine_layout
+
+SHAPES = {"embed": (50, 200), "q": (256, 200), "k": (128, 200), "v": (150, 200), "norm": (200,), "o": (200, 534)}
+MATRICES = ("q", "k", "v", "o")
+
+
+def model(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) * 10 ** (seed % 3) for name, shape in SHAPES.items()}
+
+
+def quantised(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    scales, elements = torch.zeros(scale_shape(matrix.shape)), torch.empty(matrix.shape, dtype=torch.float8_e4m3fn)
+    quantise([(matrix, whole_box("", tuple(matrix.shape)), scales, elements)], scales)
+    return elements, scales
+
+
+def quantised_model(full: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    parts = {name: quantised(tensor) for name, tensor in full.items() if name in MATRICES}
+    plain = {name: tensor for name, tensor in full.items() if name not in MATRICES}
+    return plain | {n: each[0] for n, each in parts.items()} | {n + SCALE: each[1] for n, each in parts.items()}
+
+
+class Trainer:
+    """A trainer rank with rows of every tensor, as FSDP cuts them."""
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.rank, self.size = rank, size
+        self.take(model(0))
+
+    def take(self, full: Mapping[str, Tensor]) -> None:
+        self.full, self.tensors, self.shards = full, dict[str, Tensor](), list[Shard]()
+        for name, tensor in full.items():
+            start, stop = (min(len(tensor), rank * -(-len(tensor) // self.size)) for rank in (self.rank, self.rank + 1))
+            self.tensors[name], zeros = tensor[start:stop].clone(), (0,) * tensor.ndim
+            if start < stop:
+                self.shards.append(Shard(Box(name, (start, *zeros[1:]), tuple(self.tensors[name].shape)), name, zeros))
+
+    def weight_layout(self) -> WeightLayout:
+        return WeightLayout(self.rank, "here", tuple(self.shards), SHAPES, dict.fromkeys(SHAPES, "float32"))
+
+    def local_tensors(self) -> Mapping[str, Tensor]:
+        return self.tensors
+
+    def weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+        yield from ([item] for item in self.full.items())
+
+
+class Engine:
+    """An engine with a fused matrix of which only the loader is known."""
+
+    def __init__(self) -> None:
+        fp8 = torch.float8_e4m3fn
+        self.parameters = {
+            "tok.weight": torch.zeros(64, 200, dtype=torch.bfloat16),
+            "qkv.weight": torch.zeros(534, 200, dtype=fp8),
+            "qkv.scale": torch.zeros(5, 2),
+            "out.weight": torch.zeros(200, 534, dtype=fp8),
+            "out.scale": torch.zeros(2, 5),
+            "norm.weight": torch.zeros(200, dtype=torch.bfloat16),
+        }
+        expected = {name: torch.empty(shape, dtype=torch.bfloat16, device="meta") for name, shape in SHAPES.items()}
+        self.weights = EngineWeights(expected, {}, lambda: self, lambda: None)
+        self.version = -1
+        learn_engine_layout(self.weights, keep=False)
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.parameters.items()
+
+    def load_weights(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        first = {"q": 0, "k": 256, "v": 384}
+        for name, tensor in tensors:
+            stem, kind = name.removesuffix(SCALE), "scale" if name.endswith(SCALE) else "weight"
+            if stem in first:
+                start = first[stem] // (128 if kind == "scale" else 1)
+                self.parameters[f"qkv.{kind}"][start : start + len(tensor)].copy_(tensor)
+            else:
+                target = self.parameters[{"embed": "tok", "o": "out", "norm": "norm"}[stem] + f".{kind}"]
+                target[: len(tensor)].copy_(tensor)
+
+    def weight_layout(self) -> WeightLayout:
+        return self.weights.layout(rank=0, host="here")
+
+    def local_tensors(self) -> Mapping[str, Tensor]:
+        return self.weights.tensors()
+
+    def load(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
+        self.weights.load(bucket)
+
+    def begin_update(self) -> None: ...
+
+    def finish_update(self, version: int) -> None:
+        self.version = version
+
+
+def assert_serves(engine: Engine, full: Mapping[str, Tensor]) -> None:
+    held = {name: tensor.clone() for name, tensor in engine.parameters.items()}
+    engine.load_weights(iter(quantised_model(full).items()))
+    for name, tensor in engine.parameters.items():
+        assert torch.equal(held[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+def test_the_loader_tells_which_matrices_are_float8() -> None:
+    layout = Engine().weight_layout()
+    kinds = dict.fromkeys(("embed", "norm"), "bfloat16") | dict.fromkeys(MATRICES, "float8_e4m3fn")
+    assert layout.dtypes == kinds | {name + SCALE: "float32" for name in MATRICES}
+    assert layout.full_shapes == SHAPES | {name + SCALE: scale_shape(SHAPES[name]) for name in MATRICES}
+    assert layout.loader == ()
+
+
+@pytest.mark.parametrize("executor", ["shm", "ipc", "nccl", "disk", "gather", "local"])
+def test_every_executor_brings_elements_and_scales(executor: ExecutorName, tmp_path: Path) -> None:
+    trainer, engine = Trainer(), Engine()
+    ends = ThreadGroup([WeightSender(trainer)]), ThreadGroup([WeightReceiver(engine)])  # pyrefly: ignore
+    disk = tmp_path if executor == "disk" else None
+    if executor != "local":
+        manager = ShardingManager(*ends, executor=executor, disk_root=disk, deadline_s=scaled_s(60.0))
+        manager.connect()
+    for version in range(3):
+        trainer.take(full := model(version))
+        if executor == "local":
+            reshard_local(trainer, engine, version=version)  # pyrefly: ignore
+        else:
+            manager.push(version)
+            if executor != "gather":
+                assert len(manager.validate()) == len(SHAPES) + len(MATRICES)
+        assert engine.version == version
+        assert_serves(engine, full)
+    if executor != "local":
+        manager.close()
+
+
+def of_rank(seed: int) -> tuple[WeightLayout, dict[str, Tensor]]:
+    import torch.distributed as dist
+
+    trainer = Trainer(dist.get_rank(), dist.get_world_size())
+    trainer.take(model(seed))
+    weights = Fp8Weights(trainer, {name: SHAPES[name] for name in MATRICES})  # pyrefly: ignore
+    return weights.weight_layout(), {name: t.view(torch.uint8) for name, t in weights.local_tensors().items()}
+
+
+def test_shards_that_cut_blocks_give_the_bits_of_the_whole() -> None:
+    engine = Engine()
+    whole = quantised_model(model(1))
+    ranks = run_ranks(3, of_rank, 1)
+    for layout, tensors in ranks:
+        for shard in layout.shards:
+            if shard.box.tensor in MATRICES or shard.box.tensor.endswith(SCALE):
+                held = tensors[shard.local].view(whole[shard.box.tensor].dtype)
+                wanted = view_of(whole[shard.box.tensor], shard.box.start, shard.box.shape)
+                assert torch.equal(held.view(torch.uint8), wanted.contiguous().view(torch.uint8)), shard.box
+    plan = make_plan([layout for layout, _ in ranks], [engine.weight_layout()])
+    matrices = sum(2 * SHAPES[name][0] * SHAPES[name][1] for name in MATRICES)
+    sent = sum(copy.num_bytes for copy in plan.copies if copy.tensor.removesuffix(SCALE) in MATRICES)
+    assert sent < 0.51 * matrices
+
+
+def by_hand(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """One block after the other."""
+    scales, elements = torch.empty(scale_shape(matrix.shape)), torch.empty(matrix.shape, dtype=torch.float8_e4m3fn)
+    for row in range(scales.shape[0]):
+        for column in range(scales.shape[1]):
+            part = slice(row * 128, row * 128 + 128), slice(column * 128, column * 128 + 128)
+            values = matrix[part].to(torch.bfloat16).float()
+            scales[row, column] = max(float(values.abs().max()), 1e-4)
+            scales[row, column] /= 448.0
+            elements[part] = (values * (1.0 / scales[row, column])).to(torch.float8_e4m3fn)
+    return elements, scales
+
+
+VALUES = st.sampled_from([0.0, -0.0, 1e-40, -3e-39, 1e-4, 1e-5, 0.3, -1.0, 448.0, 3e38, -3e38, float("inf")])
+
+
+@st.composite
+def matrices(draw: st.DrawFn) -> Tensor:
+    shape = draw(st.tuples(st.integers(1, 300), st.integers(1, 300)))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    matrix = torch.randn(shape, generator=generator) * 10.0 ** draw(st.integers(-6, 6))
+    for value in draw(st.lists(VALUES, max_size=6)):
+        matrix[draw(st.integers(0, shape[0] - 1)), draw(st.integers(0, shape[1] - 1)) :: 3] = value
+    return matrix.to(draw(st.sampled_from([torch.bfloat16, torch.float32])))
+
+
+@settings(max_examples=40)
+@given(matrices())
+def test_blocks_are_quantised_as_one_by_one(matrix: Tensor) -> None:
+    for own, wanted in zip(quantised(matrix), by_hand(matrix), strict=True):
+        assert torch.equal(own.view(torch.uint8), wanted.view(torch.uint8))
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
+@settings(max_examples=60, deadline=None)
+@given(matrices())
+def test_the_arithmetic_is_that_of_vllm(matrix: Tensor) -> None:
+    from vllm.utils.deep_gemm import per_block_cast_to_fp8
+
+    with torch.compiler.set_stance("force_eager"):
+        theirs = per_block_cast_to_fp8(matrix.to(torch.bfloat16))
+    for own, wanted in zip(quantised(matrix), theirs, strict=True):
+        assert torch.equal(own.view(torch.uint8), wanted.view(torch.uint8))
