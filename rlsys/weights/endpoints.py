@@ -47,7 +47,7 @@ class WeightEndpoint:
         self.engine = engine
 
     @property
-    def held(self) -> Any:
+    def held(self) -> TrainEngine | RolloutEngine | Fp8Weights:
         """The engine, or what it holds as FP8."""
         return self._float8 or self.engine
 

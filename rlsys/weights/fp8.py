@@ -1,6 +1,6 @@
 """A trainer's weights for engines that serve FP8: float8 elements, and a float32 scale for each block of 128 x 128.
 
-The largest magnitude of each block is agreed among the trainer's ranks, so that each quantises what it holds by itself,
+The largest magnitude of each block is agreed among the trainer's ranks, so that each quantises only what it holds,
 also of blocks that its shards cut. Arithmetic as of vLLM's `per_block_cast_to_fp8`, of weights rounded to bfloat16.
 """
 
@@ -18,7 +18,6 @@ from rlsys.models.fp8 import BLOCK, FP8, FP8_NAME, SCALE, scale_shape
 from rlsys.types import Box, Shard, WeightLayout
 from rlsys.utils.boxes import slices
 from rlsys.weights.layout import device_of, shard_view, whole_box
-from rlsys.weights.shared_memory import pack_tensors, unpack_tensors
 
 SMALLEST, LARGEST = 1e-4, torch.finfo(FP8).max
 """Of magnitudes: of a block of zeros, and of an element."""
@@ -32,43 +31,40 @@ class Fp8Weights:
     """
 
     def __init__(self, engine: TrainEngine, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self.engine, self.shapes = engine, dict(sorted(shapes.items()))
-        self.scales = {name + SCALE: scale_shape(shape) for name, shape in self.shapes.items()}
-        shards = enumerate(engine.weight_layout().shards)
-        self.shards = {f"{FP8_NAME}:{n}": shard for n, shard in shards if shard.box.tensor in shapes}
-        self._memory = torch.empty(0)
+        self.engine, layout = engine, engine.weight_layout()
+        self.shapes = {name + SCALE: scale_shape(shape) for name, shape in sorted(shapes.items())}
+        cut = [(shard.box.tensor in shapes, shard) for shard in layout.shards]
+        self.shards = {f"{FP8_NAME}:{n}": shard for n, (is_matrix, shard) in enumerate(cut) if is_matrix}
+        elements = [Shard(shard.box, name, (0, 0)) for name, shard in self.shards.items()]
+        scales = [Shard(whole_box(name, shape), name, (0, 0)) for name, shape in self.shapes.items()]
+        self.layout = replace(
+            layout,
+            shards=(*(shard for is_matrix, shard in cut if not is_matrix), *elements, *scales),
+            full_shapes={**layout.full_shapes, **shapes, **self.shapes},
+            dtypes={**layout.dtypes, **dict.fromkeys(shapes, FP8_NAME), **dict.fromkeys(self.shapes, "float32")},
+        )
+        self._elements, self._scales = dict[str, Tensor](), torch.empty(0, device="meta")
 
     def weight_layout(self) -> WeightLayout:
         """The engine's, with this rank's elements and all scales."""
-        layout = self.engine.weight_layout()
-        plain = [shard for shard in layout.shards if shard.box.tensor not in self.shapes]
-        elements = [Shard(shard.box, name, (0, 0)) for name, shard in self.shards.items()]
-        scales = [Shard(whole_box(name, shape), name, (0, 0)) for name, shape in self.scales.items()]
-        return replace(
-            layout,
-            shards=(*plain, *elements, *scales),
-            full_shapes={**layout.full_shapes, **self.shapes, **self.scales},
-            dtypes={**layout.dtypes, **dict.fromkeys(self.shapes, FP8_NAME), **dict.fromkeys(self.scales, "float32")},
-        )
+        return self.layout
 
     @torch.no_grad()
     def local_tensors(self) -> Mapping[str, Tensor]:
         """The engine's, and those that `weight_layout` adds, quantised now."""
-        given, sizes = self.engine.local_tensors(), [*map(prod, self.scales.values())]
-        boxes = [(name, shard.box.shape, FP8_NAME) for name, shard in self.shards.items()]
-        packed, num_bytes = pack_tensors([("", (sum(sizes),), "float32"), *boxes])
-        if self._memory.device != device_of(given):
-            self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=device_of(given))
-        held = unpack_tensors(self._memory, packed)
-        scales = held.pop("").zero_()
-        by_name = zip(self.scales.items(), scales.split(sizes), strict=True)
-        held |= {name: part.view(shape) for (name, shape), part in by_name}
-        parts = [
-            (shard_view(given, shard), shard.box, held[shard.box.tensor + SCALE], held[name])
+        given, sizes = self.engine.local_tensors(), [*map(prod, self.shapes.values())]
+        if (device := device_of(given)) != self._scales.device:
+            shapes = {name: shard.box.shape for name, shard in self.shards.items()}
+            self._elements = {name: torch.empty(shape, dtype=FP8, device=device) for name, shape in shapes.items()}
+            self._scales = torch.empty(sum(sizes), device=device)
+        by_name = zip(self.shapes.items(), self._scales.zero_().split(sizes), strict=True)
+        scales = {name: part.view(shape) for (name, shape), part in by_name}
+        boxes = [
+            (shard_view(given, shard), shard.box, scales[shard.box.tensor + SCALE], self._elements[name])
             for name, shard in self.shards.items()
         ]
-        quantise(parts, scales, is_shared=dist.is_initialized())
-        return {**given, **held}
+        quantise(boxes, self._scales, is_shared=dist.is_initialized())
+        return {**given, **self._elements, **scales}
 
     @torch.no_grad()
     def weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
@@ -77,9 +73,9 @@ class Fp8Weights:
             yield [part for name, tensor in bucket for part in self._parts(name, tensor)]
 
     def _parts(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
-        if name not in self.shapes:
+        if name + SCALE not in self.shapes:
             return [(name, tensor)]
-        scales = torch.zeros(scale_shape(tensor.shape), device=tensor.device)
+        scales = torch.zeros(self.shapes[name + SCALE], device=tensor.device)
         elements = torch.empty_like(tensor, dtype=FP8)
         quantise([(tensor, whole_box(name, tensor.shape), scales, elements)], scales)
         return [(name, elements), (name + SCALE, scales)]
@@ -112,7 +108,8 @@ def _quantise_box(values: Tensor, box: Box, scales: Tensor, elements: Tensor | N
     if values.is_cuda:
         from rlsys.weights import kernels
 
-        return kernels.quantise_blocks(values, before, touched, elements)
+        kernels.quantise_blocks(values, before, touched, elements)
+        return
     rows, columns = ((n, -(n + size) % BLOCK) for n, size in zip(before, box.shape, strict=True))
     whole = pad(values.to(torch.bfloat16), (*columns, *rows))
     blocks = whole.view(touched.shape[0], BLOCK, touched.shape[1], BLOCK)
@@ -121,4 +118,3 @@ def _quantise_box(values: Tensor, box: Box, scales: Tensor, elements: Tensor | N
     else:
         quotients = (blocks * (1.0 / touched)[:, None, :, None]).to(FP8)
         elements.copy_(quotients.flatten(2).flatten(0, 1)[slices(before, box.shape)])
-    return None

@@ -108,15 +108,10 @@ def _aligned(cfg: PPOConfig | EvalConfig, name: str) -> Iterator[str]:
 
 def _quantised(cfg: PPOConfig | EvalConfig, name: str) -> Iterator[str]:
     """Whether the engine serves FP8 weights."""
-    key, why = f"{KEY}.quantization", ""
-    if rollout_backend(name).is_external:
-        why = "external servers serve what they were started with"
-    elif name != "vllm":
-        why = f"the {name} engine serves weights in {KEY}.dtype; use vllm on GPUs"
-    elif cfg.trainer.device == "cpu":
-        why = "vLLM keeps FP8 weights in another form on CPUs; use GPUs"
-    if why and cfg.actor_rollout_ref.rollout.quantization is not None:
-        yield wrong(cfg, key, why, None)
+    if cfg.actor_rollout_ref.rollout.quantization and (name != "vllm" or cfg.trainer.device == "cpu"):
+        is_external = rollout_backend(name).is_external
+        why = "external servers serve what they were started with" if is_external else "only vllm serves it, on GPUs"
+        yield wrong(cfg, f"{KEY}.quantization", why, None)
 
 
 def check_sampling(cfg: PPOConfig) -> Iterator[str]:

@@ -6,6 +6,7 @@ And what it drops of quantised ones when it has loaded them: how to load them ag
 from typing import Any
 
 import torch
+from torch import nn
 
 from rlsys.models.fp8 import FP8
 
@@ -34,7 +35,7 @@ def derive_again(model: Any, dtype: torch.dtype) -> None:
             layer.process_weights_after_loading(dtype)
 
 
-def keep_loadable(model: Any) -> None:
+def keep_loadable(model: nn.Module) -> None:
     """Give the parameters of layers in FP8 the loaders back with which vLLM made them."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
     from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs

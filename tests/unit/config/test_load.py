@@ -489,6 +489,16 @@ def test_old_answers_are_clipped_around_their_own_policies_unless_a_correction_i
         assert f"older weights; set {key}.bypass_mode=true" in notes([*ahead, without])
 
 
+def test_answers_of_fp8_weights_are_weighted_by_token_unless_a_correction_is_chosen() -> None:
+    key, fp8 = "algorithm.rollout_correction", [f"{R}.name=vllm", f"{R}.quantization=fp8"]
+    assert load_config(fp8).algorithm.rollout_correction.rollout_is == "token"
+    assert load_config(fp8).actor_rollout_ref.rollout.parity.is_enabled
+    assert load_config([f"{R}.name=vllm"]).algorithm.rollout_correction.rollout_is is None
+    for chosen in (f"{key}.rollout_is=null", f"{key}.bypass_mode=true", "trainer.max_staleness=4"):
+        workers = ["trainer.rollout_workers=1"] if "staleness" in chosen else []
+        assert load_config([*fp8, chosen, *workers]).algorithm.rollout_correction.rollout_is is None
+
+
 def test_notes_go_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         load_config(["transfer_queue.enable=true"])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -124,7 +125,7 @@ def assert_serves(engine: Engine, full: Mapping[str, Tensor]) -> None:
         assert torch.equal(held[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
 
-def test_the_loader_tells_which_matrices_are_float8() -> None:
+def test_the_loader_shows_which_matrices_are_float8() -> None:
     layout = Engine().weight_layout()
     kinds = dict.fromkeys(("embed", "norm"), "bfloat16") | dict.fromkeys(MATRICES, "float8_e4m3fn")
     assert layout.dtypes == kinds | {name + SCALE: "float32" for name in MATRICES}
@@ -132,31 +133,37 @@ def test_the_loader_tells_which_matrices_are_float8() -> None:
     assert layout.loader == ()
 
 
-@pytest.mark.parametrize("executor", ["shm", "ipc", "nccl", "disk", "gather", "local"])
+@pytest.mark.parametrize("executor", ["shm", "ipc", "nccl", "disk", "gather"])
 def test_every_executor_brings_elements_and_scales(executor: ExecutorName, tmp_path: Path) -> None:
     trainer, engine = Trainer(), Engine()
     ends = ThreadGroup([WeightSender(trainer)]), ThreadGroup([WeightReceiver(engine)])  # pyrefly: ignore
     disk = tmp_path if executor == "disk" else None
-    if executor != "local":
-        manager = ShardingManager(*ends, executor=executor, disk_root=disk, deadline_s=scaled_s(60.0))
-        manager.connect()
+    manager = ShardingManager(*ends, executor=executor, disk_root=disk, deadline_s=scaled_s(60.0))
+    manager.connect()
     for version in range(3):
         trainer.take(full := model(version))
-        if executor == "local":
-            reshard_local(trainer, engine, version=version)  # pyrefly: ignore
-        else:
-            manager.push(version)
-            if executor != "gather":
-                assert len(manager.validate()) == len(SHAPES) + len(MATRICES)
+        manager.push(version)
+        if executor != "gather":
+            assert len(manager.validate()) == len(SHAPES) + len(MATRICES)
         assert engine.version == version
         assert_serves(engine, full)
-    if executor != "local":
-        manager.close()
+    manager.close()
+
+
+def pushed_locally(seed: int) -> None:
+    """What an engine beside each rank holds; of several ranks each has a part and gathers the rest."""
+    trainer, engine = Trainer(dist.get_rank(), dist.get_world_size()), Engine()
+    trainer.take(full := model(seed))
+    reshard_local(trainer, engine, version=seed)  # pyrefly: ignore
+    assert_serves(engine, full)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_engines_beside_the_trainer_hold_elements_and_scales(ranks: int) -> None:
+    run_ranks(ranks, pushed_locally, 1)
 
 
 def of_rank(seed: int) -> tuple[WeightLayout, dict[str, Tensor]]:
-    import torch.distributed as dist
-
     trainer = Trainer(dist.get_rank(), dist.get_world_size())
     trainer.take(model(seed))
     weights = Fp8Weights(trainer, {name: SHAPES[name] for name in MATRICES})  # pyrefly: ignore
