@@ -81,10 +81,9 @@ def _old_answers(values: Mapping[str, object], given: Mapping[str, Given]) -> di
 
 def _quantised_answers(values: Mapping[str, object], given: Mapping[str, Given]) -> dict[str, Given]:
     """Token-level importance weights where FP8 weights draw the answers and no correction is chosen."""
-    key, quantisation = f"{CORRECTION}.rollout_is", f"{_POLICY}.rollout.quantization"
-    if values.get(quantisation) is None or any(name.startswith(f"{CORRECTION}.") for name in given):
-        return {}
-    return {key: Given("token", f"follows {quantisation}", key)} if key in values else {}
+    key, cause = f"{CORRECTION}.rollout_is", f"{_POLICY}.rollout.quantization"
+    is_chosen = any(name.startswith(f"{CORRECTION}.") for name in given)
+    return {key: Given("token", f"follows {cause}", key)} if key in values and values[cause] and not is_chosen else {}
 
 
 def _expert_tensor(values: Mapping[str, Any]) -> dict[str, Given]:

@@ -102,8 +102,7 @@ def quantise(boxes: Sequence[tuple[Tensor, Box, Tensor, Tensor]], scales: Tensor
 
 def _quantise_box(values: Tensor, box: Box, scales: Tensor, elements: Tensor | None = None) -> None:
     """Raise the scales of the blocks that a box touches to its largest magnitudes; or divide its elements by them."""
-    before = [at % BLOCK for at in box.start]
-    ends = zip(box.start, box.shape, strict=True)
+    before, ends = [at % BLOCK for at in box.start], zip(box.start, box.shape, strict=True)
     touched = scales[tuple(slice(at // BLOCK, -(-(at + n) // BLOCK)) for at, n in ends)]
     if values.is_cuda:
         from rlsys.weights import kernels

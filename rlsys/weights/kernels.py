@@ -121,5 +121,5 @@ def quantise_blocks(values: Tensor, before: Sequence[int], scales: Tensor, eleme
     values = values if values.stride(1) == 1 else values.contiguous()
     box, divides = (values, values.stride(0), *values.shape, *before), elements is not None
     with torch.cuda.device(values.device):
-        into = elements if divides else values
-        _quantise_block[tuple(scales.shape)](*box, scales, scales.stride(0), into, divides, num_warps=NUM_WARPS)
+        quantise = _quantise_block[tuple(scales.shape)]
+        quantise(*box, scales, scales.stride(0), elements if divides else values, divides, num_warps=NUM_WARPS)

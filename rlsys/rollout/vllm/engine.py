@@ -257,7 +257,7 @@ class VLLMRollout(BaseRolloutEngine):
         end_groups(self.engine.engine_core.shutdown, shared=self._shares_groups)
         del self.engine
 
-    def _model(self) -> object:
+    def _model(self) -> torch.nn.Module:
         return self.engine.model_executor.driver_worker.worker.model_runner.get_model()
 
     def _rpc(self, method: str, *args: object) -> Any:

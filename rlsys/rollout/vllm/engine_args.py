@@ -69,9 +69,7 @@ def _float8(num_layers: int, *, is_pushed: bool) -> dict[str, object]:
     """
     os.environ["VLLM_USE_DEEP_GEMM"] = "0"
     routers = [f"model.layers.{layer}.mlp.gate" for layer in range(num_layers)]
-    if is_pushed:
-        blocks = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
-        form = {"hf_overrides": {"quantization_config": {**blocks, "modules_to_not_convert": routers}}}
-    else:
-        form = {"quantization": "fp8_per_block", "quantization_config": {"ignore": routers}}
-    return {"moe_backend": "triton", **form}
+    made = {"quantization": "fp8_per_block", "quantization_config": {"ignore": routers}}
+    blocks = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
+    pushed = {"hf_overrides": {"quantization_config": {**blocks, "modules_to_not_convert": routers}}}
+    return {"moe_backend": "triton", **(pushed if is_pushed else made)}
