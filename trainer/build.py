@@ -96,8 +96,7 @@ def prepare(config: PPOConfig) -> PreparedRun:
     check_data_sources(config.reward, train_rows.data_sources + (val_rows.data_sources if val_rows else ()))
     if len(config.teachers) > 1 and config.distillation.teacher_key == config.data.reward_fn_key:
         teacher_numbers(config, train_rows.data_sources)
-    steps = num_steps(config, train_rows)
-    return PreparedRun(config, plan, libraries, tokenizer, train_rows, val_rows, steps)
+    return PreparedRun(config, plan, libraries, tokenizer, train_rows, val_rows, num_steps(config, train_rows))
 
 
 def _build(

@@ -124,8 +124,7 @@ class WorkerGroups:
 
     @property
     def all(self) -> list[Group]:
-        groups = (self.actor, self.rollout, self.critic, self.ref, self.rm, self.teacher, self.judge)
-        return [group for group in groups if group is not None]
+        return [group for group in vars(self).values() if group is not None]
 
     def save(self, folder: Path, *, background: Collection[EngineGroup] = ()) -> None:
         """Write the trained roles' parts of a checkpoint, those of some groups in the background."""

@@ -13,17 +13,10 @@ from rlsys.algorithms.filters import informative_groups
 from rlsys.algorithms.groups import group_ids_of
 from rlsys.config.schema.trainer import TrainingConfig
 from rlsys.protocol import DataProto
+from rlsys.telemetry import metrics as compute
 from rlsys.telemetry.best_effort import BestEffort
 from rlsys.telemetry.log import get_logger
 from rlsys.telemetry.memory import MemoryRecord, by_stage, memory_metrics, memory_table
-from rlsys.telemetry.metrics import (
-    ALL_TOKEN_STAGES,
-    StageTimer,
-    data_metrics,
-    reduce_metrics,
-    throughput_metrics,
-    timing_metrics,
-)
 from rlsys.telemetry.progress import Counts, Progress
 from rlsys.telemetry.recorder import StageRecorder, StageReport
 from rlsys.telemetry.report import RunReport
@@ -67,7 +60,7 @@ class Reporter:
         self._flat_steps = 0
 
     @property
-    def stage(self) -> StageTimer:
+    def stage(self) -> compute.StageTimer:
         """`with stage("update_actor"):` times a stage, shows it and puts it on the timeline."""
         return self._stages.stage
 
@@ -105,12 +98,12 @@ class Reporter:
 
     def add_lists(self, metrics: Mapping[str, object]) -> None:
         """Add metrics collected from ranks: each list becomes one number."""
-        self._metrics.update(reduce_metrics(metrics))
+        self._metrics.update(compute.reduce_metrics(metrics))
 
     def batch_metrics(self, batch: DataProto) -> None:
         """Add the metrics of the trained batch; a warning after 3 steps whose scores are all equal."""
         rows = batch.tensors
-        self.add(data_metrics(rows))
+        self.add(compute.data_metrics(rows))
         scores, uids = rows["token_level_scores"].sum(-1), batch.non_tensor_batch.get("uid")
         if uids is not None and len(set(uids)) < len(scores):
             varies = informative_groups(scores, group_ids_of(uids))
@@ -144,8 +137,8 @@ class Reporter:
         prompt, response = self._tokens
         metrics = {
             **self._metrics,
-            **timing_metrics(seconds, num_prompt_tokens=prompt, num_response_tokens=response),
-            **throughput_metrics(
+            **compute.timing_metrics(seconds, num_prompt_tokens=prompt, num_response_tokens=response),
+            **compute.throughput_metrics(
                 num_tokens=prompt + response, step_s=seconds.get("step", 0.0), num_devices=self._num_devices
             ),
             **memory_metrics(memory),
@@ -203,7 +196,7 @@ class Reporter:
     def _finish_timeline(self, step: int, tokens_per_s: float) -> None:
         """Write the step's stages with their step and tokens, the speed, and an arrow to each worker's call."""
         tracer, (prompt, response) = self._stages.tracer, self._tokens
-        tokens = dict.fromkeys(ALL_TOKEN_STAGES, prompt + response) | {"gen": response}
+        tokens = dict.fromkeys(compute.ALL_TOKEN_STAGES, prompt + response) | {"gen": response}
         add_arguments(self._events, tracer.pid, step, tokens)
         tracer.counter("tokens/s per device", {"tokens/s": tokens_per_s})
         events = [*self._events, *arrows(self._events, tracer.pid)]

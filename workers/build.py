@@ -51,8 +51,7 @@ class EngineRun:
 
 def make_mfu_meter(model: ModelConfig, engine: TrainEngine, run: EngineRun, *, lm_head: bool = True) -> MfuMeter:
     """The MFU meter of a rank of an engine."""
-    ranks_per_row = dist.get_world_size() // engine.dp_size
-    peak = peak_flops(torch.device(run.device)) * ranks_per_row
+    peak = peak_flops(torch.device(run.device)) * (dist.get_world_size() // engine.dp_size)
     return MfuMeter(read_config(model), peak, lm_head)
 
 

@@ -219,8 +219,7 @@ class Layers:
             self.problems.append(f"{given.spelling} ({given.origin}): {why}")
             return
         if isinstance(given.value, dict) and not is_open(field):
-            why = "it is a single value, not a section"
-            self.problems.append(f"{given} ({given.origin}): {why}")
+            self.problems.append(f"{given} ({given.origin}): it is a single value, not a section")
         elif path == key and not isinstance(given.value, dict):
             self._set(path, given)
         else:

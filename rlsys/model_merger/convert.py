@@ -246,8 +246,7 @@ def write_file(path: Path, specs: Mapping[str, TensorSpec], tensors: Iterable[Te
     """Write one file and force it to disk. `tensors` come in the order of `specs`, names to (stored type, shape)."""
     given = iter(tensors)
     with written_whole(path, durable=True) as file:
-        entries = ((name, spec[0], spec[1], num_bytes(spec)) for name, spec in specs.items())
-        file.write(header(entries))
+        file.write(header((name, spec[0], spec[1], num_bytes(spec)) for name, spec in specs.items()))
         for name, (dtype, shape) in specs.items():
             tensor = next(given)
             assert (tensor.dtype, tuple(tensor.shape)) == (torch_dtype(dtype), tuple(shape)), name
