@@ -91,7 +91,7 @@ class ParityProbe:
         problems = [
             self._describe(parity, version, how, int(tokens[parity.row, parity.column]))
             for parity, how in ((scored, "when it scores them"), (sampled, "when it sampled them"))
-            if parity and (parity.mean_abs > limits.mean_limit or parity.max_abs > limits.max_limit)
+            if parity and not (parity.mean_abs <= limits.mean_limit and parity.max_abs <= limits.max_limit)  # nan, too
         ]
         return ParityReport(version, scored, sampled, "\n".join([*problems, CAUSES]) if problems else "")
 
