@@ -28,7 +28,7 @@ from rlsys.types import ModelRequest as ModelRequest
 from rlsys.types import ModelResponse as ModelResponse
 
 FSDPLMEngine, InferenceEngine = LMEngine, RolloutEngine
-RemoteSGLangEngine, RemotevLLMEngine = SGLangRemoteEngine, VLLMRemoteEngine
+RemoteSGLangEngine, RemotevLLMEngine, vLLMRemoteEngine = SGLangRemoteEngine, VLLMRemoteEngine, VLLMRemoteEngine
 AsyncRolloutCollector = RemoteEngine
 
 

@@ -186,6 +186,12 @@ NAMES = {
         "actor_rollout_ref.actor.megatron.override_transformer_config",
         {"moe_router_dtype": "fp32"},
     ),
+    "eps_clip=0.3": ("actor_rollout_ref.actor.clip_ratio", 0.3),
+    "group_size=4": ("actor_rollout_ref.rollout.n", 4),
+    "reward_bias=-0.5": ("algorithm.reward_bias", -0.5),
+    "kl_ctl=0.1": ("algorithm.kl_ctrl.kl_coef", 0.1),
+    "gae_lambda=0.9": ("algorithm.lam", 0.9),
+    "group_adv_norm=true": ("algorithm.adv_norm.mean_level", "group"),
     "ref.path=model": ("actor_rollout_ref.ref.model.path", "model"),
 }
 
