@@ -8,9 +8,12 @@ same ids before every drawn token: nothing is tokenised a second time.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import TYPE_CHECKING
 
-from rlsys.protocol import ImageInputs
 from rlsys.types import Finish, ModelResponse
+
+if TYPE_CHECKING:  # the processes of tools import this module, and must not wait for torch
+    from rlsys.protocol import ImageInputs
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +31,7 @@ class Span:
     sampled_log_probs: tuple[float, ...] = ()
     versions: tuple[int, ...] = ()
     finish: Finish | None = None
-    images: tuple[ImageInputs, ...] = ()
+    images: "tuple[ImageInputs, ...]" = ()
     num_tokens: int = field(init=False)
     next_turn: int = field(init=False)
 
@@ -57,7 +60,7 @@ class Span:
         return tuple(chain.from_iterable(span.ids for span in self.path))
 
     @property
-    def all_images(self) -> tuple[ImageInputs, ...]:
+    def all_images(self) -> "tuple[ImageInputs, ...]":
         """The images from the root to the end of this span."""
         return tuple(chain.from_iterable(span.images for span in self.path))
 
@@ -81,7 +84,7 @@ class TraceRow:
     rewards: tuple[float, ...]
     weight: float
     finish: Finish
-    images: tuple[ImageInputs, ...] = ()
+    images: "tuple[ImageInputs, ...]" = ()
 
 
 class Trace:
@@ -90,7 +93,7 @@ class Trace:
     def __init__(self) -> None:
         self.spans: list[Span] = []
 
-    def give(self, ids: Sequence[int], parent: Span | None = None, images: Sequence[ImageInputs] = ()) -> Span:
+    def give(self, ids: Sequence[int], parent: Span | None = None, images: "Sequence[ImageInputs]" = ()) -> Span:
         """Add tokens that the model did not draw, and the images in them."""
         return self._add(Span(tuple(ids), parent, images=tuple(images)))
 
