@@ -12,9 +12,9 @@ from torch import Tensor
 
 from rlsys.agent.runner import EpisodeResult
 from rlsys.agent.trace import TraceRow
-from rlsys.data.collate import pad_rows, padded_prompts
+from rlsys.data.collate import padded_prompts
 from rlsys.protocol import IMAGES, DataProto, object_array
-from rlsys.protocol.rows import row_tensors
+from rlsys.protocol.rows import pad_rows, row_tensors
 from rlsys.types import Finish
 
 

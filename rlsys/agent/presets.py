@@ -23,8 +23,8 @@ from rlsys.agent.tool_process import CREATE
 from rlsys.agent.tools import Tool, load_target, target_of, tool_of, tools_of_class
 from rlsys.agent.trace import TraceRow
 from rlsys.config.schema.agent import AgentConfig, MultiTurnConfig
-from rlsys.data.collate import pad_rows
 from rlsys.protocol import ImageInputs
+from rlsys.protocol.rows import pad_rows
 from rlsys.rewards.math import compute_score_anywhere
 from rlsys.types import ModelRequest, ModelResponse, SamplingParams
 from rlsys.utils.errors import ConfigError

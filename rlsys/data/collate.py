@@ -14,28 +14,10 @@ from rlsys.data.chat import as_messages, encode_conversation
 from rlsys.data.rows import PromptRow
 from rlsys.data.supervised import TokenizedText
 from rlsys.protocol import IMAGES, DataProto, ImageInputs, object_array
-from rlsys.protocol.rows import position_ids, row_tensors
+from rlsys.protocol.rows import pad_rows, position_ids, row_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-def pad_rows(rows: Sequence[Sequence[float]], *, value: float, left: bool = False, length: int | None = None) -> Tensor:
-    """(B, length), float32 where `value` is a float, else int64, padded on the right, or the `left`; the longest row
-    sets a missing length.
-
-    Raises ValueError for a row that is longer.
-    """
-    longest = max(map(len, rows), default=0)
-    length = longest if length is None else length
-    if longest > length:
-        raise ValueError(f"a row of {longest} tokens does not fit into {length}")
-    dtype = torch.float32 if isinstance(value, float) else torch.int64
-    padded = torch.full((len(rows), length), value, dtype=dtype)
-    for number, row in enumerate(rows):
-        columns = slice(length - len(row), length) if left else slice(0, len(row))
-        padded[number, columns] = torch.tensor(list(row), dtype=dtype)
-    return padded
 
 
 def uid(epoch: int, index: int) -> str:

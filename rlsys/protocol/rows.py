@@ -2,8 +2,10 @@
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, cast
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 from torch import Tensor
@@ -54,6 +56,24 @@ def response_lengths(data: DataProto) -> Tensor:
     """Tokens of each response (B,), those of tool results included."""
     num_tokens = data.tensors["responses"].shape[1]
     return data.tensors["attention_mask"][:, -num_tokens:].sum(-1)
+
+
+def pad_rows(rows: Sequence[Sequence[float]], *, value: float, left: bool = False, length: int | None = None) -> Tensor:
+    """(B, length), float32 where `value` is a float, else int64, padded on the right, or the `left`; the longest row
+    sets a missing length.
+
+    Raises ValueError for a row that is longer.
+    """
+    longest = max(map(len, rows), default=0)
+    length = longest if length is None else length
+    if longest > length:
+        raise ValueError(f"a row of {longest} tokens does not fit into {length}")
+    dtype, kind = (torch.float32, np.float64) if isinstance(value, float) else (torch.int64, np.int64)
+    columns = torch.arange(length).flip(0) if left else torch.arange(length)
+    padded = torch.full((len(rows), length), value, dtype=dtype)
+    flat = np.fromiter(chain.from_iterable(rows), kind)
+    padded[columns < torch.tensor([*map(len, rows)])[:, None]] = torch.from_numpy(flat).to(dtype)
+    return padded
 
 
 def position_ids(attention_mask: Tensor) -> Tensor:

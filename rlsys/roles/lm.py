@@ -38,7 +38,8 @@ class LMEngine:
     def train_lm(self, batch: DataProto) -> dict[str, float]:
         """One optimizer step on all rows: train/loss, train/ppl, train/grad_norm, train/lr, train/skipped_steps."""
         metrics = run_updates(self.engine, [(batch, lm_loss)], outputs=("log_probs",), prefix="train")
-        return {**metrics, "train/ppl": _perplexity(metrics["train/loss"])}
+        loss = metrics["train/loss"]
+        return {**metrics, "train/ppl": math.exp(min(loss, 700.0)) if math.isfinite(loss) else math.nan}
 
     train_batch = train_lm
 
@@ -49,7 +50,3 @@ class LMEngine:
         return {"val/loss": (-masked_sum(log_probs.double(), mask).item(), float(mask.bool().sum()))}
 
     evaluate = evaluate_lm
-
-
-def _perplexity(loss: float) -> float:
-    return math.exp(min(loss, 700.0)) if math.isfinite(loss) else math.nan

@@ -5,7 +5,7 @@ Letters: B rows, P prompt columns (padded left), R response columns (padded righ
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from itertools import chain
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from torch import Tensor
 from rlsys.interfaces import RolloutEngine
 from rlsys.protocol import DataProto, images_of, object_array
 from rlsys.protocol.columns import tensors_of
-from rlsys.protocol.rows import row_tensors
+from rlsys.protocol.rows import pad_rows, row_tensors
 from rlsys.rollout.partial import complete
 from rlsys.rollout.sampling.sample import combine_seeds
 from rlsys.types import ModelRequest, ModelResponse, SamplingParams
@@ -68,22 +68,14 @@ def from_responses(batch: DataProto, responses: Sequence[ModelResponse]) -> Data
     """The rows of `generate_sequences` from the responses to `to_requests(batch)`."""
     prompts, prompt_mask = prompts_of(batch)
     width, pad = int(batch.meta_info["response_length"]), int(batch.meta_info["pad_token_id"])
-    lengths = torch.tensor([len(response.output_tokens) for response in responses])
-    filled = torch.arange(width) < lengths[:, None]
-
-    def column(values: Iterable[Iterable[Any]], empty: float, dtype: torch.dtype) -> Tensor:
-        out = torch.full(filled.shape, empty, dtype=dtype)
-        flat = np.fromiter(chain.from_iterable(values), np.float64 if dtype.is_floating_point else np.int64)
-        out[filled] = torch.from_numpy(flat).to(dtype)
-        return out
-
-    tokens = column((r.output_tokens for r in responses), pad, torch.int64)
-    response_mask = filled.to(torch.int64)
+    right = partial(pad_rows, length=width)
+    response_mask = right([[1] * len(r.output_tokens) for r in responses], value=0)
+    tokens = right([r.output_tokens for r in responses], value=pad)
     tensors = row_tensors(prompts, prompt_mask, tokens, response_mask) | {
         "response_mask": response_mask,
-        "rollout_log_probs": column((r.output_logprobs for r in responses), 0.0, torch.float32),
-        "rollout_sampled_log_probs": column((r.sampled_logprobs for r in responses), 0.0, torch.float32),
-        "weight_versions": column((r.output_versions for r in responses), -1, torch.int64),
+        "rollout_log_probs": right([r.output_logprobs for r in responses], value=0.0),
+        "rollout_sampled_log_probs": right([r.sampled_logprobs for r in responses], value=0.0),
+        "weight_versions": right([r.output_versions for r in responses], value=-1),
     }
     if any(response.routed_experts is not None for response in responses):
         tensors["routed_experts"] = _routes(prompt_mask, responses, width)

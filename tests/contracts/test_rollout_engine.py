@@ -60,12 +60,12 @@ class OneServer:
     """An external server behind the verbs of a RolloutEngine."""
 
     def __init__(self, fleet: RemoteEngine) -> None:
-        self.fleet, self.pool, self.server = fleet, fleet.pool, fleet.pool.servers[0]
+        self.fleet, self.server = fleet, fleet.servers[0]
 
     def exchange(
         self, new: Sequence[ModelRequest] = (), *, wait_s: float, cancel: Collection[str] = ()
     ) -> list[ResponseDelta]:
-        if self.pool.quarantined:
+        if self.fleet.quarantined:
             raise WeightTransferError("the server is quarantined")
         return self.server.exchange(new, cancel=cancel, wait_s=wait_s, deadline_s=scaled_s(30))
 
@@ -74,13 +74,13 @@ class OneServer:
         return self.fleet.compute_log_prob(batch).batch["rollout_log_probs"]
 
     def begin_update(self) -> None:
-        self.pool.quarantined = True
-        self.pool.do(self.pool.stop())
+        self.fleet.quarantined = True
+        self.fleet.do(self.fleet._stop())
 
     def finish_update(self, version: int) -> None:
         self.fleet.set_version(version)
-        self.pool.do(self.pool.resume())
-        self.pool.quarantined = False
+        self.fleet.do(self.fleet._resume())
+        self.fleet.quarantined = False
 
     def sleep(self, tags: Sequence[str]) -> None:
         check_tags(tags)
@@ -89,7 +89,7 @@ class OneServer:
         check_tags(tags)
 
     def health(self) -> dict[str, Any]:
-        return {**self.server.about(), "version": self.pool.version}
+        return {**self.server.about(), "version": self.fleet.version}
 
     def close(self) -> None:
         self.fleet.close()

@@ -13,7 +13,7 @@ from rlsys.fleet.external.http import Call
 from rlsys.fleet.external.settings import RemoteSettings
 from rlsys.rollout.sglang.given_images import image_record
 from rlsys.rollout.vllm.given_images import image_features
-from rlsys.types import Finish, ModelRequest, WeightUpdateMeta
+from rlsys.types import Finish, ModelRequest, SamplingParams, WeightUpdateMeta
 from rlsys.weights.executors.external import SentBucket, ServerGroup
 
 PROCESSED, RAW, FULL = "processed", "raw", "full"
@@ -64,17 +64,8 @@ class SGLangBackend:
     begin_update = Call("/begin_weight_update", {}, optional=True)
 
     def generate(self, request: ModelRequest, settings: RemoteSettings, *, adapter: str, salt: str) -> Call:
-        params = request.gconfig
-        sampling: dict[str, object] = {
-            "max_new_tokens": params.max_new_tokens,
-            "min_new_tokens": params.min_new_tokens,
-            "temperature": params.temperature,
-            "top_p": params.top_p,
-            "top_k": params.top_k,
-            "stop_token_ids": list(params.stop_token_ids),
-            "ignore_eos": params.ignore_eos,
-            "skip_special_tokens": False,
-        }
+        params, sampling = request.gconfig, _sampling(request.gconfig)
+        sampling |= {"max_new_tokens": params.max_new_tokens, "min_new_tokens": params.min_new_tokens}
         if settings.send_seeds:
             sampling["sampling_seed"] = params.seed
         body: dict[str, object] = {"input_ids": list(request.input_ids), "sampling_params": sampling}
@@ -160,20 +151,9 @@ class VLLMBackend:
     )
 
     def generate(self, request: ModelRequest, settings: RemoteSettings, *, adapter: str, salt: str) -> Call:
-        params, ids = request.gconfig, list(request.input_ids)
-        sampling: dict[str, object] = {
-            "max_tokens": params.max_new_tokens,
-            "min_tokens": params.min_new_tokens,
-            "temperature": params.temperature,
-            "top_p": params.top_p,
-            "top_k": params.top_k,
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
-            "stop_token_ids": list(params.stop_token_ids),
-            "ignore_eos": params.ignore_eos,
-            "skip_special_tokens": False,
-            "logprobs": 0,
-        }
+        params, sampling, ids = request.gconfig, _sampling(request.gconfig), list(request.input_ids)
+        sampling |= {"max_tokens": params.max_new_tokens, "min_tokens": params.min_new_tokens, "logprobs": 0}
+        sampling |= {"min_p": 0.0, "repetition_penalty": 1.0}
         if settings.send_seeds:
             sampling["seed"] = (params.seed + len(ids)) % 2**63
         body: dict[str, object] = {"stream": True, "model": adapter or settings.servers.model or None}
@@ -270,6 +250,12 @@ def probed_mode(answer: object) -> str:
     choices = answer.get("choices") if isinstance(answer, dict) else None
     values = choices[0]["logprobs"]["token_logprobs"] if choices else [None]
     return PROCESSED if values[0] is not None and values[0] > -1e-6 else RAW
+
+
+def _sampling(params: SamplingParams) -> dict[str, object]:
+    """What both kinds of server call alike."""
+    names = ("temperature", "top_p", "top_k", "stop_token_ids", "ignore_eos")
+    return {name: getattr(params, name) for name in names} | {"skip_special_tokens": False}
 
 
 def _section(of: object, key: str) -> Mapping[str, Any]:

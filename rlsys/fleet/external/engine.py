@@ -1,17 +1,20 @@
 """Fleets over external SGLang and vLLM servers, with AReaL's names beside a fleet's own."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from rlsys.fleet.external.backends import Backend, SGLangBackend, VLLMBackend
-from rlsys.fleet.external.server_pool import SendWeights, ServerPool
-from rlsys.fleet.external.settings import RemoteSettings
+from rlsys.fleet.external.backends import Backend, SGLangBackend, VLLMBackend, adapter_of
+from rlsys.fleet.external.http import ServerFault, open_session
+from rlsys.fleet.external.server import ServerReplica
+from rlsys.fleet.external.settings import KEY, RemoteSettings
 from rlsys.fleet.fleet import RolloutFleet
 from rlsys.fleet.requests import FleetDeadlines, Replica
 from rlsys.protocol import DataProto
@@ -25,10 +28,14 @@ from rlsys.types import (
     ModelResponse,
     WeightUpdateMeta,
 )
-from rlsys.utils.errors import WeightTransferError
+from rlsys.utils.daemon_threads import LoopThread, cancel_others
+from rlsys.utils.errors import DeadlineError, RolloutError, WeightTransferError
 
+T = TypeVar("T")
+SendWeights = Callable[[Sequence[ServerReplica], int], Awaitable[Sequence[ServerReplica]]]
+"""Sends a version to servers; returns those that have received it."""
 MAX_RESTARTS = 1_000_000
-RESTART_S = 30.0
+RESTART_S, CLOSE_S, POLL_S = 30.0, 10.0, 0.5
 PADS = {"versions": -1, "turn_ids": -1}
 Trajectory = Mapping[str, Tensor]
 
@@ -47,11 +54,17 @@ class RemoteEngine(RolloutFleet):
 
     def __init__(self, settings: RemoteSettings, *, version: int = 0) -> None:
         servers = settings.servers
-        self.settings, self.pool = settings, ServerPool(self.backend_cls(), settings, version=version)
-        self._connected = False
+        self.settings, self.backend = settings, self.backend_cls()
+        self.adapter, self.quarantined, self._connected = "", False, False
+        self.job = secrets.token_hex(8)  # a server may still know images by the weights of another job
+        self.weights: WeightUpdateMeta | None = None
+        self._adapters: list[str] = []
+        self._thread = LoopThread(f"remote-{self.backend.kind}")
+        self.servers = [ServerReplica(url, self) for url in settings.urls]
+        self.session, self.updating = self.do(open_session(settings.token)), asyncio.Lock()
         self._updates = ThreadPoolExecutor(1, thread_name_prefix="update-weights")
         super().__init__(
-            self.pool.servers,
+            self.servers,
             chunk_rows=None,
             deadlines=FleetDeadlines(generate_s=settings.request_s, restart_s=RESTART_S),
             on_restart=self._bring,
@@ -61,19 +74,50 @@ class RemoteEngine(RolloutFleet):
             max_failures=settings.breaker_failures,
             affinity=servers.policy == "affinity",
         )
-        self.version, self.server_urls, self.session = version, list(settings.urls), self.pool.session
+        self.version, self.server_urls = version, list(settings.urls)
+
+    def _start(self, work: Coroutine[object, None, T]) -> Future[T]:
+        """Run a coroutine on the loop."""
+        if self._thread.loop.is_closed():
+            work.close()
+            raise RolloutError("the remote engine is closed")
+        return self._thread.start(work)
+
+    def do(self, work: Coroutine[object, None, T], limit_s: float | None = None, who: str = "", stage: str = "") -> T:
+        """The coroutine's result; DeadlineError after `limit_s`."""
+        waiting = self._start(work)
+        try:
+            return waiting.result(limit_s)
+        except DeadlineError:
+            raise
+        except TimeoutError as error:
+            cause = next((server.cause for server in self.servers if server.url == who), "")
+            raise DeadlineError(who, stage, limit_s or 0.0, cause) from error
+        finally:
+            waiting.cancel()
 
     def connect(self) -> None:
         """Wait until a server is up; DeadlineError after `start_s`. The first call does this, too."""
         if not self._connected:
-            self.pool.do(self.pool.connect())
+            self.do(self._first_admitted())
             self._connected = True
+
+    async def _first_admitted(self) -> None:
+        """Wait until a server is up; the others are admitted when they come up."""
+        end_s = time.monotonic() + self.settings.start_s
+        while not any(server.is_admitted for server in self.servers):
+            await asyncio.gather(*(server.admit() for server in self.servers), return_exceptions=True)
+            if time.monotonic() > end_s and not any(server.is_admitted for server in self.servers):
+                states = "; ".join(server.cause for server in self.servers)
+                who = " and ".join(self.settings.urls)
+                raise DeadlineError(who, "start", self.settings.start_s, f"start the servers first. {states}")
+            await asyncio.sleep(0 if any(server.is_admitted for server in self.servers) else POLL_S)
 
     def submit(
         self, work: Sequence[ModelRequest | PartialResponse], *, together: bool = False
     ) -> list[Future[ModelResponse]]:
         self.connect()
-        if self.pool.quarantined:
+        if self.quarantined:
             raise WeightTransferError("the servers are quarantined: their weights are not whole until the next update")
         return super().submit(work, together=together)
 
@@ -106,12 +150,22 @@ class RemoteEngine(RolloutFleet):
             raise ValueError(f"servers score given tokens at temperature 1 only, not {temperature:g}")
 
         def scored(sequences: list[list[int]], lengths: list[int]) -> list[tuple[int, list[float]]]:
-            pending = [self.pool.start(self.pool.scores(ids)) for ids in sequences]
+            pending = [self._start(self._scores(ids)) for ids in sequences]
             values = zip((scores.result() for scores in pending), lengths, strict=True)
             return [(row, scores[len(scores) - length :]) for row, (scores, length) in enumerate(values)]
 
         self.connect()
         return DataProto.from_dict({"rollout_log_probs": torch.as_tensor(score_sequences(data, scored))})
+
+    async def _scores(self, token_ids: Sequence[int]) -> list[float]:
+        """Log-probabilities of every token but the first, by the first server that gives them."""
+        error: Exception = RolloutError("no server is up")
+        for server in sorted(self.servers, key=lambda server: not server.is_admitted):
+            try:
+                return await server.score(token_ids)
+            except ServerFault as fault:
+                error = fault
+        raise error
 
     # ---- weights -----------------------------------------------------------------------------------------------
 
@@ -136,43 +190,85 @@ class RemoteEngine(RolloutFleet):
     ) -> None:
         """As `update_weights`, for a caller that holds the fleet in `pushing`; with `send` without a folder."""
         self.connect()
-        self.pool.do(self.pool.update(meta, send), deadline_s, "the external servers", "update_weights")
+        self.do(self._update(meta, send), deadline_s, "the external servers", "update_weights")
+
+    async def _update(self, meta: WeightUpdateMeta, send: SendWeights | None = None) -> None:
+        """Bring every server to new weights, which it loads or `send` sends; those that fail are out until they have
+        them."""
+        adapter = adapter_of(meta)
+        async with self.updating:
+            if not adapter:
+                self.quarantined = True
+                await self._stop()
+            servers = [server for server in self.servers if server.logprobs]
+            reached = await send(servers, meta.version) if send else servers
+            await asyncio.gather(*(server.attempt(server.take(meta)) for server in reached))
+            if not any(server.is_admitted for server in self.servers):
+                causes = "\n  ".join(server.cause for server in self.servers)
+                hint = f"\n(they must see {meta.weights_path}: {KEY}.weights_dir)" if meta.weights_path else ""
+                raise WeightTransferError(f"no server took version {meta.version}:\n  {causes}{hint}")
+            self.weights, self.version, self.adapter = meta, meta.version, adapter
+            if not adapter:
+                await self._resume()
+                self.quarantined = False
+            await self._forget_adapters()
+
+    async def _forget_adapters(self) -> None:
+        if self.adapter and self.adapter not in self._adapters:
+            self._adapters.append(self.adapter)
+        while len(self._adapters) > self.settings.keep_adapters:
+            call = self.backend.unload_adapter(self._adapters.pop(0))
+            unloaded = (server.send("unload", call) for server in self.servers if server.is_admitted)
+            await asyncio.gather(*unloaded, return_exceptions=True)
 
     def set_version(self, version: int) -> None:
         """Say that the servers' present weights are this version."""
-        self.pool.version = self.version = version
+        self.version = version
 
     def get_version(self) -> int:
-        return self.pool.version
+        assert self.version is not None
+        return self.version
 
     def _bring(self, replica: Replica) -> None:
-        server = next(server for server in self.pool.servers if server is replica)
+        server = next(server for server in self.servers if server is replica)
         if not server.is_admitted:
-            self.pool.do(server.admit(), self.settings.update_s, server.url, "update_weights")
+            self.do(server.admit(), self.settings.update_s, server.url, "update_weights")
 
     def pause(self) -> None:
         """Interrupt all servers, which keep their tokens, and hand them nothing until `resume` or `update_weights`."""
         self._is_pushing = True
         self.settle()
-        self.pool.do(self.pool.stop())
+        self.do(self._stop())
 
     def resume(self) -> None:
         """Let the servers continue."""
         with self.pushing(self.get_version()):
-            self.pool.do(self.pool.resume())
+            self.do(self._resume())
+
+    async def _stop(self) -> None:
+        """Interrupt running requests, keeping their tokens."""
+        await asyncio.gather(*(server.interrupt() for server in self.servers if server.is_admitted))
+
+    async def _resume(self) -> None:
+        await asyncio.gather(*(s.attempt(s.send("resume", self.backend.resume)) for s in self.servers if s.is_admitted))
 
     # ---- life --------------------------------------------------------------------------------------------------
 
     def health(self) -> dict[str, object]:
         """What is known of the servers, without asking them."""
-        servers = {server.url: server.about() for server in self.pool.servers}
-        return {"version": self.version, "adapter": self.pool.adapter, "servers": servers}
+        servers = {server.url: server.about() for server in self.servers}
+        return {"version": self.version, "adapter": self.adapter, "servers": servers}
 
     def close(self) -> None:
         """Give up what waits; the servers stay as they are."""
         super().close()
         self._updates.shutdown(wait=True)
-        self.pool.close()
+        if not self._thread.loop.is_closed():
+            self._thread.close(self._close(), wait_s=CLOSE_S)
+
+    async def _close(self) -> None:
+        await cancel_others()
+        await self.session.close()
 
 
 class SGLangRemoteEngine(RemoteEngine):

@@ -19,7 +19,7 @@ from rlsys.types import Finish, ModelRequest, ResponseDelta, WeightUpdateMeta
 from rlsys.utils.errors import ConfigError, WeightTransferError
 
 if TYPE_CHECKING:
-    from rlsys.fleet.external.server_pool import ServerPool
+    from rlsys.fleet.external.engine import RemoteEngine
 
 log = logging.getLogger(__name__)
 OUT = (ServerFault, RefusedError, ConfigError, WeightTransferError)
@@ -36,8 +36,8 @@ TIED_ON_CPU = (
 class ServerReplica:
     """A Replica; `identity` is the server's own name of the weights that it was given last."""
 
-    def __init__(self, url: str, pool: "ServerPool") -> None:
-        self.url, self.name, self.pool = url, url, pool
+    def __init__(self, url: str, engine: "RemoteEngine") -> None:
+        self.url, self.name, self.engine = url, url, engine
         self.is_admitted, self.cause = False, "not connected yet"
         self.logprobs = self.version = self.identity = ""
         self.capabilities, self.on_cpu, self.normalises = ALL, False, False
@@ -50,15 +50,15 @@ class ServerReplica:
     def exchange(
         self, new: Sequence[ModelRequest], *, cancel: Collection[str], wait_s: float, deadline_s: float
     ) -> list[ResponseDelta]:
-        return self.pool.do(self._exchange(new, set(cancel), wait_s), deadline_s, self.url, "exchange")
+        return self.engine.do(self._exchange(new, set(cancel), wait_s), deadline_s, self.url, "exchange")
 
     def health(self, deadline_s: float) -> Mapping[str, object]:
-        self.pool.do(self.examine(), deadline_s, self.url, "health")
+        self.engine.do(self.examine(), deadline_s, self.url, "health")
         return self.about()
 
     def restart(self, deadline_s: float) -> None:
         """Wait until the server is back; it is restarted from outside."""
-        self.pool.do(self._come_back(), deadline_s, self.url, "start")
+        self.engine.do(self._come_back(), deadline_s, self.url, "start")
 
     def about(self) -> dict[str, object]:
         """What is known of the server, without asking it."""
@@ -70,7 +70,7 @@ class ServerReplica:
     async def _exchange(self, new: Sequence[ModelRequest], cancel: set[str], wait_s: float) -> list[ResponseDelta]:
         if not self.is_admitted:
             raise ServerFault(self.url, "exchange", self.cause)
-        if asyncio.get_running_loop().time() - self._examined_s > self.pool.settings.health_s:
+        if asyncio.get_running_loop().time() - self._examined_s > self.engine.settings.health_s:
             await self.examine()
         for rid in cancel & self._streams.keys():
             self._streams[rid].cancel()
@@ -92,11 +92,11 @@ class ServerReplica:
             self._outbox.append(ResponseDelta(request.rid, error=str(error), refused=True))
         except ServerFault as fault:
             log.warning("%s", fault)
-            if isinstance(fault, StaleWeightsFault) or (self.pool.adapter and fault.status == 404):
+            if isinstance(fault, StaleWeightsFault) or (self.engine.adapter and fault.status == 404):
                 self.is_admitted, self.cause = False, str(fault)
             wait_s = max(fault.wait_s, FIRST_BACKOFF_S * 2 ** min(self.num_failures, 30))
             self.num_failures += 1
-            await asyncio.sleep(min(wait_s, self.pool.settings.max_backoff_s))
+            await asyncio.sleep(min(wait_s, self.engine.settings.max_backoff_s))
             self._outbox.append(ResponseDelta(request.rid, error=str(fault)))
         finally:
             self._streams.pop(request.rid, None)
@@ -104,13 +104,13 @@ class ServerReplica:
     async def _stream(self, request: ModelRequest) -> AsyncGenerator[ResponseDelta]:
         """What one generation of the server adds to a request, by event."""
         self._check(request)
-        pool, settings, backend = self.pool, self.pool.settings, self.pool.backend
-        version, adapter, stamp = pool.version, pool.adapter, self._stamp()
-        call = backend.generate(request, settings, adapter=adapter, salt=f"{pool.job}-{version}")
+        engine, settings, backend = self.engine, self.engine.settings, self.engine.backend
+        version, adapter, stamp = engine.get_version(), engine.adapter, self._stamp()
+        call = backend.generate(request, settings, adapter=adapter, salt=f"{engine.job}-{version}")
         timeout = aiohttp.ClientTimeout(sock_connect=CONNECT_S, sock_read=settings.servers.timeout_s)
         num, seen = request.gconfig.max_new_tokens, 0
         size = EVENT_BYTES + EVENT_TOKEN_BYTES * (len(request.input_ids) + num)
-        stream = events(pool.session, self.url, call, stage="generate", timeout=timeout, max_event_bytes=size)
+        stream = events(engine.session, self.url, call, stage="generate", timeout=timeout, max_event_bytes=size)
         async with aclosing(stream):
             async for event in stream:
                 try:
@@ -144,21 +144,21 @@ class ServerReplica:
                 "with --logprobs-mode processed_logprobs"
             )
         if request.images and "images" not in self.capabilities:
-            raise ValueError(f"{self.url}: {self.pool.backend.kind} {self.version} takes no processed images")
+            raise ValueError(f"{self.url}: {self.engine.backend.kind} {self.version} takes no processed images")
         if request.images and self.normalises:
             raise ValueError(f"{self.url} would normalise pixels again; start it with --no-mm-device-do-normalize")
 
     def _stamp(self) -> str:
         """How the server marks tokens of the current weights; empty where it does not mark them reliably."""
-        if self.pool.backend.kind == "vllm":
-            return self.pool.adapter
-        return "" if self.pool.adapter else self.identity
+        if self.engine.backend.kind == "vllm":
+            return self.engine.adapter
+        return "" if self.engine.adapter else self.identity
 
     async def interrupt(self) -> None:
         """End what runs, by the server's pause or else by hanging up; its tokens are kept and it is given back."""
-        settings = self.pool.settings
+        settings = self.engine.settings
         try:
-            await self._ask(self.pool.backend.pause, "pause", settings.health_deadline_s)
+            await self._ask(self.engine.backend.pause, "pause", settings.health_deadline_s)
             if self._streams:
                 await asyncio.wait(self._streams.values(), timeout=settings.stop_grace_s)
         except (ServerFault, RefusedError) as fault:
@@ -169,9 +169,9 @@ class ServerReplica:
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probabilities at temperature 1 of every token but the first."""
-        pool = self.pool
-        call = pool.backend.score(token_ids, model=pool.settings.servers.model or "", adapter=pool.adapter)
-        return pool.backend.read_scores(await self._ask(call, "score", pool.settings.request_s))
+        backend, settings = self.engine.backend, self.engine.settings
+        call = backend.score(token_ids, model=settings.servers.model or "", adapter=self.engine.adapter)
+        return backend.read_scores(await self._ask(call, "score", settings.request_s))
 
     # ---- health and weights ------------------------------------------------------------------------------------
 
@@ -179,15 +179,15 @@ class ServerReplica:
         """Raise unless the server answers and has the weights that it was given; one that was out is admitted."""
         if not self.is_admitted:
             return await self.admit()
-        await self._ask(HEALTH, "health", self.pool.settings.health_deadline_s)
-        if self.pool.weights is not None and not self.pool.adapter and await self._identify() != self.identity:
+        await self._ask(HEALTH, "health", self.engine.settings.health_deadline_s)
+        if self.engine.weights is not None and not self.engine.adapter and await self._identify() != self.identity:
             self.is_admitted, self.cause = False, "its weights are not those that were pushed"
             raise WeightTransferError(f"{self.url}: {self.cause}")
         self._examined_s = asyncio.get_running_loop().time()
 
     async def admit(self) -> None:
         """Let a server that is up serve, after giving it the current weights."""
-        limit_s, backend, again = self.pool.settings.health_deadline_s, self.pool.backend, bool(self.logprobs)
+        limit_s, backend, again = self.engine.settings.health_deadline_s, self.engine.backend, bool(self.logprobs)
         try:
             await self._ask(HEALTH, "health", limit_s)
             if not again:
@@ -199,9 +199,9 @@ class ServerReplica:
                     images = setting_of(about, "model_config", "multimodal_config")
                     self.normalises = not isinstance(images, dict) or bool(images.get("mm_device_do_normalize"))
                 self.logprobs = probed_mode(await self._ask(backend.probe, "probe", limit_s)) if backend.probe else FULL
-            async with self.pool.updating:
-                if self.pool.weights is not None:
-                    await self.load(self.pool.weights)
+            async with self.engine.updating:
+                if self.engine.weights is not None:
+                    await self.load(self.engine.weights)
                 if again:
                     await self._ask(backend.resume, "resume", limit_s)
                 self.identity = await self._identify()
@@ -212,7 +212,7 @@ class ServerReplica:
             raise
 
     async def _come_back(self) -> None:
-        settings, self.is_admitted = self.pool.settings, False
+        settings, self.is_admitted = self.engine.settings, False
         rests = wait_exponential(multiplier=2 * settings.cooldown_s, max=settings.max_cooldown_s)
         await asyncio.sleep(settings.cooldown_s)
         await AsyncRetrying(retry=retry_if_exception_type(OUT), wait=rests)(self.admit)
@@ -247,39 +247,41 @@ class ServerReplica:
             raise ServerFault(self.url, stage, TIED_ON_CPU)
         source = "adapters" if adapter_of(meta) else "files"
         if source not in self.capabilities:
-            why = f"{self.pool.backend.kind} {self.version}: servers of this version cannot load weights by '{source}'"
+            why = (
+                f"{self.engine.backend.kind} {self.version}: servers of this version cannot load weights by '{source}'"
+            )
             raise ServerFault(self.url, stage, why)
-        await self.send(stage, *self.pool.backend.update(meta))
+        await self.send(stage, *self.engine.backend.update(meta))
 
     async def send(self, stage: str, *calls: Call) -> None:
         """Send calls in their order; ServerFault or RefusedError where one fails."""
         for call in calls:
-            answer = await self._ask(call, stage, self.pool.settings.update_s)
+            answer = await self._ask(call, stage, self.engine.settings.update_s)
             if isinstance(answer, dict) and answer.get("success") is False:
                 raise ServerFault(self.url, stage, str(answer.get("message"))[:300])
 
     async def num_ranks(self) -> int:
         """The ranks that receive weights over a process group."""
-        call, key = self.pool.backend.num_ranks
+        call, key = self.engine.backend.num_ranks
         num = await self._first_answer((call,), key)
         if not num.isdecimal():
             raise ServerFault(self.url, "join", f"no {key}: see docs/external_servers.md")
         return int(num)
 
     async def _identify(self) -> str:
-        return await self._first_answer(self.pool.backend.identity, "weight_version")
+        return await self._first_answer(self.engine.backend.identity, "weight_version")
 
     async def _first_answer(self, calls: Sequence[Call], key: str) -> str:
         """The value under this key in the answer of the first of these routes that the server has."""
         for call in calls:
-            answer = await self._ask(call, "health", self.pool.settings.health_deadline_s)
+            answer = await self._ask(call, "health", self.engine.settings.health_deadline_s)
             if isinstance(answer, dict):
                 return str(answer.get(key, ""))
         return ""
 
     async def _ask(self, call: Call, stage: str, deadline_s: float) -> object:
         try:
-            return await ask(self.pool.session, self.url, call, stage=stage, deadline_s=deadline_s)
+            return await ask(self.engine.session, self.url, call, stage=stage, deadline_s=deadline_s)
         except ServerFault as fault:
             if call.optional and fault.status in (404, 405):
                 return None

@@ -88,7 +88,7 @@ class BroadcastTransfer(ServerTransfer):
 
     async def _send(self, servers: Sequence[ServerReplica], version: int) -> Sequence[ServerReplica]:
         """Send a version to these servers; returns those that have received all of it."""
-        stage, backend = f"update_weights to version {version}", self.engine.pool.backend
+        stage, backend = f"update_weights to version {version}", self.engine.backend
         reached = {server.url: server for server in servers}
         is_whole, self._is_whole, self._num_bytes = self._is_whole, False, 0
         lost: tuple[str, ...] = ()
@@ -108,7 +108,7 @@ class BroadcastTransfer(ServerTransfer):
 
     async def _join(self, servers: dict[str, ServerReplica]) -> tuple[str, ...]:
         """Form a group with each server, after leaving an earlier one; drops and returns those that did not join."""
-        backend, ranks = self.engine.pool.backend, dict[str, int]()
+        backend, ranks = self.engine.backend, dict[str, int]()
 
         async def leave(server: ServerReplica) -> None:
             if group := self._groups.get(server.url):
@@ -133,7 +133,7 @@ class BroadcastTransfer(ServerTransfer):
 
 async def _begin(server: ServerReplica, stage: str) -> None:
     """Begin an update, after ending one that was cut off."""
-    backend = server.pool.backend
+    backend = server.engine.backend
     try:
         await server.send(stage, backend.begin_update)
     except (ServerFault, RefusedError):

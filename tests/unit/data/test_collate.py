@@ -15,12 +15,12 @@ from rlsys.config.schema.data import DPODataConfig, RMDataConfig, SFTDataConfig
 from rlsys.data.collate import (
     collate_prompts,
     collate_texts,
-    pad_rows,
     position_ids,
 )
 from rlsys.data.dataset import PromptDataset
 from rlsys.data.supervised import load_texts
 from rlsys.protocol import DataProto
+from rlsys.protocol.rows import pad_rows
 from rlsys.utils.errors import DataError
 from tests.start_tokenizer import build_tokenizer
 
