@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 ROLES = ("system", "user", "assistant", "tool", "developer", "ipython")
 MAX_PROMPT_CHARS = 4_000_000
-OTHER_MEDIA = ("videos", "audios")
+OTHER_MEDIA = {"videos": "; put frames of a video into the images", "audios": ""}
 OWN_COLUMNS = ("data_source", "reward_model", "extra_info", "ability")
 QUESTIONS = ("question", "problem", "query", "instruction", "input", "text")
 ANSWERS = ("answer", "solution", "target", "label", "completion", "output", "response")
@@ -94,9 +94,9 @@ def read_prompt_row(values: Mapping[str, Any], config: PromptsConfig, *, source:
     if source is None:
         needs.append(Need((source_key,), "data.reward_fn_key", SOURCES, ONE_FUNCTION))
     check_columns(values, needs)
-    for name in OTHER_MEDIA:
+    for name, instead in OTHER_MEDIA.items():
         if values.get(name) is not None and len(values[name]) > 0:
-            raise ValueError(f"column {name!r}: rows with {name} are not supported, only text and images")
+            raise ValueError(f"column {name!r}: rows with {name} are not supported, only text and images{instead}")
     known = {prompt_key, source_key, *truth.columns, *OWN_COLUMNS, *OTHER_MEDIA}
     data_source: Any = source
     if source is None or source_key in values:

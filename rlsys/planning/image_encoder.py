@@ -8,7 +8,7 @@ from rlsys.config.vocabulary import GRIDS, TILES
 from rlsys.models.megatron.family import decoder_family
 from rlsys.planning.footprint import ENCODER, ImageEncoder
 from rlsys.types import HFConfig
-from rlsys.utils.errors import ConfigError
+from rlsys.utils.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def plan_facts(hf_config: HFConfig, *, freeze_vision_tower: bool = False) -> HFConfig:
     """What is planned by: a config.json, or of a vision-language model its decoder's with the sizes of the encoder.
 
-    ConfigError if transformers cannot read it.
+    Itself where transformers cannot read it or there is no table of the decoder, which planning then says.
     """
     if hf_config.get("model_type") not in (*GRIDS, *TILES):
         return hf_config
@@ -26,9 +26,9 @@ def plan_facts(hf_config: HFConfig, *, freeze_vision_tower: bool = False) -> HFC
 
     try:
         config = AutoConfig.for_model(**hf_config)
-    except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
-        raise ConfigError(f"config.json: {' '.join(str(error).split())}") from error
-    return {**decoder_family(config)[1], ENCODER: asdict(_sizes(config, freeze_vision_tower))}
+        return {**decoder_family(config)[1], ENCODER: asdict(_sizes(config, freeze_vision_tower))}
+    except (ConfigError, CheckpointError, ValueError, TypeError, KeyError, AttributeError, StrictDataclassError):
+        return hf_config
 
 
 def _sizes(config: "PretrainedConfig", freeze: bool) -> ImageEncoder:

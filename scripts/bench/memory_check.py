@@ -55,22 +55,15 @@ CALLS = {
 class TensorBytes:
     """Stands in for torch.cuda in the ledger of a CPU run: bytes of the tensors that Python can reach."""
 
-    last = 0
-
-    def memory_allocated(self) -> int:
+    def memory_stats(self) -> dict[str, int]:
         gc.collect()
         storages = {}
         for tensor in gc.get_objects():
             if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type == "cpu":
                 storage = tensor.untyped_storage()
                 storages[storage.data_ptr()] = storage.nbytes()
-        TensorBytes.last = sum(storages.values())
-        return self.last
-
-    def max_memory_allocated(self) -> int:
-        return self.last
-
-    memory_reserved = max_memory_reserved = max_memory_allocated
+        names = ("allocated_bytes.all.current", "allocated_bytes.all.peak", "reserved_bytes.all.peak")
+        return dict.fromkeys(names, sum(storages.values()))
 
     def reset_peak_memory_stats(self) -> None:
         """There are no peaks to reset."""

@@ -16,7 +16,6 @@ from rlsys.planning.advice import facts_of, memory_line
 from rlsys.planning.image_encoder import plan_facts
 from rlsys.planning.memory import Machine, plan_memory
 from rlsys.planning.sizes import choose_sizes
-from rlsys.utils.errors import ConfigError
 from tests.tiny_vision import MODELS, random_images, wide
 
 GIB = 1 << 30
@@ -180,6 +179,8 @@ def test_sizes_of_a_vision_model_choose_themselves(tmp_path: Path) -> None:
     assert memory_line(cfg, machine).startswith("3754.6M parameters; GiB on a GPU: ")
     sizes, _ = choose_sizes(cfg, (), machine)
     assert {f"{POLICY}.actor.ppo_max_token_len_per_gpu", f"{POLICY}.rollout.gpu_memory_utilization"} <= sizes.keys()
-    (tmp_path / "config.json").write_text(json.dumps({**MODELS["qwen3_vl"], "vision_config": 5}))
-    with pytest.raises(ConfigError, match=r"config\.json: "):
-        facts_of(cfg, "cuda", 80 * GIB)
+    for odd in ({"model_type": "qwen3_vl_moe", "vision_config": {}}, {**MODELS["qwen3_vl"], "vision_config": 5}):
+        (tmp_path / "config.json").write_text(json.dumps(odd))
+        machine = facts_of(cfg, "cuda", 80 * GIB)
+        assert memory_line(cfg, machine).startswith(f"cannot be planned: {odd['model_type']} has an image encoder")
+        assert choose_sizes(cfg, (), machine) == ({}, "")
