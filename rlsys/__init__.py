@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from rlsys.protocol import DataProto
 
 __all__ = ["DataProto"]
+if sys.version_info < (3, 11):  # noqa: UP036
+    sys.exit(f"rlsys: Python {sys.version.split()[0]} is too old; install Python 3.11 or later, see docs/install.md")
 
 
 def __getattr__(name: str) -> object:

@@ -27,9 +27,8 @@ from rlsys.types import GenerationHyperparameters, LLMRequest, LLMResponse, Weig
 from rlsys.types import ModelRequest as ModelRequest
 from rlsys.types import ModelResponse as ModelResponse
 
-FSDPLMEngine, InferenceEngine = LMEngine, RolloutEngine
+FSDPLMEngine, InferenceEngine, AsyncRolloutCollector = LMEngine, RolloutEngine, RemoteEngine
 RemoteSGLangEngine, RemotevLLMEngine, vLLMRemoteEngine = SGLangRemoteEngine, VLLMRemoteEngine, VLLMRemoteEngine
-AsyncRolloutCollector = RemoteEngine
 
 
 class SettingsOfAReaL(SimpleNamespace):

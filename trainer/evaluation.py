@@ -117,9 +117,8 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
     agents = load_agents(config, tokenizer)
     data = config.data
     assert data.val_files is not None, "checked with the configuration"
-    dataset = load_prompts(
-        config, tokenizer, data.val_files, max_samples=data.val_max_samples, processor=load_processor(config, tokenizer)
-    )
+    processor = load_processor(config, tokenizer)
+    dataset = load_prompts(config, tokenizer, data.val_files, max_samples=data.val_max_samples, processor=processor)
     config = without_episodes(config, agents, dataset)
     check_data_sources(config.reward, dataset.data_sources)
     log.info("evaluating %s: %d prompts, %d answers each", model.path, len(dataset), rollout.val_kwargs.n)

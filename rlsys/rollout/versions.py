@@ -93,7 +93,7 @@ class VLLMFeatures:
     takes_fp8: bool = False
 
 
-_AS_SERVER = "start it as a server of its own environment and set rollout.name"
+_AS_SERVER = "install another version of the table, or start it as a server of its own environment and set rollout.name"
 VLLM = VersionTable(
     "vLLM in this process",
     rows=(

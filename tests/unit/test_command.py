@@ -76,3 +76,10 @@ def test_a_command_runs_also_beside_modules_named_like_ours(
         (tmp_path / f"{name}.py").write_text("raise SystemExit('not ours')")
     done = rlsys(*arguments, folder=tmp_path)
     assert (done.returncode, printed in done.stdout + done.stderr) == (code, True), done.stdout + done.stderr
+
+
+def test_an_older_python_is_refused_in_one_line() -> None:
+    code = "import sys; sys.version_info = (3, 10, 13); import rlsys"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=scaled_s(30), cwd=ROOT)
+    assert (ended.returncode, ended.stderr.count("\n")) == (1, 1)
+    assert "is too old; install Python 3.11 or later" in ended.stderr
