@@ -751,6 +751,22 @@ def test_bytes_that_are_not_text_are_reported(folder: Path, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize(
+    ("trainer", "keys"),
+    [
+        ("TRL", ("output_dir", "per_device_train_batch_size", "num_train_epochs", "bf16")),
+        ("OpenRLHF", ("pretrain", "actor_num_gpus_per_node", "micro_train_batch_size", "zero_stage")),
+    ],
+)
+def test_a_file_of_another_trainer_is_cut_after_15_problems_and_recognized(
+    trainer: str, keys: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("theirs.yaml").write_text("".join(f"{key}: 1\n" for key in (*keys, *(f"key{i}" for i in range(20)))))
+    text = message(["--config-name=./theirs.yaml"], PPOConfig, capsys)
+    check_words(text, ("24 settings are wrong", "and 9 more", f"it looks like a file of {trainer}"))
+    assert text.count("  - ") == 15
+
+
+@pytest.mark.parametrize(
     ("written", "meant"),
     [
         (f"{A}.load_wait", ()),
