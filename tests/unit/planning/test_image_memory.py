@@ -10,11 +10,13 @@ from transformers import AutoConfig
 
 from rlsys.config import PPOConfig, load_config
 from rlsys.models.hf import auto_model
+from rlsys.models.megatron.parallel import ParallelSizes
 from rlsys.models.vision import image_features, num_features
 from rlsys.planning import footprint as fp
 from rlsys.planning.advice import facts_of, memory_line
 from rlsys.planning.image_encoder import plan_facts
 from rlsys.planning.memory import Machine, plan_memory
+from rlsys.planning.roles import Computing, MegatronRole, Pass
 from rlsys.planning.sizes import choose_sizes
 from tests.tiny_vision import MODELS, random_images, wide
 
@@ -163,6 +165,21 @@ def test_the_largest_images_of_prompts_decide(settings: tuple[str, ...], tokens:
     assert both[0]["update_actor"]["activations"] - both[1]["update_actor"]["activations"] == images
 
 
+def test_only_megatrons_first_stage_has_images_in_flight_for_each_stage() -> None:
+    sizes, how = ParallelSizes(tp=2, pp=2), Computing(2, "cuda", recompute=True)
+    facts = plan_facts(LARGER)
+    text = {name: value for name, value in facts.items() if name != fp.ENCODER}
+    size = Pass(tokens=4096, responses=1024, count=4, images=2048)
+    kept, encoding = fp.image_bytes(fp.decoder_of(facts), 2048, c=2, trained=True)
+    made, reading = fp.image_bytes(fp.decoder_of(facts), 2048, c=2, trained=False)
+    for pp_rank in (0, 1):
+        ours, plain = (MegatronRole(f, how, sizes, 8, pp_rank) for f in (facts, text))
+        more = ours.training(size)["activations"] - plain.training(size)["activations"]
+        assert 2 * kept <= more <= 2 * kept + encoding if pp_rank == 0 else more == 0
+        scored = ours.scoring(size)["activations"] - plain.scoring(size)["activations"]
+        assert made <= scored <= made + reading if pp_rank == 0 else scored == 0
+
+
 def test_sizes_of_a_vision_model_choose_themselves(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED))
     cfg = load_config(
@@ -177,7 +194,11 @@ def test_sizes_of_a_vision_model_choose_themselves(tmp_path: Path) -> None:
     )
     machine = facts_of(cfg, "cuda", 80 * GIB)
     assert memory_line(cfg, machine).startswith("3754.6M parameters; GiB on a GPU: ")
-    sizes, _ = choose_sizes(cfg, (), machine)
+    sizes, text = choose_sizes(cfg, (), machine)
+    whole, rows, columns = fp.decoder_of(machine.actor), sizes[f"{POLICY}.rollout.max_num_seqs"], 512 + 1024
+    drawn = sum(fp.image_bytes(whole, columns, c=2, trained=False)) + fp.drawing_bytes(whole, rows, c=2)
+    needed = 2 * (whole.parameters + rows * columns * whole.cached) + drawn + 4 * GIB
+    assert f"(all sequences need {needed / GIB:.1f} GiB)" in text
     assert {f"{POLICY}.actor.ppo_max_token_len_per_gpu", f"{POLICY}.rollout.gpu_memory_utilization"} <= sizes.keys()
     for odd in ({"model_type": "qwen3_vl_moe", "vision_config": {}}, {**MODELS["qwen3_vl"], "vision_config": 5}):
         (tmp_path / "config.json").write_text(json.dumps(odd))
