@@ -112,12 +112,12 @@ def test_the_compose_file_starts_our_script_and_a_job_that_finds_the_server(tmp_
     values = {"MODEL": str(tmp_path), "TRAIN": str(tmp_path / "train.jsonl")}
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
     (tmp_path / "train.jsonl").write_text('{"prompt": "1"}')
-    text = (SCRIPTS / "compose.external.yaml").read_text()
+    text = (SCRIPTS.parent / "docker-compose.areal.yml").read_text()
     filled = re.sub(r"\$\{(\w+):[?-]([^}]*)\}", lambda match: values.get(match[1], match[2]), text)
     server, trainer = (yaml.safe_load(filled)["services"][name] for name in ("vllm", "trainer"))
     shell, script, model = server["entrypoint"]
     assert (shell, script, model) == ("bash", "/scripts/run_vllm_base.sh", values["MODEL"])
-    assert ".:/scripts:ro" in server["volumes"]
+    assert "./scripts:/scripts:ro" in server["volumes"]
     subprocess.run([shell, "-n", SCRIPTS / Path(script).name], check=True)
     python, dash_m, module, *overrides = trainer["command"]
     assert (python, dash_m, module) == ("python", "-m", "trainer.main_ppo")
