@@ -10,9 +10,10 @@ import argparse
 import random
 import sys
 from concurrent.futures import wait
+from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
@@ -37,6 +38,7 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--deadline-s", type=float, default=300.0, help="longest the engine alone may take")
+    parser.add_argument("--fp8", action="store_true", help="ours with rollout.quantization=fp8 too (vllm on a GPU)")
     args = parser.parse_args()
     import torch
     from step import offline  # pyrefly: ignore[missing-import]
@@ -49,7 +51,7 @@ def main() -> int:
     draw = random.Random(0)
     prompts = [tuple(draw.randrange(3, vocab_size) for _ in range(PROMPT_TOKENS)) for _ in range(args.rows // ANSWERS)]
     rows = [prompt for prompt in prompts for _ in range(ANSWERS)]
-    engine = _engine(args.engine, args.model, len(rows), PROMPT_TOKENS + args.tokens, cuda=cuda)
+    make = partial(_engine, args.engine, args.model, len(rows), PROMPT_TOKENS + args.tokens, cuda=cuda)
 
     def ours(turn: int) -> None:
         engine.generate(
@@ -59,7 +61,13 @@ def main() -> int:
             ]
         )
 
-    rates = {"ours": best_rate(len(rows) * args.tokens, ours)}
+    rates = {}
+    if args.fp8:
+        engine = make(quantization="fp8")
+        rates["ours in FP8"] = best_rate(len(rows) * args.tokens, ours)
+        engine.close()
+    engine = make()
+    rates["ours"] = best_rate(len(rows) * args.tokens, ours)
     if args.engine == "sglang":
         for name, logprob in (("directly", False), ("directly, with log-probabilities", True)):
             rates[name] = best_rate(len(rows) * args.tokens, _asked_directly(engine, rows, args.tokens, logprob))
@@ -74,11 +82,15 @@ def main() -> int:
     return 0
 
 
-def _engine(kind: str, model: Path, num_rows: int, length: int, *, cuda: bool) -> Any:
+def _engine(
+    kind: str, model: Path, num_rows: int, length: int, *, cuda: bool, quantization: Literal["fp8"] | None = None
+) -> Any:
     from rlsys.config.schema.rollout import GenerationConfig
     from rlsys.rollout.base import EngineContext
 
-    config = GenerationConfig(max_num_seqs=num_rows, max_model_len=length, enforce_eager=not cuda)
+    config = GenerationConfig(
+        max_num_seqs=num_rows, max_model_len=length, enforce_eager=not cuda, quantization=quantization
+    )
     context = EngineContext(device="cuda" if cuda else "cpu")
     if kind == "vllm":
         from rlsys.rollout.vllm.engine import VLLMRollout

@@ -2,6 +2,7 @@
 
     python scripts/bench/reshard.py                      # the cases for as many GPUs as there are, < 4 minutes
     python scripts/bench/reshard.py --cases 7B:TP2xPP2->TP2xDP2 --json out.json
+    python scripts/bench/reshard.py --fp8 --no-peers     # and then to engines that serve blocks of FP8
     python scripts/bench/reshard.py --device cpu         # the same code on tiny shapes over shared memory
 
 Two processes a GPU: a trainer rank whose parameters are in one flat buffer as Megatron keeps them, and an engine rank
@@ -24,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -35,10 +37,12 @@ sys.path[:0] = [p for p in (str(HERE), str(HERE.parents[1])) if p not in sys.pat
 
 from reshard_ranks import Piece, serve  # noqa: E402  # pyrefly: ignore
 
+from rlsys.models.fp8 import BLOCK, FP8_NAME, SCALE, scale_shape  # noqa: E402
 from rlsys.models.megatron.family import family_of  # noqa: E402
 from rlsys.models.megatron.parallel import ParallelSizes  # noqa: E402
-from rlsys.types import WeightLayout  # noqa: E402
+from rlsys.types import Box, Shard, WeightLayout  # noqa: E402
 from rlsys.weights.executors.cuda_ipc import IpcExportSpec, IpcImportSpec  # noqa: E402
+from rlsys.weights.fp8 import float8_shapes  # noqa: E402
 from rlsys.weights.plan import Plan, make_plan  # noqa: E402
 from rlsys.weights.rank_plan import RankPlans, split_plan  # noqa: E402
 from scripts.model_shapes import SHAPES, sizes_of  # noqa: E402
@@ -234,6 +238,42 @@ def measure_peer(
     return {"s": seconds * scale, "scaled": len(done) < len(wanted), "tensors": len(done), "extra_bytes": max(0, extra)}
 
 
+def in_fp8(layout: WeightLayout) -> WeightLayout:
+    """An engine rank whose projections are FP8, with the scales of fused matrices side by side as the matrices are."""
+    names = {name for name, shape in layout.full_shapes.items() if len(shape) == 2 and name.endswith("proj.weight")}
+    scales = []
+    for shard in (shard for shard in layout.shards if shard.box.tensor in names):
+        box, at = shard.box, shard.local_start
+        if any(place % BLOCK for place in (*box.start, *at[-2:])):
+            raise SystemExit(f"--fp8: {box} is not cut at multiples of {BLOCK}; take another case")
+        first, start = tuple(place // BLOCK for place in box.start), tuple(place // BLOCK for place in at[-2:])
+        own = Box(box.tensor + SCALE, first, scale_shape(box.shape))
+        scales.append(Shard(own, shard.local + SCALE, (*at[:-2], *start)))
+    return replace(
+        layout,
+        shards=(*layout.shards, *scales),
+        full_shapes={**layout.full_shapes, **{name + SCALE: scale_shape(layout.full_shapes[name]) for name in names}},
+        dtypes={**layout.dtypes, **dict.fromkeys(names, FP8_NAME), **{name + SCALE: "float32" for name in names}},
+        digest="",
+    )
+
+
+def run_fp8(ranks: Ranks, destinations: Sequence[WeightLayout], args: Any) -> dict[str, Any]:
+    """The push of the trainers that hold a case to engines that serve FP8; what arrived is checked by checksums."""
+    world, targets = len(destinations), [in_fp8(layout) for layout in destinations]
+    ranks.all("engine", "drop")
+    sources = ranks.all("trainer", "as_fp8", [(float8_shapes(targets),)] * world)
+    plan = make_plan(sources, targets)
+    plans = split_plan(plan, sources)
+    ranks.all("engine", "build", [(layout, 1) for layout in targets])
+    exported = ranks.all("trainer", "export", [(IpcExportSpec(part),) for part in plans.sources])
+    handles = dict(enumerate(exported))
+    ranks.all("engine", "import_from", [(IpcImportSpec(plans.destination(rank), handles),) for rank in range(world)])
+    times = [push_ours(ranks, plans, version, verify=False)[0] for version in range(2 + args.repeats)]
+    push_ours(ranks, plans, 99, verify=True)
+    return {"s": statistics.median(times[2:]), "bytes": plan.num_bytes}
+
+
 def run_case(ranks: Ranks, case: str, world: int, local: float, peer: float, args: Any) -> dict[str, Any]:
     sources, destinations = layouts_of(case, world)
     started_s = time.perf_counter()
@@ -290,6 +330,8 @@ def run_case(ranks: Ranks, case: str, world: int, local: float, peer: float, arg
         result["bucketed"] = measure_peer(ranks, world, sources, names, args, flat=True)
         if time.monotonic() < args.end_s:
             result["per_tensor"] = measure_peer(ranks, world, sources, names, args, flat=False)
+    if args.fp8:
+        result["fp8"] = run_fp8(ranks, destinations, args)
     ranks.all("engine", "drop")
     ranks.all("trainer", "drop")
     return result
@@ -306,6 +348,9 @@ def summary(result: dict[str, Any]) -> str:
     ]
     if result["with_checksums_s"] is not None:
         lines.append(f"   with checksums {result['with_checksums_s'] * 1e3:.1f} ms")
+    if fp8 := result.get("fp8"):
+        ratio = fp8["s"] / result["t_s"]
+        lines.append(f"   in FP8 {fp8['s'] * 1e3:.2f} ms = {ratio:.2f}x bfloat16, {fp8['bytes'] / 1e9:.2f} GB")
     for name in ("bucketed", "per_tensor"):
         if peer := result.get(name):
             scaled = f" (scaled from {peer['tensors']} tensors)" if peer["scaled"] else ""
@@ -322,6 +367,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="*", help="SHAPE:TPnxPPnxEPn->TPnxEPnxDPn")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--fp8", action="store_true", help="each case again, to engines that serve blocks of FP8")
     parser.add_argument(
         "--peer-bytes", type=int, default=20 << 30, help="a peer moves at most this before it is scaled"
     )

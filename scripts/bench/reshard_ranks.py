@@ -38,6 +38,7 @@ from rlsys.weights.executors.cuda_ipc import (  # noqa: E402
     TensorHandle,
     export_tensors,
 )
+from rlsys.weights.fp8 import Fp8Weights  # noqa: E402
 from rlsys.weights.layout import dtype_of, shard_view, view_of  # noqa: E402
 from scripts.weight_layouts import local_shapes  # noqa: E402
 
@@ -53,7 +54,8 @@ class Holder:
         """`flat`: all tensors are views of one buffer, as Megatron has them; else each has memory of its own."""
         self.layout, self.version, self.quarantined = layout, -1, True
         shapes = local_shapes(layout)
-        dtype = dtype_of(next(iter(layout.dtypes.values())))
+        dtypes = {shard.local: dtype_of(layout.dtypes[shard.box.tensor]) for shard in layout.shards}
+        dtype = next(iter(dtypes.values()))
         if flat:
             buffer = torch.zeros(sum(map(_room, shapes.values())), dtype=dtype, device=device)
             self.tensors, at = {}, 0
@@ -61,7 +63,7 @@ class Holder:
                 self.tensors[name] = buffer[at : at + prod(shape)].view(shape)
                 at += _room(shape)
         else:
-            self.tensors = {name: torch.zeros(shape, dtype=dtype, device=device) for name, shape in shapes.items()}
+            self.tensors = {n: torch.zeros(shape, dtype=dtypes[n], device=device) for n, shape in shapes.items()}
 
     def weight_layout(self) -> WeightLayout:
         return self.layout
@@ -179,9 +181,9 @@ class Rank:
         return peak, torch.cuda.mem_get_info()[0]
 
     def drop(self) -> None:
-        for end in ("exporter", "importer", "holder"):
+        for end in ("exporter", "importer", "holder", "fp8"):
             if hasattr(self, end):
-                if end != "holder":
+                if end.endswith("porter"):
                     getattr(self, end).close()
                 delattr(self, end)
         gc.collect()
@@ -194,8 +196,14 @@ class Rank:
             torch.cuda.synchronize()
 
     # --- ours
+    def as_fp8(self, shapes: Mapping[str, tuple[int, ...]]) -> WeightLayout:
+        """What this trainer rank holds from now on for engines with these matrices in FP8."""
+        self.exporter.close()
+        self.fp8 = Fp8Weights(self.holder, shapes)  # pyrefly: ignore
+        return self.fp8.weight_layout()
+
     def export(self, spec: IpcExportSpec) -> IpcHandle:
-        self.exporter = IpcExporter(spec, self.holder)  # pyrefly: ignore
+        self.exporter = IpcExporter(spec, getattr(self, "fp8", self.holder))  # pyrefly: ignore
         return self.exporter.address
 
     def import_from(self, spec: IpcImportSpec) -> float:

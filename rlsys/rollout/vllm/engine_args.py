@@ -55,14 +55,14 @@ def engine_arguments(path: str | Path, config: GenerationConfig, context: Engine
         "cudagraph_capture_sizes": config.cudagraph_capture_sizes and sorted(config.cudagraph_capture_sizes),
         **({"enable_return_routed_experts": True} if config.enable_rollout_routing_replay else {}),
         **({"hf_overrides": {"quantization_config": None}} if is_pushed and is_quantised(path) else {}),
-        **(_float8(text.num_hidden_layers, is_pushed=is_pushed) if config.quantization else {}),
+        **(float8_arguments(text.num_hidden_layers, is_pushed=is_pushed) if config.quantization else {}),
         **(CPU_LATENT_ATTENTION if on_cpu and has_latent_attention else {}),
         **config.engine_kwargs.vllm,
     }
     return arguments | aligned_arguments(arguments, device=context.device) if config.full_determinism else arguments
 
 
-def _float8(num_layers: int, *, is_pushed: bool) -> dict[str, object]:
+def float8_arguments(num_layers: int, *, is_pushed: bool) -> dict[str, object]:
     """Blocks of FP8 everywhere but in routers, pushed or made by vLLM, and kernels that take them as they are loaded.
 
     This process's switch for DeepGEMM, which would round scales and reorder them, is set too.

@@ -1,0 +1,99 @@
+"""FP8 weights by vLLM's own loaders, on a CPU: its parameters stay loadable, and take what trainers quantise."""
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PretrainedConfig, Qwen2Config, Qwen3MoeConfig
+
+from rlsys.rollout.engine_weights import EngineWeights
+from rlsys.rollout.hf.engine import HFRollout
+from rlsys.rollout.hf_files import hf_tensors
+from rlsys.weights.fp8 import Fp8Weights, float8_shapes
+from rlsys.weights.layout import shard_view, view_of
+from rlsys.weights.plan import make_plan
+from tests.e2e.conftest import Toy, with_model
+from tests.ranks import run_ranks
+from workers.colocated import learn_engine_layout
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+EXPERTS = {"head_dim": 64, "moe_intermediate_size": 256, "num_experts": 4, "num_experts_per_tok": 2}
+
+
+def take_any_kernel() -> None:
+    """Have vLLM build FP8 layers on a CPU for which it has no kernels, and forget loaders as its kernels do."""
+    import vllm.model_executor.layers.quantization.fp8 as layers
+    from vllm.model_executor.utils import replace_parameter
+
+    def process(self: Any, layer: Any) -> None:
+        for name in [name for name, _ in layer.named_parameters(recurse=False) if "weight" in name]:
+            replace_parameter(layer, name, getattr(layer, name).data)
+
+    layers.init_fp8_linear_kernel = lambda **_: None
+    layers.select_fp8_moe_backend = lambda **_: (None, None)
+    layers.Fp8LinearMethod.process_weights_after_loading = process
+    layers.Fp8MoEMethod.process_weights_after_loading = process
+
+
+def loaded_by_vllm(path: Path) -> set[str]:
+    """The matrices that vLLM has in FP8; a plan must write what its loader makes of the same elements and scales."""
+    from vllm import EngineArgs
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
+    from vllm.model_executor.model_loader.utils import initialize_model
+
+    from rlsys.rollout.vllm.engine_args import float8_arguments
+    from rlsys.rollout.vllm.packed_weights import keep_loadable
+
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(os.getppid()), "VLLM_CPU_KVCACHE_SPACE": "1"}
+    take_any_kernel()
+    arguments = float8_arguments(SIZES["num_hidden_layers"], is_pushed=True) | {"moe_backend": "auto"}
+    engine_args = EngineArgs(
+        str(path), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=32, enforce_eager=True, **arguments
+    )
+    config = engine_args.create_engine_config()
+    with set_current_vllm_config(config):
+        init_distributed_environment(1, 0, "env://", 0, "gloo")
+        initialize_model_parallel(1)
+        model = initialize_model(config)
+        for layer in model.modules():
+            if type(method := getattr(layer, "quant_method", None)).__name__.startswith("Fp8"):
+                method.process_weights_after_loading(layer)
+        keep_loadable(model)
+        tensors, aliases = hf_tensors(path, dtype="bfloat16")
+        weights = EngineWeights(tensors, aliases, lambda: model, lambda: None)
+        learn_engine_layout(weights, keep=False)
+        layout = weights.layout(rank=0, host="")
+        trainer = Fp8Weights(HFRollout.from_path(path), float8_shapes([layout]))  # type: ignore[arg-type]
+        given, held = trainer.local_tensors(), weights.tensors()
+        for copy in make_plan([trainer.weight_layout()], [layout]).copies:
+            source = view_of(given[copy.source_local], copy.source_start, copy.shape)
+            view_of(held[copy.local], copy.local_start, copy.shape).copy_(source)
+        written = {name: tensor.clone() for name, tensor in weights.parameters().items()}
+        by_name = {shard.box.tensor: shard_view(given, shard) for shard in trainer.weight_layout().shards}
+        weights.load([(name, by_name[name]) for name in layout.full_shapes])
+    assert not layout.loader
+    assert all(torch.equal(written[name], tensor) for name, tensor in weights.parameters().items())
+    return set(float8_shapes([layout]))
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
+@pytest.mark.parametrize(("kind", "sizes"), [(Qwen2Config, {}), (Qwen3MoeConfig, EXPERTS)], ids=["dense", "experts"])
+def test_vllm_loads_what_is_quantised(
+    kind: type[PretrainedConfig], sizes: dict[str, Any], toy: Toy, tmp_path: Path
+) -> None:
+    matrices = run_ranks(1, loaded_by_vllm, with_model(toy, tmp_path, kind, **SIZES, **sizes).model)[0]
+    projections = 3 * (EXPERTS["num_experts"] if sizes else 1)
+    assert len(matrices) == (4 + projections) * SIZES["num_hidden_layers"]
+    assert all(name.endswith("proj.weight") for name in matrices), "not embeddings, heads or routers"
