@@ -47,7 +47,7 @@ READERS = {
             *("cudagraph_capture_sizes", "enable_chunked_prefill", "enable_prefix_caching", "engine_kwargs.sglang"),
         )
     },
-    f"{ROLLOUT}engine_kwargs.vllm": VLLM,
+    **{f"{ROLLOUT}{name}": VLLM for name in ("engine_kwargs.vllm", "quantization")},
     **{
         f"engine.megatron.{name}": "rlsys/models/megatron/parallel.py:from_config"
         for name in (*(f"{size}_parallel_size" for size in SIZES), "sequence_parallel", "override_transformer_config")
