@@ -51,7 +51,7 @@ class CheckpointStore:
         step, there = self._pointed_at(), self.remote.latest_step() if self.remote else None
         if self.remote is not None and there is not None and (step is None or there > step):
             self.remote.download(f"global_step_{there}", self.root)
-            write_whole(self.root / LATEST, str(there).encode(), durable=True)
+            self._point_at(there)
             step = there
         return None if step is None else self._existing(self.path(step))
 
@@ -93,7 +93,7 @@ class CheckpointStore:
             tmp = staging_dir(final)
             yield tmp
             commit_dir(tmp, final)
-            write_whole(self.root / LATEST, str(step).encode(), durable=True)
+            self._point_at(step)
         except Exception as error:
             shutil.rmtree(final.with_name(final.name + ".tmp"), ignore_errors=True)
             if not isinstance(error, OSError) or isinstance(error, DeadlineError):
@@ -113,6 +113,9 @@ class CheckpointStore:
         if self._keep and all(keep is not None for keep in self._keep.values()):
             for step in steps[max(keep for keep in self._keep.values() if keep is not None) :]:
                 shutil.rmtree(self.path(step), ignore_errors=True)
+
+    def _point_at(self, step: int) -> None:
+        write_whole(self.root / LATEST, str(step).encode(), durable=True)
 
     def _pointed_at(self) -> int | None:
         step, pointer = latest_step(self.root), self.root / LATEST

@@ -34,7 +34,7 @@ BEGIN_SAVE = "rlsys.engines.base:BaseTrainEngine.begin_save"
 FINISH_SAVE = "workers.base:EngineWorker.finish_save"
 SAVE_STATE = "trainer.loop:save_state"
 COMMIT = "trainer.checkpoint:commit_dir"
-POINTER = "trainer.checkpoint:write_whole"
+POINTER = "trainer.checkpoint:CheckpointStore._point_at"
 PRUNE = "trainer.checkpoint:CheckpointStore.prune"
 
 
