@@ -1,10 +1,10 @@
 """AReaL's names for what rlsys has: `from rlsys.areal import FSDPPPOActor, ParallelStrategy, ...`."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from operator import attrgetter
-from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
 
@@ -67,6 +67,11 @@ class ParallelStrategy:
         model = self.tensor_parallel_size * self.pipeline_parallel_size
         return model * self.context_parallel_size * self.data_parallel_size
 
+    def check_ranks(self, kw: Mapping[str, Any]) -> None:
+        """ValueError where the job of an engine with these arguments has another number of ranks."""
+        if self.world_size != (num_ranks := make_ranks(kw.get("device", "cpu")).world_size):
+            raise ValueError(f"the job has {num_ranks} ranks, {self} another number")
+
     def fsdp(self) -> dict[str, int]:
         """Arguments of FSDPEngine. ValueError for sizes that FSDP does not have."""
         if max(self.tensor_parallel_size, self.pipeline_parallel_size, self.expert_parallel_size) > 1:
@@ -91,10 +96,8 @@ class FSDPEngineOfAReaL(fsdp.FSDPEngine):
     """
 
     def __init__(self, model_path: str, parallel_strategy: ParallelStrategy, dtype: object = "auto", **kw: Any) -> None:
-        num_ranks = make_ranks(kw.get("device", "cpu")).world_size
+        parallel_strategy.check_ranks(kw)
         rank = 32 if kw.pop("use_lora", False) else 0
-        if parallel_strategy.world_size != num_ranks:
-            raise ValueError(f"the job has {num_ranks} ranks, {parallel_strategy} another number")
         if rank and "optim" not in kw:
             raise ValueError("use_lora=True trains adapters; set optim=OptimConfig(lr=...), too")
         kw |= parallel_strategy.fsdp() | {"shard": ShardConfig.model_validate({"dtype": str(dtype)})}
@@ -107,7 +110,25 @@ FSDPEngine = FSDPEngineOfAReaL
 def __getattr__(name: str) -> object:
     if name != "MegatronEngine":
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
-    return resolve_name("rlsys.engines.megatron.engine:MegatronEngine")  # needs Megatron-Core
+    return _megatron_engine()
+
+
+@cache
+def _megatron_engine() -> type:
+    from rlsys.engines.megatron.engine import MegatronEngine  # needs Megatron-Core
+
+    class MegatronEngineOfAReaL(MegatronEngine):
+        """MegatronEngine by the arguments of AReaL's documents; ValueError as of FSDPEngine, `kw` are its own."""
+
+        def __init__(
+            self, model_path: str, parallel_strategy: ParallelStrategy, dtype: object = "auto", **kw: Any
+        ) -> None:
+            parallel_strategy.check_ranks(kw)
+            more = {"dtype": str(dtype), "fp8": "hybrid" if kw.pop("use_fp8", False) else None}
+            sizes = parallel_strategy.megatron()["megatron"].model_dump()
+            super().__init__(ModelConfig(path=model_path), megatron=MegatronConfig.model_validate(sizes | more), **kw)
+
+    return MegatronEngineOfAReaL
 
 
 @dataclass(eq=False)

@@ -12,6 +12,7 @@ from rlsys.config.schema.actor import ActorConfig
 from rlsys.config.schema.algorithm import AlgorithmConfig, KLControlConfig
 from rlsys.config.schema.model import OptimConfig
 from rlsys.protocol import DataProto
+from rlsys.utils.errors import ConfigError
 from tests.ranks import run_ranks
 from tests.unit.engines.common import small_engine, small_rows, whole
 
@@ -48,10 +49,21 @@ def test_an_engine_is_built_by_the_arguments_of_areal(tmp_path: Path) -> None:
     assert run_ranks(1, built_by_path, tmp_path) == [(True, "float32", 32)]
 
 
-def test_megatrons_engine_is_imported_when_it_is_asked_for() -> None:
-    from rlsys.engines.megatron.engine import MegatronEngine
+def built_on_megatron(folder: Path) -> tuple[bool, bool]:
+    saved = small_engine()
+    saved.upload_weights(areal.WeightUpdateMeta(version=1, weights_path=str(folder)))
+    build: Any = areal.MegatronEngine
+    engine = build(str(folder), areal.ParallelStrategy(), torch.float32, optim=OptimConfig(lr=0.1))
+    with pytest.raises(ValueError, match=r"the job has 1 ranks, .*tensor_parallel_size=2"):
+        build(str(folder), areal.ParallelStrategy(tensor_parallel_size=2))
+    with pytest.raises(ConfigError, match="Transformer Engine"):
+        build(str(folder), areal.ParallelStrategy(), use_fp8=True)
+    scores = [one.forward(small_rows(), ("log_probs",))["log_probs"] for one in (saved, engine)]
+    return torch.allclose(*scores, atol=1e-5), build is areal.MegatronEngine
 
-    assert areal.MegatronEngine is MegatronEngine
+
+def test_megatrons_engine_is_built_by_the_arguments_of_areal(tmp_path: Path) -> None:
+    assert run_ranks(1, built_on_megatron, tmp_path) == [(True, True)]
     with pytest.raises(AttributeError, match=r"'rlsys\.areal' has no attribute 'MegatronEngines'"):
         areal.MegatronEngines  # noqa: B018
 
