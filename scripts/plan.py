@@ -22,7 +22,7 @@ import resource
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,10 +33,10 @@ from rlsys.config import PPOConfig, load_config, plan_batches  # noqa: E402
 from rlsys.config.introspect import replaced, shown, value_at  # noqa: E402
 from rlsys.models.megatron.family import family_of  # noqa: E402
 from rlsys.models.megatron.parallel import ParallelSizes  # noqa: E402
-from rlsys.planning.advice import GIB, remedies, step_table, table, too_large  # noqa: E402
 from rlsys.planning.image_encoder import plan_facts  # noqa: E402
 from rlsys.planning.layouts import propose_layouts  # noqa: E402
-from rlsys.planning.memory import Lengths, Machine, PlanInputs, plan_memory  # noqa: E402
+from rlsys.planning.memory import Lengths, Machine, MemoryPlan, PlanInputs, Stage, plan_memory  # noqa: E402
+from rlsys.planning.roles import together  # noqa: E402
 from rlsys.planning.staleness_forecast import MeasuredRun, fitted_pace, staleness_advice  # noqa: E402
 from rlsys.planning.step_time import (  # noqa: E402
     GpuCluster,
@@ -52,9 +52,12 @@ from rlsys.utils.gpus import GPUS  # noqa: E402
 from rlsys.utils.tables import aligned  # noqa: E402
 from rlsys.weights.plan import Plan, make_plan  # noqa: E402
 from scripts.model_shapes import SHAPES, sizes_of  # noqa: E402
-from scripts.weight_layouts import EngineSizes, engine_layouts, fsdp_layouts, megatron_layouts  # noqa: E402
+from scripts.weight_layouts import EngineSizes, bytes_by_link, engine_layouts, fsdp_layouts, megatron_layouts  # noqa: E402
 
 MOST_LINES = 40
+GIB = 1 << 30
+WORTH, HARDLY_ANY_S = 0.99, 0.005
+ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 
 
 def hf_config_of(name: str) -> dict[str, Any]:
@@ -99,7 +102,7 @@ def engine_of(config: Mapping[str, Any], text: str, ranks_per_host: int, dtype: 
 def limit_of(plan: Plan, hosts: Mapping[str, Mapping[int, str]], rates: Mapping[str, float]) -> tuple[float, int, str]:
     """Seconds of the device that needs longest, which one it is, and what holds it up."""
     totals: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for (giver, taker), num_bytes in plan.bytes_by_link().items():
+    for (giver, taker), num_bytes in bytes_by_link(plan).items():
         far = hosts["source"][giver] != hosts["destination"][taker]
         if giver == taker and not far:
             totals[taker]["memory"] += 2 * num_bytes / (2 * rates["local"])
@@ -118,7 +121,7 @@ def transfer_table(
     plan: Plan, args: argparse.Namespace, sources: list[WeightLayout], engines: list[WeightLayout]
 ) -> str:
     """Copies, bytes by rank and the heaviest links of a transfer, as text."""
-    links = plan.bytes_by_link()
+    links = bytes_by_link(plan)
     given, taken, kept = (defaultdict[int, int](int) for _ in range(3))
     for (giver, taker), num_bytes in links.items():
         if giver == taker and sources[giver].host == engines[taker].host:
@@ -129,7 +132,8 @@ def transfer_table(
     gb = 1e9
     lines = [
         f"{args.model}: {args.trainer} ({len(sources)} ranks) -> {args.engine} ({len(engines)} ranks), {args.dtype}",
-        f"{len(plan.moves)} copies, {plan.num_bytes / gb:.2f} GB; stays on its device {sum(kept.values()) / gb:.2f}, "
+        f"{len(plan.moves)} copies, {sum(links.values()) / gb:.2f} GB; "
+        f"stays on its device {sum(kept.values()) / gb:.2f}, "
         f"crosses links {sum(given.values()) / gb:.2f} GB",
         "rank    gives GB   takes GB   keeps GB",
     ]
@@ -223,6 +227,82 @@ def machine_of(args: argparse.Namespace, more: Sequence[str] = ()) -> tuple[PPOC
         critic=hf_config_of(critic) if critic is not None and critic != path else None,
         reward_model=hf_config_of(grader.model_path) if grader.enable and grader.model_path else None,
     )
+
+
+def table(stages: Sequence[Stage], *, room_bytes: int) -> str:
+    """A line for each stage, a column for each owner that has anything, in GiB; `left` of `room_bytes` at the end."""
+    owners = [owner for owner, size in together([stage.bytes for stage in stages]).items() if size]
+    lines = [["stage", *owners, "total", "left"]]
+    for stage in stages:
+        sizes, left = [*(stage.bytes.get(owner, 0) for owner in owners), stage.total], room_bytes - stage.total
+        cells = [f"{size / GIB:.2f}" if size else "" for size in sizes]
+        lines.append([stage.name, *cells, f"{left / GIB:.2f}{' !' if left < 0 else ''}"])
+    return aligned(lines)
+
+
+def step_table(phases: Sequence[Phase]) -> str:
+    """A line for each phase, a column for each cause, in seconds."""
+    causes = sorted({cause for phase in phases for cause, seconds in phase.seconds.items() if seconds >= HARDLY_ANY_S})
+    lines = [["seconds", *causes, "total"]]
+    for phase in phases:
+        seconds = [*(phase.seconds.get(cause, 0.0) for cause in causes), phase.total]
+        lines.append([phase.name, *(f"{one:.2f}" if one >= HARDLY_ANY_S else "" for one in seconds)])
+    return aligned(lines)
+
+
+def too_large(plan: MemoryPlan, *, room_bytes: int) -> list[Stage]:
+    """The stages that do not fit, the largest first."""
+    stages = [stage for stage in (*plan.train, *plan.rollout) if stage.total > room_bytes]
+    return sorted(stages, key=lambda stage: -stage.total)
+
+
+def remedies(cfg: PPOConfig, replan: Callable[[Sequence[str]], MemoryPlan], *, room_bytes: int) -> Iterator[str]:
+    """What makes the stage that needs most need less, each change on its own, and whether everything then fits.
+
+    `replan` plans again with further overrides; what it refuses with a ConfigError is left out.
+    """
+    before = _highest(replan(()))
+    for change in _changes(cfg):
+        try:
+            plan = replan(change)
+        except ConfigError:
+            continue
+        after = _highest(plan, before.name)
+        if after.total <= WORTH * before.total:
+            fits = f"now {_highest(plan).name} most" if too_large(plan, room_bytes=room_bytes) else "everything fits"
+            yield f"{' '.join(change)}: {before.name} {before.total / GIB:.1f} -> {after.total / GIB:.1f} GiB, {fits}"
+
+
+def _highest(plan: MemoryPlan, name: str = "") -> Stage:
+    """The stage, of this name if there is one, that needs most."""
+    stages = (stage for stage in (*plan.train, *plan.rollout) if name in ("", stage.name))
+    return max(stages, key=lambda stage: stage.total)
+
+
+def _changes(cfg: PPOConfig) -> list[tuple[str, ...]]:
+    """Those first that leave the result alone and cost little speed; what a run has already changes nothing."""
+    policy, longest = cfg.actor_rollout_ref, cfg.data.max_prompt_length + cfg.data.max_response_length
+    actor, rollout = policy.actor, policy.rollout
+    megatron = actor.strategy == "megatron"
+    shard, critic = ("megatron", "critic.megatron") if megatron else ("fsdp_config", "critic.fsdp")
+    trained = (f"{ACTOR}.{shard}", critic)
+    parts = ("optimizer_offload", "param_offload", *["grad_offload"] * megatron)
+    sharing = f"{ACTOR}.ulysses_sequence_parallel_size={2 * actor.ulysses_sequence_parallel_size}"
+    if megatron:
+        sharing = f"{ACTOR}.megatron.context_parallel_size={2 * actor.megatron.context_parallel_size}"
+    return [
+        (f"{MODEL}.enable_gradient_checkpointing=true",),
+        *((f"{key}.use_dynamic_bsz=true", f"{key}.ppo_max_token_len_per_gpu={longest}") for key in (ACTOR, "critic")),
+        (f"{ROLLOUT}.max_num_seqs={max(1, rollout.max_num_seqs // 2)}",),
+        (f"{ROLLOUT}.gpu_memory_utilization={max(0.1, round(rollout.gpu_memory_utilization / 2, 2))}",),
+        tuple(f"{key}.optimizer_offload=true" for key in trained),
+        tuple(f"{key}.{part}=true" for key in trained for part in parts),
+        (f"actor_rollout_ref.ref.{shard}.param_offload=true",),
+        (f"{ACTOR}.megatron.tensor_model_parallel_size={2 * actor.megatron.tensor_model_parallel_size}",),
+        (sharing,),
+        (f"trainer.n_gpus_per_node={2 * cfg.trainer.n_gpus_per_node}",),
+        (f"{MODEL}.lora_rank=16",),
+    ]
 
 
 def lengths_of(args: argparse.Namespace, cfg: PPOConfig) -> tuple[Lengths, float]:

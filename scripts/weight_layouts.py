@@ -10,10 +10,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from rlsys.models.megatron.family import family_of
 from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
 from rlsys.types import Box, Shard, WeightLayout
 from rlsys.utils.errors import ConfigError
+from rlsys.weights.layout import element_bytes
+from rlsys.weights.plan import Plan
 
 Shape = tuple[int, ...]
 LAYER = re.compile(r"^(model\.layers\.)(\d+)\.(.*)$")
@@ -31,6 +35,16 @@ ORDER = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "q_a_proj", "kv_a
 ROWS = ("q_b_proj", "kv_b_proj", "embed_tokens", "lm_head")
 COLUMNS = ("o_proj", "down_proj")
 W13, W2 = {"gate_proj": 0, "up_proj": 1, "w1": 0, "w3": 1}, ("down_proj", "w2")
+
+
+def bytes_by_link(plan: Plan) -> dict[tuple[int, int], int]:
+    """Bytes that a transfer moves from each source rank to each destination rank."""
+    sizes = np.array([element_bytes(name) for name in plan.dtypes], dtype=np.int64)
+    part, _, shard, giver, taker = plan.moves.T
+    links, of_copy = np.unique(giver << 32 | taker, return_inverse=True)
+    totals = np.zeros(len(links), np.int64)
+    np.add.at(totals, of_copy.reshape(-1), plan.shape.prod(1)[part] * sizes[plan.shards.dtype[shard]])
+    return {(int(k) >> 32, int(k) & 0xFFFFFFFF): int(n) for k, n in zip(links, totals, strict=True)}
 
 
 def megatron_layouts(

@@ -160,7 +160,7 @@ def _training_stages(job: PlanInputs, roles: list[DeviceRole], engine: ro.Bytes)
     rollout = job.cfg.actor_rollout_ref.rollout
     cache_share_of = rollout_backend(rollout.name).cache_share_of
     keeps = job.device == "cuda" and not rollout.free_cache_engine and cache_share_of is not None
-    weights = engine if keeps else _only(engine, ROLLOUT_WEIGHTS)
+    weights = engine if keeps else {ROLLOUT_WEIGHTS: engine.get(ROLLOUT_WEIGHTS, 0)}
     beside = {} if job.device == "cuda" and rollout.free_cache_engine else weights
     first = engine if cache_share_of == "device" else weights
     waiting = [role.waiting() for role in roles]
@@ -180,13 +180,9 @@ def _training_stages(job: PlanInputs, roles: list[DeviceRole], engine: ro.Bytes)
 
 def _rollout_stages(engine: ro.Bytes) -> tuple[Stage, ...]:
     """A device that only generates."""
-    weights = _only(engine, ROLLOUT_WEIGHTS)
+    weights = {ROLLOUT_WEIGHTS: engine[ROLLOUT_WEIGHTS]}
     pushed = ro.together([weights, {STAGING: CHECKSUM_WORDS_BYTES}])
     return Stage("start", weights), Stage("rollout", engine), Stage("update_weights", pushed)
-
-
-def _only(engine: ro.Bytes, owner: str) -> ro.Bytes:
-    return {owner: engine[owner]} if owner in engine else {}
 
 
 def _engine(job: PlanInputs, beside: ro.Bytes) -> ro.Bytes:

@@ -72,24 +72,6 @@ class Plan:
         return self.select(slice(None))
 
     @cached_property
-    def copy_bytes(self) -> Ints:
-        """The bytes of every copy (C,)."""
-        sizes = np.array([element_bytes(name) for name in self.dtypes], dtype=np.int64)
-        return self.shape.prod(1)[self.moves[:, 0]] * sizes[self.shards.dtype[self.moves[:, 2]]]
-
-    @cached_property
-    def num_bytes(self) -> int:
-        return int(self.copy_bytes.sum())
-
-    def bytes_by_link(self) -> dict[tuple[int, int], int]:
-        """Bytes from each source rank to each destination rank."""
-        keys = self.moves[:, 3] << 32 | self.moves[:, 4]
-        links, of_copy = np.unique(keys, return_inverse=True)
-        totals = np.zeros(len(links), np.int64)
-        np.add.at(totals, of_copy.reshape(-1), self.copy_bytes)
-        return {(int(k) >> 32, int(k) & 0xFFFFFFFF): int(n) for k, n in zip(links, totals, strict=True)}
-
-    @cached_property
     def checksum_ids(self) -> tuple[Ints, Ints]:
         """An id for every copy (C,), the same for the same elements and dtype, and the first copy of each id."""
         keys = self.moves[:, 0] * len(self.dtypes) + self.shards.dtype[self.moves[:, 2]]

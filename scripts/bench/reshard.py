@@ -46,7 +46,7 @@ from rlsys.weights.fp8 import float8_shapes  # noqa: E402
 from rlsys.weights.plan import Plan, make_plan  # noqa: E402
 from rlsys.weights.rank_plan import RankPlans, split_plan  # noqa: E402
 from scripts.model_shapes import SHAPES, sizes_of  # noqa: E402
-from scripts.weight_layouts import EngineSizes, engine_layouts, megatron_layouts  # noqa: E402
+from scripts.weight_layouts import EngineSizes, bytes_by_link, engine_layouts, megatron_layouts  # noqa: E402
 
 BUCKET_BYTES = 512 << 20
 CEILING_BYTES = 2 << 30
@@ -145,7 +145,7 @@ def layouts_of(case: str, world: int) -> tuple[list[WeightLayout], list[WeightLa
 def limit_s(plan: Plan, world: int, local: float, peer: float) -> tuple[float, dict[str, int]]:
     """The time that the bytes of the busiest GPU take at the measured bandwidths, and that GPU's bytes."""
     worst, bytes_of_worst = 0.0, dict[str, int]()
-    links = plan.bytes_by_link()
+    links = bytes_by_link(plan)
     for gpu in range(world):
         own = links.get((gpu, gpu), 0)
         into = sum(n for (a, b), n in links.items() if b == gpu != a)
@@ -271,7 +271,7 @@ def run_fp8(ranks: Ranks, destinations: Sequence[WeightLayout], args: Any) -> di
     ranks.all("engine", "import_from", [(IpcImportSpec(plans.destination(rank), handles),) for rank in range(world)])
     times = [push_ours(ranks, plans, version, verify=False)[0] for version in range(2 + args.repeats)]
     push_ours(ranks, plans, 99, verify=True)
-    return {"s": statistics.median(times[2:]), "bytes": plan.num_bytes}
+    return {"s": statistics.median(times[2:]), "bytes": sum(bytes_by_link(plan).values())}
 
 
 def run_case(ranks: Ranks, case: str, world: int, local: float, peer: float, args: Any) -> dict[str, Any]:
@@ -310,7 +310,7 @@ def run_case(ranks: Ranks, case: str, world: int, local: float, peer: float, arg
     result: dict[str, Any] = {
         "case": case,
         "gpus": world,
-        "bytes": plan.num_bytes,
+        "bytes": sum(bytes_by_link(plan).values()),
         "worst_gpu_bytes": worst,
         "held_bytes": max(held),
         "engine_bytes": max(taken),

@@ -13,10 +13,10 @@ from rlsys.config.schema.model import OptimConfig, OverrideOptimizerConfig
 from rlsys.config.schema.types import MicroBatches
 from rlsys.models.megatron.parallel import ParallelSizes
 from rlsys.planning import footprint as fp
-from rlsys.planning.advice import remedies, table, too_large
 from rlsys.planning.memory import Device, Lengths, Machine, MemoryPlan, Stage, largest_pass, plan_memory
 from rlsys.planning.roles import Computing, FsdpRole, MegatronRole, Pass
 from scripts.model_shapes import SHAPES
+from scripts.plan import remedies, table, too_large
 
 ROOT = Path(__file__).resolve().parents[3]
 GIB = 1 << 30

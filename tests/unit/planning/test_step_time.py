@@ -10,13 +10,13 @@ from rlsys.config import PPOConfig, load_config
 from rlsys.config.introspect import replaced, shown
 from rlsys.planning import footprint as fp
 from rlsys.planning import step_time as steps
-from rlsys.planning.advice import step_table
 from rlsys.planning.layouts import propose_layouts
 from rlsys.planning.memory import Lengths, Machine, PlanInputs, plan_memory
 from rlsys.planning.step_time import GpuCluster, Phase, plan_step, response_quantiles, step_seconds
 from rlsys.utils.gpus import GPUS, Gpu
 from scripts.bench.step_times import RUNS, WITHIN, planned
 from scripts.model_shapes import SHAPES
+from scripts.plan import step_table
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 FILES = ("data.train_files=null", "data.val_files=null", "actor_rollout_ref.model.path=null")

@@ -15,7 +15,14 @@ from rlsys.models.megatron.parallel import ParallelSizes
 from rlsys.types import WeightLayout
 from rlsys.utils.errors import ConfigError
 from rlsys.weights.plan import Plan, make_plan
-from scripts.weight_layouts import EngineSizes, engine_layouts, fsdp_layouts, local_shapes, megatron_layouts
+from scripts.weight_layouts import (
+    EngineSizes,
+    bytes_by_link,
+    engine_layouts,
+    fsdp_layouts,
+    local_shapes,
+    megatron_layouts,
+)
 from tests.unit.models.megatron_families import tiny
 
 MAX_RANKS = 16
@@ -134,7 +141,7 @@ def check(source: Side, wanted: Side, full: Mapping[str, np.ndarray]) -> None:
     for ours, theirs in zip(got, wanted.tensors, strict=True):
         for name, tensor in theirs.items():
             assert np.array_equal(ours[name], tensor), name
-    links = plan.bytes_by_link()
+    links = bytes_by_link(plan)
     for layout in wanted.layouts:
         elements = sum(prod(shard.box.shape) for shard in layout.shards)
         here = [n for (_, rank), n in links.items() if rank == layout.rank]

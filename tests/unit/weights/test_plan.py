@@ -26,6 +26,7 @@ from rlsys.weights.layout import (
 )
 from rlsys.weights.plan import Plan, make_plan
 from rlsys.weights.verify import layout_checksums, merge_rank_checksums
+from scripts.weight_layouts import bytes_by_link
 
 
 @dataclass
@@ -114,8 +115,8 @@ def test_any_layout_reaches_any_other(seed: int) -> None:
         for name, tensor in expected.tensors.items():
             assert torch.equal(got.tensors[name], tensor)
     itemsize = {"float32": 4, "bfloat16": 2}[dtype]
-    assert plan.num_bytes == sum(num_elements(s.box) * itemsize for r in destinations for s in r.layout.shards)
-    assert sum(plan.bytes_by_link().values()) == plan.num_bytes
+    num_bytes = sum(num_elements(s.box) * itemsize for r in destinations for s in r.layout.shards)
+    assert sum(bytes_by_link(plan).values()) == sum(copy.num_bytes for copy in plan.copies) == num_bytes
     sums = [
         merge_rank_checksums(
             [layout_checksums(r.layout, r.tensors, dict.fromkeys(shapes, dtype)) for r in side], shapes
@@ -239,7 +240,7 @@ def test_large_plans_are_quick() -> None:
         return layouts
 
     plan = make_plan(side(8, 0), side(4, 1))
-    assert plan.num_bytes == sum(prod(shape) * 2 for shape in shapes.values())
+    assert sum(copy.num_bytes for copy in plan.copies) == sum(prod(shape) * 2 for shape in shapes.values())
     assert len(plan.copies) == len(shapes) * 2 * 4
     given = {rank: sum(c.num_bytes for c in plan.copies if c.source_rank == rank) for rank in range(ranks)}
     assert max(given.values()) == min(given.values())
