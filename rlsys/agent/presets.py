@@ -27,7 +27,7 @@ from rlsys.protocol import ImageInputs
 from rlsys.protocol.rows import pad_rows
 from rlsys.rewards.math import compute_score_anywhere
 from rlsys.types import ModelRequest, ModelResponse, SamplingParams
-from rlsys.utils.errors import ConfigError
+from rlsys.utils.errors import ConfigError, raised_as
 
 Outcome = float | Score | Sequence[TraceRow] | None
 MAX_TOKENS = 1 << 30
@@ -251,11 +251,8 @@ def load_workflow(
     if inspect.isclass(spec):
         takes = inspect.signature(spec).parameters if hasattr(spec, "arun_episode") else ()
         given = {name: value for name, value in (of_areal or {}).items() if name in takes}
-        try:
+        with raised_as(ConfigError, f"{key}: {spec.__name__} cannot be made with agent.workflow_kwargs"):
             spec = spec(**{**given, **(kwargs or {})})
-        except Exception as error:
-            why = f"{spec.__name__} cannot be made: {type(error).__name__}: {error}"
-            raise ConfigError(f"{key}: {why}; see actor_rollout_ref.rollout.agent.workflow_kwargs") from error
     if getattr(type(spec), "arun_episode", None) not in (None, RLVRWorkflow.arun_episode):
         return Workflow(partial(run_areal_episode, spec, (of_areal or {}).get("gconfig")))
     unused = {field.name for field in fields(RLVRWorkflow)} & (kwargs or {}).keys()

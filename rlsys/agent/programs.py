@@ -16,7 +16,7 @@ from rlsys.agent.session import Row, Score, Session
 from rlsys.agent.tools import load_target
 from rlsys.telemetry.jsonl import plain_json
 from rlsys.utils.daemon_threads import in_daemon_thread
-from rlsys.utils.errors import ConfigError
+from rlsys.utils.errors import ConfigError, raised_as
 from rlsys.utils.plugins import named_arguments
 
 TAIL_BYTES = 2000
@@ -75,10 +75,8 @@ def function_workflow(path: str) -> Workflow:
     """Calls a function, sync or async, with those of row, data, prompt, base_url and api_key that it names."""
     key, names = "actor_rollout_ref.rollout.agent.path", ("row", "data", "prompt", "base_url", "api_key")
     function = load_target(path, key=key)
-    try:
+    with raised_as(ConfigError, f"{key}={path}, a function that may name {', '.join(names)}", TypeError):
         inspect.signature(function).bind(**named_arguments(function, dict.fromkeys(names)))
-    except TypeError as error:
-        raise ConfigError(f"{key}={path}: {error}; it is a function that may name {', '.join(names)}") from error
 
     async def call(row: Row, episode: OpenEpisode) -> float | None:
         given = {"row": row, "data": row, "prompt": row["prompt"], "base_url": episode.base_url, "api_key": episode.key}

@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 
 from rlsys.agent.mcp import tools_of_servers
 from rlsys.agent.tools import Tool, load_target
-from rlsys.utils.errors import ConfigError
+from rlsys.utils.errors import ConfigError, raised_as
 
 ENTRIES = dict[str, list[dict[str, object]]]
 
@@ -19,11 +19,9 @@ def read_entries(path: str, form: object, *, key: str) -> Any:
     """
     if not Path(path).is_file():
         raise ConfigError(f"{key}={path}: local file not found")
-    try:
+    with raised_as(ConfigError, f"{key}={path}"):  # whatever YAML, its references and its form may raise
         entries = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
         msgspec.convert(entries, form)
-    except Exception as error:  # whatever YAML, its references and its form may raise
-        raise ConfigError(f"{key}={path}: {error}") from error
     return entries
 
 

@@ -13,7 +13,7 @@ from pkgutil import resolve_name
 from typing import Any, TypeVar
 
 from rlsys.telemetry.jsonl import JsonObject
-from rlsys.utils.errors import ConfigError
+from rlsys.utils.errors import ConfigError, raised_as
 from rlsys.utils.plugins import load_from_file
 
 F = TypeVar("F", bound=Callable[..., object])
@@ -124,10 +124,8 @@ def load_target(target: str, *, key: str) -> Any:
         raise ConfigError(f"{key}={target}: set module:name or file.py:name")
     if module.endswith(".py"):
         return load_from_file(module, name, key=key)
-    try:
+    with raised_as(ConfigError, f"{key}={target} cannot be loaded"):
         return resolve_name(target)
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"{key}={target} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
 def as_text(result: object, max_chars: int, side: str = "middle") -> str:

@@ -92,15 +92,17 @@ def _weight_metrics(
         "rollout_is_eff_sample_size": mean.square() / square.clamp(min=1e-30),
         "rollout_is_ratio_fraction_high": (exponents > math.log(high)).double().mean(),
         "rollout_is_ratio_fraction_low": (exponents < (math.log(low) if low else -math.inf)).double().mean(),
-        "rollout_is_seq_mean": rows.mean(),
-        "rollout_is_seq_std": rows.std() if len(rows) > 1 else torch.zeros(()),
-        "rollout_is_seq_max": rows.max(),
-        "rollout_is_seq_min": rows.min(),
+        **_spread("rollout_is_seq", rows),
         "rollout_is_seq_max_deviation": (rows - 1).abs().max(),
         "rollout_is_seq_fraction_high": (raw_rows > high).double().mean(),
         "rollout_is_seq_fraction_low": (raw_rows < low).double().mean(),
     }
     return {name: value.item() for name, value in values.items()}
+
+
+def _spread(name: str, rows: Tensor) -> dict[str, Tensor]:
+    std = rows.std() if len(rows) > 1 else torch.zeros(())
+    return {f"{name}_mean": rows.mean(), f"{name}_std": std, f"{name}_max": rows.max(), f"{name}_min": rows.min()}
 
 
 def rejection_mask(log_ratio: Tensor, mask: Tensor, config: RolloutCorrectionConfig) -> tuple[Tensor, dict[str, float]]:
@@ -175,10 +177,7 @@ def _rejection_metrics(
         "fraction_high": (units > high).double().mean(),
         "fraction_low": (units < floor).double().mean(),
         "masked_fraction": (~inside[valid]).double().mean(),
-        "seq_mean": per_row.mean(),
-        "seq_std": per_row.std() if len(per_row) > 1 else torch.zeros(()),
-        "seq_max": per_row.max(),
-        "seq_min": per_row.min(),
+        **_spread("seq", per_row),
         "seq_max_deviation": per_row.abs().max(),
         "seq_fraction_high": (per_row > high).double().mean(),
         "seq_masked_fraction": (~inside & valid).any(dim=1)[rows].double().mean(),

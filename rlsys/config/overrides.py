@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from rlsys.utils.errors import ConfigError
+from rlsys.utils.errors import ConfigError, raised_as
 
 T = TypeVar("T")
 
@@ -49,10 +49,8 @@ def parse_override(text: str) -> Override:
         if equals:
             raise ConfigError(f"'{text}': ~ resets a key, so it takes no value; use ~{key} or {key}={value}")
         return Override(key, removes=True, text=text)
-    try:
+    with raised_as(ConfigError, f"{key} = {value}", ValueError):
         return Override(key, parse_value(value), text=text)
-    except ValueError as error:
-        raise ConfigError(f"{key} = {value}: {error}") from None
 
 
 def parse_value(text: str) -> object:

@@ -8,7 +8,7 @@ from typing import Any
 from rlsys.config.arguments import Arguments
 from rlsys.config.introspect import job_name
 from rlsys.config.schema.base import Section
-from rlsys.utils.errors import ConfigError
+from rlsys.utils.errors import ConfigError, raised_as
 
 QUICKSTART_WHY = "no model was set, so the small start model learns arithmetic (to use yours set {key}=<folder>)"
 _DAPO = {"dapo_trainer": "ppo_trainer", "dapo_megatron_trainer": "ppo_megatron_trainer"}
@@ -101,10 +101,9 @@ def read_yaml(path: Path) -> dict[str, object]:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    try:
+    errors = (yaml.YAMLError, UnicodeDecodeError, OmegaConfBaseException, OSError, RecursionError)
+    with raised_as(ConfigError, f"{path}: cannot be read as YAML", *errors):
         tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    except (yaml.YAMLError, UnicodeDecodeError, OmegaConfBaseException, OSError, RecursionError) as error:
-        raise ConfigError(f"{path}: cannot be read as YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: holds a {type(tree).__name__}; it must hold keys and values")
     return {str(key): value for key, value in tree.items()}

@@ -22,7 +22,7 @@ from rlsys.data.chat import encode_prompt, truncate
 from rlsys.data.cursor import permutation
 from rlsys.data.files import BadRow, Row, read_rows
 from rlsys.data.rows import PromptRow, read_prompt_row
-from rlsys.utils.errors import ConfigError, DataError
+from rlsys.utils.errors import ConfigError, DataError, raised_as
 from rlsys.utils.hub import is_rows_id, open_rows
 from rlsys.utils.plugins import load_from_file
 
@@ -145,10 +145,8 @@ def _load_images(
     encode: "Callable[[], tuple[list[int], tuple[ImageInputs, ...]]]", shas: tuple[str, ...], row: Row
 ) -> "tuple[ImageInputs, ...]":
     """The images of a row again; DataError if their files have changed."""
-    try:
+    with raised_as(DataError, f"{row.file}, {row.place}", ValueError):
         _, inputs = encode()
-    except ValueError as error:
-        raise DataError(f"{row.file}, {row.place}: {error}") from error
     if tuple(sha for one in inputs for sha in one.shas) != shas:
         raise DataError(f"{row.file}, {row.place}: an image has changed since the start of the run")
     return inputs

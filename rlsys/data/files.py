@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlsys.config.checks.files import rows_problem
 from rlsys.data.rows import type_name
-from rlsys.utils.errors import ConfigError
+from rlsys.utils.errors import ConfigError, raised_as
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -147,10 +147,8 @@ def _read_csv(path: Path) -> Iterator[Row | BadRow]:
     csv.field_size_limit(MAX_ROW_BYTES)
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         reader = csv.reader(file, strict=True)
-        try:
+        with raised_as(ValueError, "its first line is not CSV", csv.Error):
             names = next(reader, [])
-        except csv.Error as error:
-            raise ValueError(f"its first line is not CSV: {error}") from error
         if len(names) == 1 and any(mark in names[0] for mark in ";\t"):
             yield BadRow(str(path), "whole file", f"its columns must be separated by commas: {names[0]!r}", fix="")
             return

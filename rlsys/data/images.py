@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 from urllib.parse import unquote, unquote_to_bytes
 
-from rlsys.utils.errors import ConfigError
+from rlsys.utils.errors import ConfigError, raised_as
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -116,10 +116,8 @@ def _bytes_of_text(text: str, root: str | Path | None) -> bytes:
 
 def _base64_bytes(text: str) -> bytes:
     text = "".join(text.split()).rstrip("=").replace("-", "+").replace("_", "/")
-    try:
+    with raised_as(ImageError, "its base64 cannot be decoded", ValueError):
         return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
-    except ValueError as error:
-        raise ImageError(f"its base64 cannot be decoded: {error}") from error
 
 
 def _check_size(width: int, height: int) -> None:

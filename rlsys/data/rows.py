@@ -272,6 +272,6 @@ def _reward_model(values: Mapping[str, Any], answer_key: str | None) -> dict[str
     return {**model, "style": style, "ground_truth": truth}
 
 
-def type_name(value: Any) -> str:
+def type_name(value: object) -> str:
     """The type of a value as an error message calls it."""
     return "null" if value is None else f"a {type(value).__name__}"

@@ -14,7 +14,7 @@ from rlsys.data.chat import IMAGE_MARKER, Message, as_messages, encode_text, ren
 from rlsys.data.images import ImageError, image_hash, load_image
 from rlsys.models.vision import num_features
 from rlsys.protocol import ImageInputs
-from rlsys.utils.errors import ConfigError
+from rlsys.utils.errors import ConfigError, raised_as
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -56,10 +56,9 @@ class VisionProcessor:
             if settings:
                 raise ConfigError(f"data.mm_processor_kwargs: the model {path} has no image processor; remove them")
             return None
-        try:
+        no_processor = f"actor_rollout_ref.model.path={path}: no image processor"
+        with raised_as(ConfigError, no_processor, OSError, ValueError, ImportError):
             processor: Any = AutoImageProcessor.from_pretrained(path, backend="pil", **settings)
-        except (OSError, ValueError, ImportError) as error:
-            raise ConfigError(f"actor_rollout_ref.model.path={path}: no image processor: {error}") from error
         if unknown := sorted(settings.keys() - processor.valid_kwargs.__annotations__.keys()):
             known = ", ".join(sorted(processor.valid_kwargs.__annotations__))
             raise ConfigError(f"data.mm_processor_kwargs: {unknown[0]} is not among {known}")
@@ -76,10 +75,8 @@ class VisionProcessor:
         self.check_limit(len(values))
         images = []
         for number, value in enumerate(values, 1):
-            try:
+            with raised_as(ImageError, f"image {number} of {len(values)}", ImageError):
                 images.append(load_image(value, root=root))
-            except ImageError as error:
-                raise ImageError(f"image {number} of {len(values)}: {error}") from error
         return images
 
     def encode(

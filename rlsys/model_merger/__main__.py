@@ -8,8 +8,8 @@ python -m rlsys.model_merger verify --local_dir CHECKPOINT --hf_model_path MODEL
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from rlsys.model_merger.convert import compare, merge, split
 from rlsys.model_merger.formats import SplitLayout
@@ -21,9 +21,9 @@ FLOATS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Code 0 when all went well, 1 when verify finds differences, 2 and one line for what is wrong."""
-    options = _parser().parse_args(arguments)
+    options = vars(_parser().parse_args(arguments))
     try:
-        return options.run(options)
+        return options.pop("run")(**options)
     except (CheckpointError, ConfigError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -42,10 +42,8 @@ def _parser() -> argparse.ArgumentParser:
     merging.add_argument("--target_dir", required=True, help="the model directory to write", **folder)
     merging.add_argument("--backend", choices=BACKENDS, help="refuse a checkpoint of the other one")
     merging.add_argument("--hf_model_config_path", help="config.json and tokenizer; LOCAL_DIR/huggingface", **folder)
-    merging.add_argument(
-        "--carry_from", help="a model directory that gives what training does not hold (MTP)", **folder
-    )
-    merging.add_argument("--dtype", choices=FLOATS, help="type of the floats; the one that config.json names")
+    merging.add_argument("--carry_from", help="a model directory with what training does not hold (MTP)", **folder)
+    merging.add_argument("--dtype", choices=FLOATS, default="", help="type of the floats; that of config.json")
     merging.add_argument("--overwrite", action="store_true")
 
     splitting = commands.add_parser("split", help="a model directory becomes one file a Megatron rank")
@@ -68,30 +66,20 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _merge(options: argparse.Namespace) -> int:
-    count = merge(
-        options.local_dir,
-        options.target_dir,
-        backend=options.backend,
-        config_dir=options.hf_model_config_path,
-        carry_from=options.carry_from,
-        dtype=FLOATS[options.dtype] if options.dtype else None,
-        overwrite=options.overwrite,
-    )
-    print(f"{options.target_dir}: {count} tensors")
+def _merge(local_dir: Path, target_dir: Path, hf_model_config_path: Path | None, dtype: str, **more: Any) -> int:
+    count = merge(local_dir, target_dir, config_dir=hf_model_config_path, dtype=FLOATS.get(dtype), **more)
+    print(f"{target_dir}: {count} tensors")
     return 0
 
 
-def _split(options: argparse.Namespace) -> int:
-    names = {part.name for part in fields(SplitLayout)}
-    layout = SplitLayout(**{name: value for name, value in vars(options).items() if name in names})
-    count = split(options.hf_model_path, options.target_dir, layout, overwrite=options.overwrite)
-    print(f"{options.target_dir}: {count} files")
+def _split(hf_model_path: Path, target_dir: Path, overwrite: bool, **layout: Any) -> int:
+    count = split(hf_model_path, target_dir, SplitLayout(**layout), overwrite=overwrite)
+    print(f"{target_dir}: {count} files")
     return 0
 
 
-def _verify(options: argparse.Namespace) -> int:
-    differences = compare(options.local_dir, options.hf_model_path, backend=options.backend)
+def _verify(local_dir: Path, hf_model_path: Path, backend: str | None) -> int:
+    differences = compare(local_dir, hf_model_path, backend=backend)
     for line in differences[:20]:
         print(line)
     print(f"{len(differences)} differences" if differences else "equal, bit by bit")

@@ -26,7 +26,7 @@ from rlsys.models.megatron.rules import by_local
 from rlsys.types import EXPORT_FILE_BYTES, HFConfig, Shard
 from rlsys.utils.atomic import commit_dir, staging_dir, write_whole, written_whole
 from rlsys.utils.boxes import buckets
-from rlsys.utils.errors import CheckpointError
+from rlsys.utils.errors import CheckpointError, raised_as
 from rlsys.utils.run_folders import HUGGINGFACE
 from rlsys.utils.safetensors_header import DTYPES as SAFETENSORS_DTYPES
 from rlsys.utils.safetensors_header import header
@@ -145,10 +145,8 @@ def _is_model(directory: Path) -> bool:
 
 def read_config_json(directory: Path) -> dict[str, object]:
     """The config.json of a directory, of an FP8 checkpoint as it is read; CheckpointError if it cannot be read."""
-    try:
+    with raised_as(CheckpointError, f"cannot read {directory / 'config.json'}", OSError, ValueError):
         return without_fp8(json.loads((directory / "config.json").read_text()), directory)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {directory / 'config.json'}: {error}") from error
 
 
 def most_common(specs: Mapping[str, TensorSpec]) -> str:

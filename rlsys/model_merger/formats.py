@@ -15,7 +15,7 @@ from rlsys.models.lora import is_adapter
 from rlsys.models.megatron.family import Family, Head, family_of
 from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
 from rlsys.types import HFConfig, Shard
-from rlsys.utils.errors import CheckpointError
+from rlsys.utils.errors import CheckpointError, raised_as
 from rlsys.utils.run_folders import step_folder
 
 SPLIT = "split.json"
@@ -87,10 +87,8 @@ def open_checkpoint(directory: Path, hf_config: HFConfig, backend: str | None = 
 
 
 def _split_weights(directory: Path, hf_config: HFConfig) -> dict[str, PiecedTensor]:
-    try:
+    with raised_as(CheckpointError, f"{directory / SPLIT} cannot be read", OSError, msgspec.MsgspecError):
         split = msgspec.json.decode((directory / SPLIT).read_bytes(), type=SplitLayout)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise CheckpointError(f"{directory / SPLIT} cannot be read: {error}") from error
     family = family_of(hf_config)
     pieces: dict[str, list[StoredBox]] = defaultdict(list)
     for file, place in split.files(family):

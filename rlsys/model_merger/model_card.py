@@ -1,7 +1,6 @@
 """The README.md of a merged model: its start model, data and method, and the figures of its run."""
 
 from pathlib import Path
-from typing import Any
 
 from rlsys.telemetry.jsonl import read_jsonl
 from rlsys.utils.hub import is_hub_id
@@ -36,9 +35,9 @@ def write_model_card(checkpoint: Path, target: Path, *, title: str) -> None:
     (target / "README.md").write_text(text)
 
 
-def _figures(run: Path, step: int) -> dict[str, Any]:
+def _figures(run: Path, step: int) -> dict[str, str]:
     """The last value of each metric that a reader of the card looks for, up to a step."""
-    figures: dict[str, object] = {}
+    figures: dict[str, str] = {}
     path = run / "metrics.jsonl"
     for metrics in read_jsonl(path) if path.is_file() else ():
         if metrics.get("step", 0) <= step:

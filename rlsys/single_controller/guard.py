@@ -42,12 +42,8 @@ class Guard:
         self._process.communicate(b"end\n", timeout=60.0)
 
 
-def cluster_processes(mark: str, log_dir: str) -> list[psutil.Process]:
-    """The processes of a cluster on this host, as far as this user may inspect them."""
-    return [p for p in psutil.process_iter() if p.pid != os.getpid() and _belongs(p, mark, log_dir)]
-
-
 def _belongs(process: psutil.Process, mark: str, log_dir: str) -> bool:
+    """Whether a process is of the cluster, as far as this user may inspect it."""
     try:
         if process.environ().get(MARK) == mark:
             return True
@@ -72,7 +68,8 @@ def main(driver_pid: int, mark: str) -> None:
         elif os.getppid() != driver_pid:
             break
     for _ in range(NUM_ROUNDS):
-        for process in {*cluster_processes(mark, log_dir), *early}:
+        left = {p for p in psutil.process_iter() if p.pid != os.getpid() and _belongs(p, mark, log_dir)}
+        for process in left | early:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         time.sleep(0.05)

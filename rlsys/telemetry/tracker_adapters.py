@@ -123,8 +123,7 @@ class WandbTracker:
     """Weights & Biases; the run id is stored beside the checkpoints, so a resumed run stays one run."""
 
     def __init__(self, run: TrackedRun) -> None:
-        self._wandb = import_module("wandb")
-        self._run = self._wandb.init(
+        self._run = import_module("wandb").init(
             project=run.project,
             name=run.experiment,
             config=dict(run.config),
@@ -138,11 +137,14 @@ class WandbTracker:
         self._run.log(_numbers(data), step=step)
 
     def log_generations(self, rows: Sequence[Generation], step: int) -> None:
-        table = self._wandb.Table(columns=["step", "input", "output", "score"], data=[[step, *row] for row in rows])
-        self._run.log({"val/generations": table}, step=step)
+        self._run.log({"val/generations": self._table(rows, step)}, step=step)
 
     def close(self) -> None:
         self._run.finish()
+
+    def _table(self, rows: Sequence[Generation], step: int) -> object:
+        columns = ["step", "input", "output", "score"]
+        return import_module("wandb").Table(columns=columns, data=[[step, *row] for row in rows])
 
 
 class MlflowTracker:
@@ -176,29 +178,22 @@ class MlflowTracker:
         self._mlflow.end_run()
 
 
-class TrackioTracker:
+class TrackioTracker(WandbTracker):
     """Trackio, local first; `trackio show` shows the runs."""
 
     def __init__(self, run: TrackedRun) -> None:
-        self._trackio = import_module("trackio")
-        self._trackio.init(
+        self._run = import_module("trackio")
+        self._run.init(
             project=run.project,
             name=run.experiment,
             config=dict(run.config),
             resume="never" if run.resume_step is None else "allow",
         )
 
-    def log(self, data: Mapping[str, object], step: int) -> None:
-        self._trackio.log(_numbers(data), step=step)
-
-    def log_generations(self, rows: Sequence[Generation], step: int) -> None:
+    def _table(self, rows: Sequence[Generation], step: int) -> object:
         import pandas as pd
 
-        frame = pd.DataFrame(rows, columns=["input", "output", "score"])
-        self._trackio.log({"val/generations": self._trackio.Table(dataframe=frame)}, step=step)
-
-    def close(self) -> None:
-        self._trackio.finish()
+        return self._run.Table(dataframe=pd.DataFrame(rows, columns=["input", "output", "score"]))
 
 
 ADAPTERS: Mapping[str, Callable[[TrackedRun], Tracker]] = {

@@ -1,6 +1,8 @@
 """Errors that users see, one class per kind of cause."""
 
+from collections.abc import Iterator
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -45,6 +47,20 @@ class DeadlineError(TimeoutError):
 
     def __reduce__(self) -> tuple[type, tuple[str, str, float, str]]:
         return type(self), (self.who, self.stage, self.deadline_s, self.hint)
+
+
+@contextmanager
+def raised_as(kind: type[Exception], message: str, *errors: type[BaseException]) -> Iterator[None]:
+    """Raise errors of these classes as one of `kind` that adds their text, in one line, to the message.
+
+    Without classes all errors, with the names of their classes.
+    """
+    kinds = errors or (Exception, SystemExit)
+    try:
+        yield
+    except kinds as error:
+        name = "" if errors else f"{type(error).__name__}: "
+        raise kind(f"{message}: {name}{' '.join(str(error).split())}") from error
 
 
 def result_within(future: Future[T], deadline_s: float | None, *, who: str, stage: str, hint: str = "") -> T:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rlsys.utils.errors import ConfigError
+from rlsys.utils.errors import ConfigError, raised_as
 
 IMPORT_S = 60.0
 PACKAGE = "pkg://"
@@ -46,10 +46,8 @@ def import_libraries(libraries: Iterable[tuple[str, str]]) -> None:
         if library.endswith(".py"):
             _module_of_file(library, key)
             continue
-        try:
+        with raised_as(ConfigError, f"{key}={library} cannot be imported"):
             importlib.import_module(library)
-        except (Exception, SystemExit) as error:
-            raise ConfigError(f"{key}={library} cannot be imported: {type(error).__name__}: {error}") from error
 
 
 def search_last_beside_namesakes() -> None:

@@ -13,6 +13,7 @@ from msgspec import Struct
 
 from rlsys.ipc.framing import WireError
 from rlsys.telemetry.jsonl import plain
+from rlsys.utils.errors import raised_as
 
 MAX_LINE_BYTES = 256 << 20
 RewardStatus = Literal["ok", "timeout", "error"]
@@ -132,7 +133,5 @@ def pack(message: Struct) -> bytes:
 
 def unpack(line: bytes, kind: type[T]) -> T:
     """The message of a line; WireError if it is not one of `kind`."""
-    try:
+    with raised_as(WireError, "a line does not hold a message", ValueError, RecursionError):
         return msgspec.convert(json.loads(line), kind)
-    except (ValueError, RecursionError) as error:
-        raise WireError(f"a line does not hold a message: {error}") from error

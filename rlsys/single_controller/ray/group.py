@@ -71,11 +71,5 @@ class RayWorkerGroup(WorkerGroup):
         deadlines: Deadlines = DEFAULT_DEADLINE_S,
     ) -> Self:
         """A group over detached actors of an earlier driver, by the `worker_names` it had."""
-        return cls(
-            None,
-            ray_cls_with_init,
-            name_prefix=name_prefix,
-            worker_names=worker_names,
-            worker_handles=worker_handles,
-            deadlines=deadlines,
-        )
+        where = {"name_prefix": name_prefix, "worker_names": worker_names, "worker_handles": worker_handles}
+        return cls(None, ray_cls_with_init, deadlines=deadlines, **where)

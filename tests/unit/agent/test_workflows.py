@@ -342,7 +342,7 @@ def test_a_row_that_names_an_unknown_agent_is_a_config_error(episode):
         (talks_on, {"turns": 3}, "no class"),
         ("RLVRWorkflo", None, "choose from RLVRWorkflow, "),
         ("mine/agent.py", None, "set module:name or file.py:name"),
-        (Refuses, None, "Refuses cannot be made: RuntimeError: no licence"),
+        (Refuses, None, "Refuses cannot be made with agent.workflow_kwargs: RuntimeError: no licence"),
     ],
 )
 def test_a_workflow_that_cannot_run_is_a_config_error(spec, kwargs, message):
