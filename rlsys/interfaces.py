@@ -49,13 +49,10 @@ LossFn = Callable[[Mapping[str, "Tensor"], "TensorDict"], LossSum]
 class TrainEngine(Protocol):
     """A model, its optimizer and their shards; every method is collective over the engine's ranks."""
 
-    @property
-    def dp_rank(self) -> int: ...
-    @property
-    def dp_size(self) -> int: ...
-    @property
-    def is_collect(self) -> bool:
-        """Whether this rank's results are the ones to collect (one rank per data-parallel group)."""
+    dp_rank: int
+    dp_size: int
+    is_collect: bool
+    """Whether this rank's results are the ones to collect (one rank per data-parallel group)."""
 
     def forward(
         self, batch: "DataProto", outputs: Sequence[Output], *, temperature: float = 1.0, topk: int = 0

@@ -59,9 +59,6 @@ def dump(
     def of_tokens(key: str) -> _Lazy[list[int]]:
         return _Lazy(size, lambda row: rows[key][row, : lengths[row]].tolist())
 
-    def prompt(row: int) -> str:
-        return text_of(tuple(_prompt_ids(rows, row)), skip=True)
-
     def pieces(row: int) -> list[str]:
         return token_texts_of(tokens[row], lambda ids: text_of(tuple(ids), skip=False))
 
@@ -72,7 +69,7 @@ def dump(
     return dump_rollouts(
         folder,
         step=step,
-        inputs=[prompt(row) for row in range(size)],
+        inputs=[text_of(tuple(_prompt_ids(rows, row)), skip=True) for row in range(size)],
         outputs=_Lazy(size, lambda row: str(tokenizer.decode(tokens[row], skip_special_tokens=True))),
         gts=[model.get("ground_truth") if isinstance(model, dict) else None for model in columns["reward_model"]],
         scores=rows["token_level_scores"].sum(-1).tolist(),

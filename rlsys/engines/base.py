@@ -70,6 +70,7 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
         scoring: MicroBatches | None,
     ) -> None:
         self.model_config, self.ranks, self.head = model, ranks, head
+        self.dp_rank, self.dp_size, self.is_collect = ranks.dp_rank, ranks.dp_size, ranks.is_collect
         self.config = config or read_config(model)
         self._saved_dtype: Any = self.config.dtype  # building the model changes it
         self.training, self.scoring = training, scoring or training
@@ -77,18 +78,6 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
         self.load_contents = CONTENTS if checkpoint is None else CONTENTS.intersection(checkpoint.load_contents)
         self._count = 0.0
         self._saving: Saving | None = None
-
-    @property
-    def dp_rank(self) -> int:
-        return self.ranks.dp_rank
-
-    @property
-    def dp_size(self) -> int:
-        return self.ranks.dp_size
-
-    @property
-    def is_collect(self) -> bool:
-        return self.ranks.is_collect
 
     @torch.no_grad()
     def forward(

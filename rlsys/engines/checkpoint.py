@@ -72,17 +72,13 @@ class Saving:
         self._files = in_daemon_thread(partial(self._run, list(state.boxes()), copies), name="checkpoint")
 
     def _run(self, boxes: Sequence[tuple[str, Sequence[int], Tensor]], copies: bool) -> tuple[Entries, JsonObject]:
+        """This rank's entries of the index, and size and checksum of its files by name."""
         try:
             if copies:
                 os.setpriority(os.PRIO_PROCESS, get_native_id(), 19)  # the step beside it goes first
                 boxes = [(key, start, tensor.to("cpu", copy=True)) for key, start, tensor in boxes]
-            self.copied.set()
-            return self._write(boxes)
         finally:
             self.copied.set()
-
-    def _write(self, boxes: Sequence[tuple[str, Sequence[int], Tensor]]) -> tuple[Entries, JsonObject]:
-        """This rank's entries of the index, and size and checksum of its files by name."""
         names, entries = write_files(self._staging, self._name_end, boxes)
         if self._extra is not None:
             names.append(f"extra_state_{self._name_end}.json")

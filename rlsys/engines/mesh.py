@@ -95,11 +95,8 @@ def make_ranks(device: str, *, fsdp_size: int = -1, sp_size: int = 1) -> Ranks:
         raise ConfigError(f"fsdp_size={fsdp_size} does not divide the {world} ranks")
     own = own_device(device)
     grid = torch.arange(world)
-    mesh = (
-        DeviceMesh(own.type, grid, mesh_dim_names=("shard",))
-        if shard == world
-        else DeviceMesh(own.type, grid.view(-1, shard), mesh_dim_names=("replicate", "shard"))
-    )
+    copies = grid if shard == world else grid.view(-1, shard)
+    mesh = DeviceMesh(own.type, copies, mesh_dim_names=("replicate", "shard")[-copies.ndim :])
     lanes = DeviceMesh(own.type, grid.view(-1, sp), mesh_dim_names=("dp", "sp")) if sp > 1 else None
     return Ranks(
         device=own,

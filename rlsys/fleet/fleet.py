@@ -18,15 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager
 
-from rlsys.fleet.requests import (
-    FleetDeadlines,
-    FleetRequest,
-    Replica,
-    ReplicaState,
-    RequestBatch,
-    WrongVersionError,
-    wrong_version,
-)
+from rlsys.fleet.requests import FleetDeadlines, FleetRequest, Replica, ReplicaState, RequestBatch, WrongVersionError
 from rlsys.protocol import DataProto
 from rlsys.rollout.batch import from_responses, to_requests
 from rlsys.rollout.partial import EXCHANGE_WAIT_S, PartialResponse
@@ -266,7 +258,7 @@ class RolloutFleet:
                 self._retry(entry, batch, RolloutError(delta.error))
                 if entry.failures >= self.max_failures:
                     return RolloutError(f"{entry.failures} requests failed, the last with {delta.error}")
-            elif problem := wrong_version(delta, request.oldest_version, self.version):
+            elif problem := request.wrong_version(delta, self.version):
                 return problem
             else:
                 self._add(entry, request, batch, delta)

@@ -10,6 +10,10 @@ from rlsys.rollout.partial import PartialResponse
 from rlsys.types import ModelRequest, ModelResponse, ResponseDelta
 
 
+class WrongVersionError(RuntimeError):
+    """A token has a weight version that was not allowed."""
+
+
 class Replica(Protocol):
     """One serving engine and the process it lives in. Every method answers or raises by its deadline."""
 
@@ -46,6 +50,16 @@ class FleetRequest:
     num_given: int
     answer: Future[ModelResponse] = field(default_factory=Future)
     oldest_version: int | None = None
+
+    def wrong_version(self, delta: ResponseDelta, newest: int | None) -> WrongVersionError | None:
+        """What is wrong with the weight versions of these tokens, if both bounds are known."""
+        oldest = self.oldest_version
+        if oldest is None or newest is None or not delta.versions:
+            return None
+        first, last = min(delta.versions), max(delta.versions)
+        if oldest <= first and last <= newest:
+            return None
+        return WrongVersionError(f"tokens of weight versions {first} to {last}, wanted {oldest} to {newest}")
 
 
 @dataclass(eq=False)
@@ -100,17 +114,3 @@ class ReplicaState:
     @property
     def load(self) -> int:
         return len(self.placed) + len(self.running)
-
-
-class WrongVersionError(RuntimeError):
-    """A token has a weight version that was not allowed."""
-
-
-def wrong_version(delta: ResponseDelta, oldest: int | None, newest: int | None) -> WrongVersionError | None:
-    """What is wrong with the weight versions of these tokens, if both bounds are known."""
-    if oldest is None or newest is None or not delta.versions:
-        return None
-    first, last = min(delta.versions), max(delta.versions)
-    if oldest <= first and last <= newest:
-        return None
-    return WrongVersionError(f"tokens of weight versions {first} to {last}, wanted {oldest} to {newest}")

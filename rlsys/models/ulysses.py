@@ -4,6 +4,7 @@ Between attentions every rank of the group of size S holds a slice of the tokens
 tokens with a slice of the heads. Shapes are (1, heads, tokens, dim).
 """
 
+import math
 from typing import Any
 
 import torch
@@ -37,11 +38,7 @@ def kv_repeats(num_heads: int, num_kv_heads: int, group_size: int) -> int:
             f"sequence parallelism over {group_size} ranks needs a number of attention heads divisible by it, "
             f"the model has {num_heads}: choose ulysses_sequence_parallel_size among its divisors"
         )
-    if num_kv_heads % group_size == 0:
-        return 1
-    if group_size % num_kv_heads == 0:
-        return group_size // num_kv_heads
-    return num_heads // num_kv_heads
+    return math.lcm(num_kv_heads, group_size) // num_kv_heads
 
 
 def _exchange(x: Tensor, group: ProcessGroup, gather_dim: int, split_dim: int) -> Tensor:

@@ -22,7 +22,6 @@ from rlsys.ipc.framing import Buffer, WireError
 from rlsys.protocol import columns as cols
 from rlsys.protocol.disk import read_file, write_file
 from rlsys.protocol.memory import take_rows
-from rlsys.protocol.pieces import join_buffers, split_buffers
 from rlsys.protocol.received import OwnBatch, ReceivedBatch
 from rlsys.protocol.wire import decode, encode
 
@@ -435,10 +434,7 @@ class DataProto:
 
     def __reduce_ex__(self, protocol: Any) -> tuple[object, ...]:
         header, buffers = self.to_buffers()
-        if protocol < 5:
-            return _from_wire, (type(self), header, [1] * len(buffers), *map(bytearray, buffers))
-        counts, pieces = split_buffers(buffers)
-        return _from_wire, (type(self), header, counts, *map(pickle.PickleBuffer, pieces))
+        return _from_wire, (type(self), header, *map(bytearray if protocol < 5 else pickle.PickleBuffer, buffers))
 
     def __copy__(self) -> "DataProto":
         return type(self)(batch=self.batch, non_tensor_batch=self.non_tensor_batch, meta_info=self.meta_info)
@@ -461,8 +457,8 @@ class DataProto:
             raise WireError(f"{filepath}: {error}") from error
 
 
-def _from_wire(cls: type[DataProto], header: bytes, counts: list[int], *pieces: Any) -> DataProto:
-    return cls.from_buffers(header, join_buffers(counts, pieces))
+def _from_wire(cls: type[DataProto], header: bytes, *buffers: Any) -> DataProto:
+    return cls.from_buffers(header, buffers)
 
 
 def concat_chunk(chunks: int, index: int, data: Sequence[DataProto]) -> DataProto:

@@ -28,9 +28,15 @@ def is_quantised(path: str | Path) -> bool:
 
 def eos_ids_of(path: str | Path) -> tuple[int, ...]:
     """The ids that end a completion, from generation_config.json or else config.json."""
-    eos = getattr(text_config(path), "eos_token_id", None)
-    if (Path(path) / "generation_config.json").exists():
-        eos = GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id or eos
+    has_own = (Path(path) / "generation_config.json").exists()
+    generation = GenerationConfig.from_pretrained(path, local_files_only=True) if has_own else None
+    return end_ids(text_config(path), generation)
+
+
+def end_ids(text: Any, generation: GenerationConfig | None) -> tuple[int, ...]:
+    """The ids that end a completion by a model's generation settings, or else by those of its language model."""
+    eos = getattr(generation, "eos_token_id", None)
+    eos = getattr(text, "eos_token_id", None) if eos is None else eos
     return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
 
 

@@ -7,7 +7,6 @@ parts, so boxes of one tensor can be summed on different ranks. One pass over th
 
 from collections.abc import Sequence
 from functools import lru_cache
-from math import prod
 
 import numpy as np
 import torch
@@ -49,10 +48,6 @@ def _words(rows: Tensor, start: int) -> tuple[Tensor, int]:
 
 def _row_weights(start: tuple[int, ...], shape: tuple[int, ...], full: tuple[int, ...]) -> np.ndarray:
     """Weights of the rows of a box, by the rows' numbers in the whole tensor."""
-    if all(s == 0 and n == size for s, n, size in zip(start[1:], shape[1:], full[1:], strict=True)):
-        inner = prod(full[1:])
-        first = (start[0] if start else 0) * inner
-        return _weights(ROW_STREAM, first, first + prod(shape))
     numbers = np.zeros(shape, dtype=np.int64)
     for at, n, size, axis in zip(start, shape, full, range(len(shape)), strict=True):
         axes = [1] * len(shape)

@@ -14,7 +14,7 @@ from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.fleet.external.engine import RemoteEngine, SGLangRemoteEngine, VLLMRemoteEngine
 from rlsys.fleet.external.settings import RemoteSettings
 from rlsys.protocol import DataProto
-from rlsys.rollout.base import check_tags
+from rlsys.rollout.base import EngineContext, check_tags
 from rlsys.rollout.hf.engine import HFRollout
 from rlsys.types import ModelRequest, ResponseDelta
 from rlsys.utils.errors import WeightTransferError
@@ -40,7 +40,7 @@ def vllm_bench() -> Bench:
     reference = tiny_model()
     folder = Path(tempfile.mkdtemp(prefix="rlsys-vllm-"))
     reference.save_pretrained(folder)
-    engine = VLLMRollout(folder, GenerationConfig(seed=11, enforce_eager=True, max_num_seqs=32))
+    engine = VLLMRollout(folder, GenerationConfig(seed=11, enforce_eager=True, max_num_seqs=32), EngineContext())
     return Bench(engine, lambda ids: reference(ids[None]).logits[0].detach())
 
 
@@ -52,7 +52,7 @@ def sglang_bench() -> Bench:
     reference = tiny_model()
     folder = Path(tempfile.mkdtemp(prefix="rlsys-sglang-"))
     reference.save_pretrained(folder)
-    engine = SGLangRollout(folder, GenerationConfig(seed=11, max_num_seqs=32))
+    engine = SGLangRollout(folder, GenerationConfig(seed=11, max_num_seqs=32), EngineContext())
     return Bench(engine, lambda ids: reference(ids[None]).logits[0].detach(), frozenset({"tensors"}))
 
 

@@ -13,6 +13,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.interfaces import RolloutEngine
 from rlsys.protocol import IMAGES, DataProto
+from rlsys.rollout.base import EngineContext
 from rlsys.rollout.batch import generate_sequences
 from rlsys.rollout.hf.engine import HFRollout
 from rlsys.types import ModelRequest, SamplingParams
@@ -58,10 +59,10 @@ def engine_over(name: str, path: Path, config: GenerationConfig) -> RolloutEngin
     if name == "vllm":
         from rlsys.rollout.vllm.engine import VLLMRollout
 
-        return VLLMRollout(path, config)
+        return VLLMRollout(path, config, EngineContext())
     from rlsys.rollout.sglang.engine import SGLangRollout
 
-    return SGLangRollout(path, config)
+    return SGLangRollout(path, config, EngineContext())
 
 
 FAMILIES = {"vllm": ("qwen2_5_vl", "qwen3_vl", "smolvlm"), "sglang": ("qwen2_5_vl", "qwen3_vl")}

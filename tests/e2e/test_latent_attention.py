@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config
 
 from rlsys.config.schema.rollout import GenerationConfig
+from rlsys.rollout.base import EngineContext
 from rlsys.types import ModelRequest, ModelResponse, SamplingParams
 from tests.e2e.conftest import Toy, with_model
 from tests.ranks import run_ranks
@@ -74,7 +75,8 @@ def derived_in_place(path: Path) -> dict[str, Any]:
 
     requests = [ModelRequest((5, 6, 7 + i), SamplingParams(8, ignore_eos=True), rid=str(i)) for i in range(4)]
     model: Any = AutoModelForCausalLM.from_pretrained(path).float().eval()
-    engine = VLLMRollout(path, GenerationConfig(seed=3, enforce_eager=True, max_num_seqs=8, max_model_len=64))
+    config = GenerationConfig(seed=3, enforce_eager=True, max_num_seqs=8, max_model_len=64)
+    engine = VLLMRollout(path, config, EngineContext())
     result: dict[str, Any] = {"loaded": apart(model, engine.generate(requests))}
     layers = [layer for layer in engine._model().modules() if hasattr(layer, "W_UK_T")]
     for layer, ours in zip(layers, model.model.layers, strict=True):

@@ -140,17 +140,18 @@ def test_a_cache_too_small_for_the_longest_request_is_refused(folder: Path) -> N
         return GenerationConfig(max_model_len=4096, engine_kwargs=EngineKwargsConfig(sglang=sglang))
 
     with pytest.raises(ConfigError, match="kv_cache_gib"):
-        SGLangRollout(folder, config(max_total_tokens=64))
+        SGLangRollout(folder, config(max_total_tokens=64), EngineContext())
     with pytest.raises(ConfigError, match="no_such_argument"):
-        SGLangRollout(folder, config(no_such_argument=1))
+        SGLangRollout(folder, config(no_such_argument=1), EngineContext())
 
 
 ORPHANS = """
 import sys, time
 from rlsys.config.schema.rollout import GenerationConfig
+from rlsys.rollout.base import EngineContext
 from rlsys.rollout.sglang.engine import SGLangRollout
 if __name__ == "__main__":
-    engine = SGLangRollout(sys.argv[1], GenerationConfig(max_model_len=128))
+    engine = SGLangRollout(sys.argv[1], GenerationConfig(max_model_len=128), EngineContext())
     print("up", flush=True)
     time.sleep(60)
 """

@@ -199,16 +199,10 @@ class DecodeLoop:
         if cache.column == cache.window.num_columns:
             self._relayout(cache.window.num_rows, front=0, back=min(int(rows.tensors["num_left"].max()), COLUMN_STEP))
         live, read = slice(0, rows.count), slice(0, cache.column + 1)
-        positions = (rows.tensors["positions"] + rows.tensors["shifts"])[:, None]
-        logits = next_logits(
-            self.model,
-            1,
-            input_ids=rows.tensors["last_tokens"][:, None],
-            position_ids=positions,
-            attention_mask=rows.mask[live, :, :, read],
-            past_key_values=cache.look(live, read, slice(cache.column, cache.column + 1)),
-            use_cache=True,
-        )
+        seen = cache.look(live, read, slice(cache.column, cache.column + 1))
+        ids, positions = rows.tensors["last_tokens"], rows.tensors["positions"] + rows.tensors["shifts"]
+        given = {"input_ids": ids[:, None], "position_ids": positions[:, None]}
+        logits = next_logits(self.model, 1, rows.mask[live, :, :, read], seen, **given)
         cache.column += 1
         if self.engine.routes is not None:
             for one, routes in zip(rows.requests, self.engine.routes.take(rows.count), strict=True):

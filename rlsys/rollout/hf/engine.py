@@ -13,20 +13,20 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig
 
 from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.models.hf import auto_model, saved_tensors_of, shared_names
 from rlsys.models.logprobs import wide_product
 from rlsys.models.stacked import Stacks, as_saved, saved_aliases, saved_stacks
 from rlsys.models.vision import has_images
-from rlsys.protocol import DataProto, ImageInputs, images_of
+from rlsys.protocol import DataProto, images_of
 from rlsys.rollout.base import DEFAULT_CONFIG, DEFAULT_CONTEXT, BaseRolloutEngine, EngineContext, LoadFormat
 from rlsys.rollout.batch import score_sequences
 from rlsys.rollout.engine_weights import copy_by_name, whole_layout
 from rlsys.rollout.hf.decode import DecodeLoop
 from rlsys.rollout.hf.kv_cache import ATTENTION, ColumnCache
 from rlsys.rollout.hf.prompts import LeftPadded, prompt_passes
+from rlsys.rollout.hf_files import end_ids, model_config
 from rlsys.rollout.sampling.hook import RowSampler
 from rlsys.types import WeightLayout
 from rlsys.utils.errors import ConfigError, RolloutError
@@ -41,7 +41,7 @@ def load_causal_lm(path: str | Path, *, load_format: LoadFormat, dtype: str, dev
     Runs no code from the directory: other weights than safetensors are read as tensors only.
     """
     kind = getattr(torch, dtype)
-    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    config = model_config(path)
     auto = auto_model(config)
     if load_format == "dummy":
         return auto.from_config(config, dtype=kind, trust_remote_code=False).to(device)
@@ -94,7 +94,7 @@ class HFRollout(BaseRolloutEngine):
             replace(context, device=str(model.device)),
             model.config,
             max_model_len=config.max_model_len or getattr(text, "max_position_embeddings", 0) or 1 << 30,
-            eos_token_ids=_eos_ids_of(model),
+            eos_token_ids=end_ids(text, getattr(model, "generation_config", None)),
         )
         self.model, self.config = model.eval().requires_grad_(False), config
         self.sampler: RowSampler
@@ -141,44 +141,32 @@ class HFRollout(BaseRolloutEngine):
     def _free(self) -> None:
         self.model = None
 
-    def _score(self, batch: DataProto, temperature: float) -> Tensor:
-        return score_sequences(batch, partial(self._log_probs, temperature, images_of(batch)))
-
     @torch.inference_mode()
-    def _log_probs(
-        self,
-        temperature: float,
-        images: Sequence[tuple[ImageInputs, ...]],
-        sequences: Sequence[Sequence[int]],
-        lengths: Sequence[int],
-    ) -> Iterator[tuple[int, list[float]]]:
-        """Of each sequence's last tokens; one sequence after another, in passes of bounded size."""
-        text, device = self.model.config.get_text_config(), self.model.device
+    def _score(self, batch: DataProto, temperature: float) -> Tensor:
+        """One sequence after another, in passes of bounded size."""
+        text, images = self.model.config.get_text_config(), images_of(batch)
         step = max(1, min(self.config.max_num_batched_tokens, MAX_LOGITS // text.vocab_size))
-        for row, length in enumerate(lengths):
-            ids = torch.tensor([sequences[row]], device=device)
-            prompts = LeftPadded(self.model, [sequences[row][:-1]], [images[row]])
-            last, scores = ids.shape[1] - 1, list[float]()
-            cache = ColumnCache(text.num_hidden_layers, num_rows=1, num_columns=last)
-            cache.column = last
-            passes = prompt_passes(self.model, cache, prompts, slice(0, 1), max_tokens=step, keep=0)
-            for write, logits in passes:
-                scaled = torch.log_softmax(logits.float() / temperature, dim=-1)
-                scores += scaled.gather(2, ids[:, write.start + 1 : write.stop + 1, None]).flatten().tolist()
-            yield row, scores[last - length :]
+
+        def log_probs(sequences: list[list[int]], lengths: list[int]) -> Iterator[tuple[int, list[float]]]:
+            for row, length in enumerate(lengths):
+                ids = torch.tensor([sequences[row]], device=self.model.device)
+                prompts = LeftPadded(self.model, [sequences[row][:-1]], [images[row]])
+                last, scores = ids.shape[1] - 1, list[float]()
+                cache = ColumnCache(text.num_hidden_layers, num_rows=1, num_columns=last)
+                cache.column = last
+                passes = prompt_passes(self.model, cache, prompts, slice(0, 1), max_tokens=step, keep=0)
+                for write, logits in passes:
+                    scaled = torch.log_softmax(logits.float() / temperature, dim=-1)
+                    scores += scaled.gather(2, ids[:, write.start + 1 : write.stop + 1, None]).flatten().tolist()
+                yield row, scores[last - length :]
+
+        return score_sequences(batch, log_probs)
 
     def _decode(self) -> bool:
         return DecodeLoop(self).run()
 
     def _take_samples(self, numbers: list[int], starts: list[int] | None = None) -> tuple[np.ndarray, np.ndarray]:
         return self.sampler.log.take(numbers, starts)
-
-
-def _eos_ids_of(model: Any) -> tuple[int, ...]:
-    generation = getattr(model, "generation_config", None)
-    eos = getattr(generation, "eos_token_id", None)
-    eos = model.config.get_text_config().eos_token_id if eos is None else eos
-    return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
 
 
 def _unrounded_logits(model: Any) -> None:

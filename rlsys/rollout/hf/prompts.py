@@ -49,8 +49,9 @@ class LeftPadded:
         return self._embedded.arguments((self.ids.shape[0], self.ids.shape[1]), slice(start, stop)) | given
 
 
-def next_logits(model: Any, keep: int, **given: object) -> Tensor:
+def next_logits(model: Any, keep: int, mask: Tensor, cache: ColumnCache, **given: object) -> Tensor:
     """The logits of the last `keep` columns, all with 0; the images of a vision-language model are in `given`."""
+    given |= {"attention_mask": mask, "past_key_values": cache, "use_cache": True}
     if not has_images(model.config):
         return model(**given, logits_to_keep=keep).logits
     hidden = model.get_decoder()(**given).last_hidden_state
@@ -69,15 +70,6 @@ def prompt_passes(
     starts = (cache.column - prompts.lengths).to(model.device)
     for at in range(begin, cache.column, step):
         write = slice(at, min(at + step, cache.column))
-        read = slice(begin, write.stop)
-        yield (
-            write,
-            next_logits(
-                model,
-                keep,
-                **prompts.arguments(write.start - begin, write.stop - begin),
-                attention_mask=causal_mask(starts, write, read, model.dtype),
-                past_key_values=cache.look(rows, read, write),
-                use_cache=True,
-            ),
-        )
+        read, given = slice(begin, write.stop), prompts.arguments(at - begin, write.stop - begin)
+        mask = causal_mask(starts, write, read, model.dtype)
+        yield write, next_logits(model, keep, mask, cache.look(rows, read, write), **given)

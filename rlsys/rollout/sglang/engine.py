@@ -24,15 +24,7 @@ from rlsys.models.hf import auto_model
 from rlsys.models.vision import has_images
 from rlsys.protocol import DataProto, ImageInputs, images_of
 from rlsys.protocol.columns import tensors_of
-from rlsys.rollout.base import (
-    DEFAULT_CONFIG,
-    DEFAULT_CONTEXT,
-    SLEEP_TAGS,
-    STEP_WAIT_S,
-    BaseRolloutEngine,
-    EngineContext,
-    RunningRequest,
-)
+from rlsys.rollout.base import SLEEP_TAGS, STEP_WAIT_S, BaseRolloutEngine, EngineContext, RunningRequest
 from rlsys.rollout.batch import score_sequences
 from rlsys.rollout.hf_files import eos_ids_of, model_config
 from rlsys.rollout.sampling.hook import UNUSED, SampleSpec
@@ -68,8 +60,8 @@ class SGLangRollout(BaseRolloutEngine):
     def __init__(
         self,
         path: str | Path,
-        config: GenerationConfig = DEFAULT_CONFIG,
-        context: EngineContext = DEFAULT_CONTEXT,
+        config: GenerationConfig,
+        context: EngineContext,
         *,
         replica: ReplicaRank = SINGLE_RANK,
         methods: Callable[[SchedulerEngine], Mapping[str, Method]] = no_methods,

@@ -38,8 +38,10 @@ class EngineThread:
         end_s = time.monotonic() + deadline_s
         if not self._ready.wait(deadline_s):
             raise DeadlineError("SGLang", "start", deadline_s, "the first start on a GPU compiles kernels for minutes")
+        if isinstance(self._failure, TypeError | ConfigError):
+            raise ConfigError(f"SGLang rejected actor_rollout_ref.rollout.engine_kwargs.sglang: {self._failure}")
         if self._failure is not None:
-            self._raise(self._failure)
+            raise RolloutError(f"SGLang did not start: {self._failure}; see its log for the cause") from self._failure
         atexit.register(self.stop)
         while not socket.exists():
             if time.monotonic() > end_s or not multiprocessing.active_children():
@@ -90,11 +92,6 @@ class EngineThread:
         finally:
             self._ready.set()
         self.loop.run_forever()
-
-    def _raise(self, failure: BaseException) -> None:
-        if isinstance(failure, TypeError | ConfigError):
-            raise ConfigError(f"SGLang rejected actor_rollout_ref.rollout.engine_kwargs.sglang: {failure}")
-        raise RolloutError(f"SGLang did not start: {failure}; see its log for the cause") from failure
 
 
 def _start(arguments: dict[str, Any], settings: SchedulerSettings) -> Any:

@@ -9,23 +9,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.models.vision import has_images
-from rlsys.protocol import ImageInputs, images_of
-from rlsys.rollout.base import (
-    DEFAULT_CONFIG,
-    DEFAULT_CONTEXT,
-    SLEEP_TAGS,
-    BaseRolloutEngine,
-    EngineContext,
-    RunningRequest,
-)
+from rlsys.protocol import DataProto, ImageInputs, images_of
+from rlsys.rollout.base import SLEEP_TAGS, BaseRolloutEngine, EngineContext, RunningRequest
 from rlsys.rollout.batch import score_sequences
 from rlsys.rollout.engine_weights import EngineWeights, HostWeights
 from rlsys.rollout.hf_files import eos_ids_of, hf_tensors, model_config
@@ -36,12 +31,6 @@ from rlsys.rollout.vllm.given_images import image_prompt, take_given_images
 from rlsys.rollout.vllm.groups import end_groups, own_shared_memory, rank_within_replica
 from rlsys.rollout.vllm.packed_weights import keep_loadable
 from rlsys.types import WeightLayout
-
-if TYPE_CHECKING:
-    import numpy as np
-    from transformers import PretrainedConfig
-
-    from rlsys.protocol import DataProto
 
 NUM_DRAIN_STEPS = 2
 
@@ -59,9 +48,7 @@ class VLLMRollout(BaseRolloutEngine):
     `rlsys.rollout.vllm.determinism`.
     """
 
-    def __init__(
-        self, path: str | Path, config: GenerationConfig = DEFAULT_CONFIG, context: EngineContext = DEFAULT_CONTEXT
-    ) -> None:
+    def __init__(self, path: str | Path, config: GenerationConfig, context: EngineContext) -> None:
         on_cpu, size = context.device == "cpu", config.replica_size
         arguments = engine_arguments(path, config, context)
         self.config = config
@@ -130,7 +117,7 @@ class VLLMRollout(BaseRolloutEngine):
             self._end(list(requests.values()), [ended[number].token_ids for number in requests])
             self._take_samples([number for number in ended if number not in requests])  # delivered before a stop
 
-    def _take_samples(self, numbers: list[int], starts: list[int] | None = None) -> "tuple[np.ndarray, np.ndarray]":
+    def _take_samples(self, numbers: list[int], starts: list[int] | None = None) -> tuple[np.ndarray, np.ndarray]:
         return self._rpc("rlsys_take_samples", numbers, starts)
 
     def _drain(self) -> None:
@@ -200,7 +187,7 @@ class VLLMRollout(BaseRolloutEngine):
         self.engine.add_request(str(spec.number), prompt, params)
         return str(spec.number)
 
-    def _score(self, batch: "DataProto", temperature: float) -> Tensor:
+    def _score(self, batch: DataProto, temperature: float) -> Tensor:
         self._rpc("rlsys_score_at", temperature)
         return score_sequences(batch, partial(self._prompt_logprobs, images_of(batch)))
 
@@ -265,7 +252,7 @@ class VLLMRollout(BaseRolloutEngine):
         return self.engine.collective_rpc(method, args=args)[0]
 
 
-def _start(arguments: Mapping[str, Any], hf_config: "PretrainedConfig", *, kv_cache_gib: int) -> Any:
+def _start(arguments: Mapping[str, Any], hf_config: PretrainedConfig, *, kv_cache_gib: int) -> Any:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # version 2 has no input_batch and has other logits processors
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(kv_cache_gib))

@@ -17,7 +17,6 @@ from msgspec.msgpack import Ext
 
 from rlsys.ipc.codec import Tag
 from rlsys.protocol import DataProto, ImageInputs, WireError, object_array
-from rlsys.protocol.pieces import PIECE_BYTES, join_buffers, split_buffers
 from rlsys.types import Finish
 
 
@@ -275,15 +274,6 @@ def test_pickle_calls_nothing_but_the_decoder() -> None:
     assert {name for name in names if name.startswith(("rlsys", "torch", "numpy", "builtins"))} == {
         "rlsys.protocol.data"
     }
-
-
-def test_pieces_are_joined_again() -> None:
-    whole = bytes(range(256)) * (3 * PIECE_BYTES // 256 + 1)
-    counts, pieces = split_buffers([memoryview(whole), memoryview(b""), memoryview(b"ab")])
-    joined, empty, short = join_buffers(counts, [bytes(piece) for piece in pieces])
-    assert bytes(joined) == whole
-    assert bytes(empty) == b""
-    assert bytes(short) == b"ab"
 
 
 def test_saving_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 import rlsys
+from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.fleet.external.capabilities import ALL, SERVERS, capabilities_of
+from rlsys.rollout.base import EngineContext
 from rlsys.rollout.versions import SGLANG, VLLM, VersionRow, VersionTable
 from rlsys.rollout.vllm.engine import VLLMRollout
 from rlsys.utils.errors import ConfigError
@@ -76,7 +78,7 @@ def test_an_engine_that_cannot_be_served_is_refused_before_it_starts(
 ) -> None:
     monkeypatch.setattr(VersionTable, "installed", lambda table: version)
     with pytest.raises(ConfigError, match=why):
-        VLLMRollout("/nowhere")
+        VLLMRollout("/nowhere", GenerationConfig(), EngineContext())
 
 
 def test_what_is_installed_is_read() -> None:
