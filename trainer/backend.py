@@ -16,7 +16,7 @@ from rlsys.config.schema.trainer import RayKwargsConfig, RunConfig
 from rlsys.single_controller.base import ClassWithInitArgs, WorkerGroup
 from rlsys.single_controller.local import LocalWorkerGroup
 from rlsys.single_controller.resource_pool import ResourcePoolManager
-from rlsys.utils.errors import ConfigError
+from rlsys.utils.errors import ConfigError, raised_as
 from rlsys.utils.plugins import import_libraries
 from trainer.job import exit_on_sigterm
 
@@ -101,10 +101,8 @@ def load_tokenizer(model: ServedModelConfig, padding: int | None = None) -> PreT
     """The model's tokenizer with the configured template; it pads by `padding`, else its own, else the end token."""
     path = model.tokenizer_path or model.path
     assert path is not None
-    try:
+    with raised_as(ConfigError, f"actor_rollout_ref.model.path={path}: there is no tokenizer", OSError, ValueError):
         tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"actor_rollout_ref.model.path={path}: no tokenizer can be read there: {error}") from error
     if padding is not None:
         if padding >= len(tokenizer):
             why = f"the tokenizer in {path} has ids up to {len(tokenizer) - 1}"

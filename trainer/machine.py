@@ -18,7 +18,7 @@ from rlsys.config.schema.jobs import JobConfig
 from rlsys.fleet.external.settings import settings_of
 from rlsys.rollout.versions import SGLANG, VLLM
 from rlsys.telemetry.tracker_adapters import flat_settings
-from rlsys.utils.errors import ConfigError
+from rlsys.utils.errors import ConfigError, raised_as
 from rlsys.utils.hub import download_config, is_hub_id
 
 TABLES = {"vllm": VLLM, "sglang": SGLANG}
@@ -39,10 +39,8 @@ def check_machine(config: JobConfig, *, dry_run: bool) -> list[str]:
     if isinstance(config, PPOConfig | EvalConfig):
         name = config.actor_rollout_ref.rollout.name
         if name in TABLES and not set(OWN_ENVIRONMENT) & set(config.ray_kwargs.ray_init.runtime_env):
-            try:
+            with raised_as(ConfigError, f"actor_rollout_ref.rollout.name = {name}", ConfigError):
                 TABLES[name].installed_features()
-            except ConfigError as error:
-                raise ConfigError(f"actor_rollout_ref.rollout.name = {name}: {error}") from error
     if not _joins_a_cluster(config):
         notes += _capacity(config)
     elif dry_run:

@@ -21,7 +21,7 @@ from rlsys.protocol import DataProto, WireError, object_array
 from rlsys.rollout.batch import SEEDS, from_responses, to_requests, with_request_seeds
 from rlsys.rollout.partial import PartialResponse
 from rlsys.types import Finish, ModelRequest, ModelResponse
-from rlsys.utils.errors import CheckpointError, ConfigError, RolloutError
+from rlsys.utils.errors import CheckpointError, ConfigError, RolloutError, raised_as
 from trainer.generation import GradedRollout, meta_of_all_calls
 from trainer.source import GroupFilter, Prompts, is_time, too_few_kept
 from trainer.staleness_window import StalenessWindow
@@ -330,10 +330,8 @@ def _parts(path: Path) -> list[tuple[int, DataProto]]:
     """The groups in a file of a checkpoint, which is missing if there were none."""
     if not path.exists():
         return []
-    try:
+    with raised_as(CheckpointError, f"{path}, prompts of an asynchronous run, cannot be read", WireError, OSError):
         rows = DataProto.load_from_disk(path)
-    except (WireError, OSError) as error:
-        raise CheckpointError(f"{path}, prompts of an asynchronous run, cannot be read: {error}") from error
     numbers = rows.non_tensor_batch.pop(NUMBER)
     starts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(rows)]
     return [(int(numbers[at]), rows[at:end]) for at, end in pairwise(starts)]

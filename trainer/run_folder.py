@@ -24,7 +24,7 @@ from rlsys.config.schema.trainer import RunConfig, TrainingConfig
 from rlsys.telemetry.log import FILE_ONLY, get_logger, log_to_file, redact, redact_tree
 from rlsys.telemetry.tracker_adapters import flat_settings
 from rlsys.utils.atomic import write_whole
-from rlsys.utils.errors import ConfigError
+from rlsys.utils.errors import ConfigError, raised_as
 from trainer.checkpoint import CheckpointStore
 
 CONFIG, STARTS, LOG, LOCK = "config.yaml", "starts.jsonl", "train.log", "run.lock"
@@ -173,12 +173,10 @@ def _make_root(run: RunConfig) -> Path:
             f"trainer.default_local_dir={path}: relative to {Path.cwd()}, which Ray deletes after the job; set an "
             f"absolute path, e.g. trainer.default_local_dir={Path.home() / path}"
         )
-    try:
+    with raised_as(ConfigError, f"trainer.default_local_dir={path}: cannot write there", OSError):
         path.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=path) as probe:
             probe.write(b" ")
-    except OSError as error:
-        raise ConfigError(f"trainer.default_local_dir={path}: cannot write there: {error}") from error
     return path.absolute()
 
 

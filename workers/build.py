@@ -20,7 +20,7 @@ from rlsys.models.flops import peak_flops
 from rlsys.models.hf import Head, build, read_config
 from rlsys.models.megatron.family import decoder_family
 from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
-from rlsys.utils.errors import ConfigError
+from rlsys.utils.errors import ConfigError, raised_as
 from rlsys.utils.hub import ensure_downloaded
 from rlsys.utils.plugins import import_libraries
 from workers.mfu import MfuMeter
@@ -78,15 +78,13 @@ def check_model(key: str, model: ModelConfig, section: ShardConfig | MegatronSha
     """ConfigError that names `key` unless the engine of `section` trains the model as configured; reads config.json
     only."""
     assert model.path is not None, "the start model is resolved before workers start"
-    try:
+    with raised_as(ConfigError, f"{key}", ConfigError):
         if isinstance(section, MegatronShardConfig):
             family, hf_config = decoder_family(read_config(model))
             family.check(hf_config, RankPlace(ParallelSizes.from_config(section)))
         else:
             config, packed = read_config(model), model.use_remove_padding
             build(config, head=head, packed=packed, trust_remote_code=model.trust_remote_code)
-    except ConfigError as error:
-        raise ConfigError(f"{key}: {error}") from error
 
 
 def _trained(

@@ -4,13 +4,14 @@ import asyncio
 import json
 from collections.abc import Collection, Mapping
 from functools import cache, partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from rlsys.agent.tools import BaseTool, Tool
 from rlsys.telemetry.jsonl import JsonObject
 from rlsys.utils.daemon_threads import in_daemon_thread
-from rlsys.utils.errors import ConfigError
+from rlsys.utils.errors import ConfigError, raised_as
 
 TARGET = f"{__name__}:MCPTool"
 START_S = 60.0
@@ -34,14 +35,12 @@ def tools_of_servers(path: str, selected: Collection[str] = (), *, key: str) -> 
         servers = json.loads(Path(path).read_text())["mcpServers"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{key}: {path} is not a JSON file with mcpServers: {error!r}") from error
+    if find_spec("mcp") is None:
+        raise ConfigError(f"{key}: MCP servers need the package mcp: pip install -e '.[mcp]'")
     tools = []
     for name, server in servers.items():
-        try:
+        with raised_as(ConfigError, f"{key}: MCP server {name} of {path} does not list its tools"):
             offered = _offered(json.dumps(server))
-        except ImportError as error:
-            raise ConfigError(f"{key}: MCP servers need the package mcp: pip install -e '.[mcp]'") from error
-        except Exception as error:  # whatever a server or its transport may raise
-            raise ConfigError(f"{key}: MCP server {name} of {path} does not list its tools: {error!r}") from error
         for tool in offered:
             schema = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
             config = {"server": server, "tool": tool.name}

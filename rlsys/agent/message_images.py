@@ -1,11 +1,10 @@
 """Images of conversations: content parts of type image_url with data URLs, which are plain JSON."""
 
 import base64
-import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlsys.data.images import IMAGE_PARTS, ImageError, load_image
+from rlsys.data.images import IMAGE_PARTS, ImageError, load_image, png_bytes
 from rlsys.telemetry.jsonl import JsonObject
 
 Messages = Sequence[Mapping[str, object]]
@@ -21,9 +20,7 @@ def image_part(value: object) -> JsonObject:
         if not url.startswith("data:"):
             raise ImageError(f"{url[:100]}: images of messages must be data URLs; nothing is read or fetched for them")
     else:
-        stream = io.BytesIO()
-        load_image(url).save(stream, "PNG", compress_level=1)
-        url = png_url(stream.getvalue())
+        url = png_url(png_bytes(load_image(url)))
     return {"type": "image_url", "image_url": {"url": url}}
 
 

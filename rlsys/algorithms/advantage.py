@@ -17,15 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from rlsys.algorithms.groups import (
-    group_count,
-    group_mean,
-    group_std,
-    group_sum,
-    num_groups,
-    rank_in_group,
-    second_largest,
-)
+from rlsys.algorithms.groups import group_count, group_mean, group_std, group_sum, rank_in_group, second_largest
 from rlsys.algorithms.masked import masked_whiten
 from rlsys.algorithms.registry import Registry
 from rlsys.algorithms.scan import discounted_returns, pack, packed_columns, reverse_scan, unpack
@@ -230,7 +222,7 @@ def gdpo(
     components = component_scores.double()
     if component_weights is None:
         component_weights = torch.ones(components.shape[1], dtype=torch.float64, device=components.device)
-    rows = torch.arange(components.shape[1], device=components.device) * num_groups(group_ids)
+    rows = torch.arange(components.shape[1], device=components.device) * len(group_count(group_ids))
     ids = (group_ids.unsqueeze(1) + rows).flatten()
     normalised = _group_normalised(components.flatten(), ids, norm_adv_by_std_in_grpo).view_as(components)
     summed = (normalised @ component_weights.double()).unsqueeze(1).expand_as(response_mask)

@@ -1,4 +1,19 @@
-"""The command line: a few options, and overrides."""
+"""Options
+  --config-name NAME    preset or YAML file to start from
+  --config-path FOLDER  where to look for it first
+  --print-config        print the settings as YAML, with derived values as comments
+  --dry-run             check everything, print the plan and exit
+  --dry-run --gpu=H100  plan for GPUs of this type, which need not be here: seconds of a step, layouts that fit
+  --help                this text
+  --help WORD ...       the keys of a section, one key with its type and other names, or the keys that hold a word
+  --help all            every key
+  --version             the version of rlsys
+
+Settings, any number; the last one of a key wins
+  key=value             set a key: text, numbers, true, null, [a,b], {a: 1}, ${other.key}
+  +key=value            the same, as Hydra writes new keys of override_config, reward_kwargs, ...
+  ~key                  reset to the default, or remove an added key
+"""
 
 import argparse
 from collections.abc import Sequence

@@ -6,10 +6,11 @@ use_attribute_docstrings parses the source of every class at import.
 
 import inspect
 import textwrap
-from functools import cache
+from functools import cache, partial
 
 from pydantic._internal._docs_extraction import extract_docstrings_from_cls
 
+from rlsys.config import arguments
 from rlsys.config.compat.reader import REFERENCE, absolute_names, compat_table
 from rlsys.config.introspect import allowed, default_of, job_name, leaves, nearest, sections, shown
 from rlsys.config.presets import preset_names, presets_folder
@@ -17,44 +18,19 @@ from rlsys.config.schema.base import Section
 from rlsys.utils.errors import ConfigError
 
 _WIDTH = 110
-_OPTIONS = """\
-Options
-  --config-name NAME    preset or YAML file to start from
-  --config-path FOLDER  where to look for it first
-  --print-config        print the settings as YAML, with derived values as comments
-  --dry-run             check everything, print the plan and exit
-  --dry-run --gpu=H100  plan for GPUs of this type, which need not be here: seconds of a step, layouts that fit
-  --help                this text
-  --help WORD ...       the keys of a section, one key with its type and other names, or the keys that hold a word
-  --help all            every key
-  --version             the version of rlsys
-
-Settings, any number; the last one of a key wins
-  key=value             set a key: text, numbers, true, null, [a,b], {a: 1}, ${other.key}
-  +key=value            the same, as Hydra writes new keys of override_config, reward_kwargs, ...
-  ~key                  reset to the default, or remove an added key
-"""
+_descriptions = cache(partial(extract_docstrings_from_cls, use_inspect=True))
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _USUAL = {
-    "Model and data": (
-        *("actor_rollout_ref.model.path", "model.path", "data.train_files", "data.val_files", "data.prompt_key"),
-        *("data.answer_key", "data.messages_key", "data.response_key", "data.train_batch_size"),
-        *("data.max_prompt_length", "data.max_response_length", "data.max_length"),
-        *("reward.custom_reward_function.path", "actor_rollout_ref.model.lora_rank", "model.lora_rank"),
-    ),
-    "Learning": (
-        *("algorithm.adv_estimator", f"{_ACTOR}.ppo_mini_batch_size", f"{_ACTOR}.ppo_max_token_len_per_gpu"),
-        *(f"{_ACTOR}.optim.lr", "optim.lr", f"{_ACTOR}.clip_ratio", f"{_ACTOR}.use_kl_loss", f"{_ACTOR}.strategy"),
-    ),
-    "Generation": (
-        *(f"{_ROLLOUT}.name", f"{_ROLLOUT}.n", f"{_ROLLOUT}.temperature", f"{_ROLLOUT}.val_kwargs.n"),
-        *(f"{_ROLLOUT}.tensor_model_parallel_size", f"{_ROLLOUT}.gpu_memory_utilization"),
-    ),
-    "Run": (
-        *("trainer.nnodes", "trainer.n_gpus_per_node", "trainer.device", "trainer.total_epochs"),
-        *("trainer.total_training_steps", "trainer.save_freq", "trainer.test_freq", "trainer.logger"),
-        *("trainer.experiment_name", "trainer.default_local_dir"),
-    ),
+    "Model and data": "actor_rollout_ref.model.path model.path data.train_files data.val_files data.prompt_key "
+    "data.answer_key data.messages_key data.response_key data.train_batch_size data.max_prompt_length "
+    "data.max_response_length data.max_length reward.custom_reward_function.path actor_rollout_ref.model.lora_rank "
+    "model.lora_rank",
+    "Learning": f"algorithm.adv_estimator {_ACTOR}.ppo_mini_batch_size {_ACTOR}.ppo_max_token_len_per_gpu "
+    f"{_ACTOR}.optim.lr optim.lr {_ACTOR}.clip_ratio {_ACTOR}.use_kl_loss {_ACTOR}.strategy",
+    "Generation": f"{_ROLLOUT}.name {_ROLLOUT}.n {_ROLLOUT}.temperature {_ROLLOUT}.val_kwargs.n "
+    f"{_ROLLOUT}.tensor_model_parallel_size {_ROLLOUT}.gpu_memory_utilization",
+    "Run": "trainer.nnodes trainer.n_gpus_per_node trainer.device trainer.total_epochs trainer.total_training_steps "
+    "trainer.save_freq trainer.test_freq trainer.logger trainer.experiment_name trainer.default_local_dir",
 }
 
 
@@ -64,10 +40,10 @@ def help_text(schema: type[Section], *words: str) -> str:
         return "\n".join(dict.fromkeys(text for word in words for text in _topic(schema, word)))
     parts = [
         f"{inspect.getdoc(schema)}\n\npython -m trainer.main_{job_name(schema)} [options] [key=value ...]\n",
-        f"{_OPTIONS}\nPresets in {presets_folder()}\n  {', '.join(preset_names())}\n",
+        f"{arguments.__doc__}\nPresets in {presets_folder()}\n  {', '.join(preset_names())}\n",
     ]
     for title, keys in _USUAL.items():
-        parts += [title, *(_short(schema, key, with_type=False) for key in keys if key in leaves(schema)), ""]
+        parts += [title, *(_short(schema, key, with_type=False) for key in keys.split() if key in leaves(schema)), ""]
     outer = ", ".join(path for path in sections(schema) if path and path.count(".") < 2)
     more = f"There are {len(leaves(schema))} keys; --help WORD shows those of a section: {outer}"
     return "\n".join([*parts, textwrap.fill(more, _WIDTH, break_on_hyphens=False)])
@@ -106,8 +82,3 @@ def describe(section: type[Section], name: str) -> str:
     """The description of a key, from its section or the nearest parent class that has one."""
     texts = (_descriptions(cls).get(name) for cls in section.__mro__ if issubclass(cls, Section))
     return next(filter(None, texts), "")
-
-
-@cache
-def _descriptions(section: type[Section]) -> dict[str, str]:
-    return extract_docstrings_from_cls(section, use_inspect=True)

@@ -4,9 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError
-
 from rlsys.config.schema.data import Truncation
+from rlsys.utils.errors import raised_as
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -47,18 +46,9 @@ def render(
     """
     if not tokenizer.chat_template:
         return "\n".join(m["content"] for m in messages)
-    try:
-        text = tokenizer.apply_chat_template(
-            [dict(m) for m in messages],
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            **(template_kwargs or {}),
-        )
-    except TemplateError as error:
-        raise ValueError(f"the chat template rejects the messages: {error}") from error
-    except Exception as error:  # a template is a program of the model's author
-        raise ValueError(f"the chat template fails: {type(error).__name__}: {error}") from error
-    return str(text)
+    turns, more, prompts = [dict(m) for m in messages], template_kwargs or {}, add_generation_prompt
+    with raised_as(ValueError, "the chat template rejects the messages"):  # it is a program of the model's author
+        return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=prompts, **more))
 
 
 def encode_text(tokenizer: "PreTrainedTokenizerBase", text: str, *, special_tokens: bool = False) -> list[int]:

@@ -68,6 +68,13 @@ def image_hash(image: "Image.Image") -> str:
     return digest.hexdigest()[:32]
 
 
+def png_bytes(image: "Image.Image") -> bytes:
+    """The image as a PNG file."""
+    file = io.BytesIO()
+    image.save(file, "PNG", compress_level=1)
+    return file.getvalue()
+
+
 def _unwrapped(value: object) -> object:
     """What is inside of {"bytes": ..., "path": ...} or {"type": "image_url", "image_url": {"url": ...}}."""
     for _ in KEYS:

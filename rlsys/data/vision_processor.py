@@ -1,6 +1,5 @@
 """From messages and images to token ids and pixels, for vision-language models."""
 
-import io
 from collections.abc import Mapping, Sequence
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ from transformers import AutoConfig, AutoImageProcessor
 from rlsys.config.checks.files import model_facts
 from rlsys.config.vocabulary import GRIDS, TILES
 from rlsys.data.chat import IMAGE_MARKER, Message, as_messages, encode_text, render, with_parts
-from rlsys.data.images import ImageError, image_hash, load_image
+from rlsys.data.images import ImageError, image_hash, load_image, png_bytes
 from rlsys.models.vision import num_features
 from rlsys.protocol import ImageInputs
 from rlsys.utils.errors import ConfigError, raised_as
@@ -131,7 +130,7 @@ class VisionProcessor:
             made = self.image_processor(images=[list(images)], return_row_col_info=True, return_tensors="pt")
             tensors = {name: made[name][0] for name in ("pixel_values", "pixel_attention_mask") if name in made}
             texts = self._tile_texts(made, num_features(self.config, tensors)[0])
-        pictures = tuple(np.frombuffer(_png(image), np.uint8) for image in images)
+        pictures = tuple(np.frombuffer(png_bytes(image), np.uint8) for image in images)
         return ImageInputs(tuple(map(image_hash, images)), pictures, tensors), texts
 
     def _tile_texts(self, made: Mapping[str, Any], per_tile: int) -> list[str]:
@@ -141,9 +140,3 @@ class VisionProcessor:
         around, whole = "<fake_token_around_image>", "<global-img>"
         sizes = zip(made["rows"][0], made["cols"][0], strict=True)
         return [get_image_prompt_string(r, c, per_tile, around, self.image_token, whole) for r, c in sizes]
-
-
-def _png(image: "Image.Image") -> bytes:
-    file = io.BytesIO()
-    image.save(file, "PNG", compress_level=1)
-    return file.getvalue()

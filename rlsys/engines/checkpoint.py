@@ -27,7 +27,7 @@ from rlsys.models.hf import differing_tensors
 from rlsys.telemetry.jsonl import JsonObject
 from rlsys.utils.atomic import commit_dir, read_checked_json, staging_dir, write_checked_json, write_whole
 from rlsys.utils.daemon_threads import in_daemon_thread
-from rlsys.utils.errors import CheckpointError
+from rlsys.utils.errors import CheckpointError, raised_as
 from rlsys.utils.run_folders import HUGGINGFACE
 
 MANIFEST = "manifest.json"
@@ -133,10 +133,8 @@ def _fingerprint(path: Path) -> JsonObject:
 
 def verify(path: Path, *, part: int = 0, parts: int = 1) -> JsonObject:
     """Check every `parts`-th file against the manifest, which is returned; CheckpointError names the first bad file."""
-    try:
+    with raised_as(CheckpointError, f"{path} is not a whole checkpoint: cannot read {MANIFEST}", OSError, ValueError):
         manifest = read_checked_json(path / MANIFEST)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is not a whole checkpoint: cannot read {MANIFEST}: {error}") from error
     if manifest.get("format") != FORMAT:
         raise CheckpointError(f"{path / MANIFEST}: format {manifest.get('format')}, this version reads {FORMAT}")
     for name in list(manifest["files"])[part::parts]:

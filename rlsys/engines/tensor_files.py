@@ -24,7 +24,7 @@ from rlsys.models.hf import open_safetensors
 from rlsys.telemetry.jsonl import JsonObject
 from rlsys.utils.atomic import fsync_file, write_whole
 from rlsys.utils.boxes import overlap, relative, slices
-from rlsys.utils.errors import CheckpointError
+from rlsys.utils.errors import CheckpointError, raised_as
 
 METADATA = "tensors.json"
 StoredBoxes = Iterable[tuple[str, Sequence[int], Tensor]]
@@ -66,10 +66,8 @@ def write_files(directory: Path, name_end: str, boxes: StoredBoxes) -> tuple[lis
 
 def read_tensor_index(directory: Path) -> JsonObject:
     """Shape, dtype and chunks of every stored tensor by key; CheckpointError if it cannot be read."""
-    try:
+    with raised_as(CheckpointError, f"cannot read {directory / METADATA}", OSError, ValueError):
         return json.loads((directory / METADATA).read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {directory / METADATA}: {error}") from error
 
 
 def saved_tensors(
@@ -161,7 +159,5 @@ class PiecedTensor:
         return self._slice(piece)[slices(first, size)]
 
     def _slice(self, piece: StoredBox) -> Any:
-        try:
+        with raised_as(CheckpointError, f"{piece.file} lacks {piece.key}", SafetensorError):
             return self._open(piece.file).get_slice(piece.key)
-        except SafetensorError as error:
-            raise CheckpointError(f"{piece.file} lacks {piece.key}: {error}") from error

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from rlsys.config.schema.model import ModelConfig
 from rlsys.models.hf import TensorInMemory, TensorSource, check_names, open_model_dir
-from rlsys.utils.errors import CheckpointError, ConfigError
+from rlsys.utils.errors import CheckpointError, ConfigError, raised_as
 
 ADAPTER = "default"
 _PREFIX = "base_model.model."
@@ -48,13 +48,11 @@ def lora_settings(model: ModelConfig, *, seed: int) -> LoraSettings | None:
         excluded, init = model.exclude_modules, model.lora_A_init_method
         return LoraSettings(model.lora_rank, model.lora_alpha, names, excluded, init, seed=seed)
     file = Path(model.lora_adapter_path) / "adapter_config.json"
-    try:
+    with raised_as(CheckpointError, f"cannot read the adapter's {file}", OSError, ValueError, KeyError):
         saved = json.loads(file.read_text())
         targets = saved["target_modules"]
         targets = targets if isinstance(targets, str) else tuple(sorted(targets))
         return LoraSettings(saved["r"], saved["lora_alpha"], targets, adapter_path=model.lora_adapter_path, seed=seed)
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"cannot read the adapter's {file}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -78,10 +76,8 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings) -> None:
         target_modules=targets if isinstance(targets, str) else list(targets),
         exclude_modules="|".join((excluded, *heads)) if isinstance(excluded, str) else [*heads, *excluded],
     )
-    try:
+    with raised_as(ConfigError, f"target_modules={targets}", ValueError):
         inject_adapter_in_model(config, model, ADAPTER)
-    except ValueError as error:
-        raise ConfigError(f"target_modules={targets}: {error}") from error
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name) or name.startswith("score."))
 

@@ -24,6 +24,7 @@ from rlsys.protocol.disk import read_file, write_file
 from rlsys.protocol.memory import take_rows
 from rlsys.protocol.received import OwnBatch, ReceivedBatch
 from rlsys.protocol.wire import decode, encode
+from rlsys.utils.errors import raised_as
 
 Index = list[int] | list[bool] | np.ndarray | Tensor
 
@@ -451,10 +452,8 @@ class DataProto:
     @staticmethod
     def load_from_disk(filepath: str | os.PathLike[str]) -> "DataProto":
         """Read what `save_to_disk` wrote, writable; WireError naming the file if it is truncated or corrupt."""
-        try:
+        with raised_as(WireError, f"{filepath}", WireError):
             return DataProto.from_buffers(*read_file(filepath))
-        except WireError as error:
-            raise WireError(f"{filepath}: {error}") from error
 
 
 def _from_wire(cls: type[DataProto], header: bytes, *buffers: Any) -> DataProto:

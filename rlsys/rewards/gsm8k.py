@@ -3,6 +3,8 @@
 import re
 from typing import Literal
 
+from rlsys.rewards.math import verdict
+
 MARKED = re.compile(r"#### (-?[0-9.,]+)")
 NUMBER = re.compile(r"-?[0-9.,]+")
 TAIL_CHARS = 300
@@ -30,5 +32,4 @@ def compute_score(
     """`score` for the right number, `format_score` for another one, 0 for none."""
     answer = extract_solution(solution_str, method=method)
     right = answer is not None and answer == str(ground_truth).replace(",", "").strip()
-    value = 0.0 if answer is None else score if right else format_score
-    return {"score": value, "acc": float(right), "pred": answer or ""}
+    return verdict(answer, right, score=score, format_score=format_score)

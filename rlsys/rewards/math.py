@@ -54,9 +54,14 @@ def compute_score_geometry(solution_str: str, ground_truth: object) -> dict[str,
 
 
 def graded(answer: str | None, ground_truth: object) -> dict[str, Any]:
-    """Score, accuracy and the answer found, in the form of verl's extra values."""
-    right = answer is not None and equal(answer, str(ground_truth))
-    return {"score": float(right), "acc": float(right), "pred": answer or ""}
+    """The verdict on an answer, None for a text without one."""
+    return verdict(answer, answer is not None and equal(answer, str(ground_truth)))
+
+
+def verdict(answer: str | None, right: bool, *, score: float = 1.0, format_score: float = 0.0) -> dict[str, Any]:
+    """Score, accuracy and the answer, in the form of verl's extra values; `format_score` is that of a wrong answer."""
+    value = 0.0 if answer is None else score if right else format_score
+    return {"score": value, "acc": float(right), "pred": answer or ""}
 
 
 def last_boxed(text: str) -> str | None:

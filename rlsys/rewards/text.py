@@ -3,9 +3,8 @@
 import re
 import string
 from collections.abc import Mapping
-from typing import Any
 
-from rlsys.rewards.math import graded, last_boxed
+from rlsys.rewards.math import graded, last_boxed, verdict
 
 NUMBER = re.compile(r"(?:(?<![\w.)])[-+\u2212])?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
@@ -24,17 +23,16 @@ def numeric(solution_str: str, ground_truth: object) -> dict[str, object]:
     return graded(last_number(solution_str) if boxed is None else boxed, ground_truth)
 
 
-def exact(solution_str: str, ground_truth: object) -> dict[str, Any]:
+def exact(solution_str: str, ground_truth: object) -> dict[str, object]:
     """1 when the text, apart from white space around and between words, is the ground truth."""
     answer, wanted = (" ".join(str(text).split()) for text in (solution_str, ground_truth))
-    return {"score": float(answer == wanted), "acc": float(answer == wanted), "pred": answer}
+    return verdict(answer, answer == wanted)
 
 
 def regex(solution_str: str, ground_truth: object) -> dict[str, object]:
     """1 when the pattern in the ground truth is found in the text; `pred` is its first group, or all it matched."""
     match = re.search(str(ground_truth), solution_str)
-    pred = "" if match is None else match.group(1 if match.re.groups else 0) or ""
-    return {"score": float(match is not None), "acc": float(match is not None), "pred": pred}
+    return verdict(match and (match.group(1 if match.re.groups else 0) or ""), match is not None)
 
 
 def exact_match(
@@ -47,9 +45,8 @@ def exact_match(
     targets = ground_truth["target"] if isinstance(ground_truth, Mapping) else ground_truth
     accepted = {_bare(str(t)) for t in (targets if isinstance(targets, (list, tuple)) else [targets])}
     answers = TAGGED.findall(solution_str)
-    right = bool(answers) and _bare(answers[-1]) in accepted
-    value = 0.0 if not answers else score if right else format_score
-    return {"score": value, "acc": float(right), "pred": answers[-1].strip() if answers else ""}
+    answer = answers[-1].strip() if answers else None
+    return verdict(answer, answer is not None and _bare(answer) in accepted, score=score, format_score=format_score)
 
 
 def _bare(text: str) -> str:

@@ -16,15 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlsys.telemetry.recorder import StageReport, merged
-from rlsys.utils.errors import (
-    CheckpointError,
-    ConfigError,
-    DataError,
-    DeadlineError,
-    FailedWorker,
-    WeightTransferError,
-    WorkerError,
-)
+from rlsys.utils.errors import SPOKEN_ERRORS, DeadlineError, FailedWorker, WorkerError
 
 POLL_S = 1.0
 WAITED_S = 30.0
@@ -33,8 +25,6 @@ GRACE_S = 0.1
 SECONDARY_GRACE_S = 3.0
 DEFAULT_DEADLINE_S = 600.0
 MAX_REPORTS = 10_000
-SPOKEN_ERRORS = (ConfigError, DataError, CheckpointError, WeightTransferError)
-"""Errors that mean the same in any process; the driver raises them unchanged."""
 
 log = logging.getLogger(__name__)
 _SECONDARY = re.compile(

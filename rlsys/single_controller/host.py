@@ -13,6 +13,7 @@ from typing import Any
 
 from rlsys.single_controller.calls import CallSpec, Failure, Header
 from rlsys.single_controller.rows import is_rows
+from rlsys.single_controller.worker import Worker
 from rlsys.telemetry.recorder import StageRecorder
 
 TRACE_CHARS = 4000
@@ -43,11 +44,8 @@ class WorkerHost:
     def build(self, made: tuple[type, Sequence[object], Mapping[str, object]]) -> tuple[Header, None]:
         """Build the worker from its class and arguments."""
         cls, args, kwargs = made
-
-        def build() -> None:
-            self.worker = cls(*args, **kwargs)
-
-        return answer(build)[0], None
+        header, self.worker = answer(lambda: cls(*args, **kwargs))
+        return header, None
 
     def call(self, spec: CallSpec, *values: object) -> tuple[Header, object]:
         """Run one method of the worker as a stage; failures are reported in the header, never raised."""
@@ -62,6 +60,12 @@ class WorkerHost:
 
         header, value = answer(run)
         return replace(header, report=recorder.drain()), value
+
+    def close(self) -> None:
+        """Have the worker give back what it holds, and forget it."""
+        if isinstance(self.worker, Worker):
+            self.worker.close()
+        self.worker = None
 
     def _run(self, spec: CallSpec, values: Sequence[object]) -> object:
         if self.worker is None:

@@ -11,27 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from rlsys.single_controller.calls import (
-    DEFAULT_DEADLINE_S,
-    Backend,
-    CallSpec,
-    Deadlines,
-    Header,
-    Pending,
-    RankCall,
-    finish,
-)
+from rlsys.single_controller.calls import DEFAULT_DEADLINE_S, Backend, Deadlines, Header, Pending, RankCall, finish
 from rlsys.single_controller.host import WorkerHost
 from rlsys.single_controller.resource_pool import ResourcePool
 from rlsys.single_controller.rows import is_rows
-from rlsys.single_controller.worker import (
-    NO_PROCESS_GROUP,
-    RANK_VARIABLES,
-    Worker,
-    environment,
-    free_port,
-    rank_environment,
-)
+from rlsys.single_controller.worker import NO_PROCESS_GROUP, RANK_VARIABLES, environment, free_port, rank_environment
 from rlsys.single_controller.worker_group import ClassWithInitArgs, WorkerGroup
 
 
@@ -51,13 +35,6 @@ class LocalWorkerGroup(WorkerGroup):
         super().__init__(backend, cls_with_init.cls, role=name)
 
 
-class LocalHost(WorkerHost):
-    """A worker in this process. Batches are copied, so that caller and worker never write into each other's tensors."""
-
-    def _run(self, spec: CallSpec, values: Sequence[object]) -> object:
-        return _own(super()._run(spec, [_own(value) for value in values]))
-
-
 class LocalBackend(Backend):
     """Worker objects of this process, each with the environment of its rank while its code runs.
 
@@ -73,7 +50,7 @@ class LocalBackend(Backend):
             rank_environment(rank=rank, world_size=world_size, local_rank=0, local_world_size=1, master=master)
             for rank in range(world_size)
         ]
-        self._hosts = [LocalHost() for _ in range(world_size)]
+        self._hosts = [WorkerHost() for _ in range(world_size)]
         for rank in range(world_size):
             self.restart(rank, None)
 
@@ -84,9 +61,9 @@ class LocalBackend(Backend):
     def submit(self, calls: Sequence[RankCall]) -> list[Pending]:
         pending = []
         for rank, spec, values in calls:
-            run = partial(self._hosts[rank].call, spec, *values)
-            answered = run() if self.world_size == 1 else self._in_rank(rank, run)
-            pending.append(Pending(self, spec.role, rank, spec.method, answered))
+            run = partial(self._hosts[rank].call, spec, *map(_own, values))
+            header, value = run() if self.world_size == 1 else self._in_rank(rank, run)
+            pending.append(Pending(self, spec.role, rank, spec.method, (header, _own(value))))
         return pending
 
     def probe(self, rank: int) -> Pending:
@@ -105,9 +82,7 @@ class LocalBackend(Backend):
 
     def close(self) -> None:
         for host in self._hosts:
-            if isinstance(host.worker, Worker):
-                host.worker.close()
-            host.worker = None
+            host.close()
 
     def _in_rank(self, rank: int, run: Callable[[], tuple[Header, object]]) -> tuple[Header, object]:
         """What `run` answers in the environment of a rank; a rank without a process group gets the reason."""
@@ -120,4 +95,5 @@ class LocalBackend(Backend):
 
 
 def _own(value: object) -> object:
+    """A copy of a batch, so that caller and worker never write into each other's tensors."""
     return copy.deepcopy(value) if is_rows(value) else value

@@ -99,18 +99,15 @@ def rank_environment(
 @contextmanager
 def environment(values: Mapping[str, str], unset: Sequence[str] = ()) -> Iterator[None]:
     """Set variables of this process, and unset others, for a while."""
-    before = {name: os.environ.get(name) for name in (*unset, *values)}
-    for name in unset:
-        os.environ.pop(name, None)
+    names = (*unset, *values)
+    before = {name: os.environ.pop(name) for name in names if name in os.environ}
     os.environ.update(values)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in names:
+            os.environ.pop(name, None)
+        os.environ.update(before)
 
 
 def free_port(address: str = "127.0.0.1") -> int:

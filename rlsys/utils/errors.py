@@ -25,6 +25,10 @@ class WeightTransferError(Exception):
     """A weight push failed or was incomplete; the engine must not serve until the next complete one."""
 
 
+SPOKEN_ERRORS = (ConfigError, DataError, CheckpointError, WeightTransferError)
+"""Errors that mean the same in any process; the driver raises those of workers unchanged."""
+
+
 class ParityError(Exception):
     """Actor and rollout score the same tokens differently; the message names the worst token and what to check."""
 

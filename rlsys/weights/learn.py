@@ -20,7 +20,7 @@ from torch import Tensor
 from rlsys.models.fp8 import FP8
 from rlsys.types import Box, Shard, WeightLayout
 from rlsys.utils.boxes import buckets
-from rlsys.utils.errors import WeightTransferError
+from rlsys.utils.errors import WeightTransferError, raised_as
 from rlsys.weights.batched_copy import bits_of
 from rlsys.weights.decode import NotBoxesError, StridedView, decode_boxes
 from rlsys.weights.layout import device_of, dtype_of, element_bytes, view_of
@@ -184,10 +184,8 @@ class _Probe:
         return [name for name in local if fingerprints[0][name] != fingerprints[1][name]]
 
     def _load(self, values: Callable[[str], Tensor], names: Sequence[str]) -> None:
-        try:
+        with raised_as(WeightTransferError, "the engine's loader refused the tensors of a probe", Exception):
             self.load([(name, values(name)) for name in names])
-        except Exception as error:
-            raise WeightTransferError(f"the engine's loader refused the tensors of a probe: {error}") from error
 
     def _digits_of(self, name: str, power: int) -> Tensor:
         """The digits of a tensor's numbers, as values to load."""

@@ -17,7 +17,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from rlsys.utils.errors import WeightTransferError
+from rlsys.utils.errors import WeightTransferError, raised_as
 from rlsys.weights.layout import dtype_of, element_bytes, row_major_strides
 
 ALIGN_BYTES = 64
@@ -50,10 +50,8 @@ class SharedMemory:
     @classmethod
     def open(cls, path: str, num_bytes: int) -> "SharedMemory":
         """Map the memory of another process, or a file; WeightTransferError when it is missing or of another size."""
-        try:
+        with raised_as(WeightTransferError, f"cannot open the trainer's shared memory {path}", OSError):
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            raise WeightTransferError(f"cannot open the trainer's shared memory {path}: {error}") from error
         if (size := os.fstat(fd).st_size) != num_bytes:
             os.close(fd)
             raise WeightTransferError(f"{path} has {size} bytes instead of the expected {num_bytes}")

@@ -9,7 +9,7 @@ from yarl import URL
 
 from rlsys.config.schema.rollout import RolloutConfig, ServersConfig
 from rlsys.config.schema.trainer import GradingDeadlinesConfig
-from rlsys.utils.errors import ConfigError
+from rlsys.utils.errors import ConfigError, raised_as
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -82,10 +82,8 @@ def server_urls(kind: str, given: Sequence[str] = (), environment: Mapping[str, 
 
 def _url(text: str) -> str:
     shown = text.rpartition("@")[2]
-    try:
+    with raised_as(ConfigError, f"{KEY}.urls: server address '{shown}'", ValueError):
         url = URL(text if "://" in text else f"http://{text}")
-    except ValueError as error:
-        raise ConfigError(f"{KEY}.urls: server address '{shown}': {error}") from error
     if url.scheme not in ("http", "https") or not url.host:
         raise ConfigError(f"{KEY}.urls: server address '{shown}' is written http://host:port")
     if "@" in text:

@@ -29,6 +29,8 @@ ExitStatus = Literal["exit", "failed", "time limit", "output limit", "disk limit
 GUARANTEES = ("privileges", "files", "network", "processes")
 ISOLATION = "isolation"
 JAIL = Path(__file__).with_name("jail.py")
+FORBIDDEN = json.loads(Path(__file__).with_name("forbidden_calls.json").read_text())
+"""System calls and their numbers on x86_64 and aarch64, null where the architecture does not have them."""
 REFUSAL = "rlsys-sandbox-refuses:"
 CHECK_S = 0.05
 SYSTEM_PATHS = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime", "/dev/urandom", "/dev/zero")
@@ -119,6 +121,7 @@ def _spec(folder: Path, limits: SandboxLimits, require: Sequence[str]) -> dict[s
         "readable": [p for p in dict.fromkeys((*prefixes, *SYSTEM_PATHS)) if p != "/"],
         "require": list(require),
         "refusal": REFUSAL,
+        "forbidden": list(FORBIDDEN.values()),
         "command": [sys.executable, "-S", "-s", "-P", str(folder / "main.py")],
         "environment": environment,
         "limits": {

@@ -17,7 +17,7 @@ from torch import Tensor
 from rlsys.interfaces import RolloutEngine, TrainEngine
 from rlsys.types import Shard, WeightLayout
 from rlsys.utils.atomic import commit_dir, fsync_file, staging_dir, write_whole
-from rlsys.utils.errors import WeightTransferError
+from rlsys.utils.errors import WeightTransferError, raised_as
 from rlsys.utils.safetensors_header import DTYPES, header
 from rlsys.weights.checksum import add_checksums, box_checksum, digest, tensor_checksum
 from rlsys.weights.engine_update import EngineUpdate
@@ -117,10 +117,8 @@ class DiskReader:
         """Bring the engine to a committed version: quarantine, copy, check, release."""
         local = self.update.begin()
         folder = self.spec.directory(version)
-        try:
+        with raised_as(WeightTransferError, f"{folder} holds no complete weights", OSError, ValueError):
             written = json.loads((folder / CHECKSUMS).read_text())
-        except (OSError, ValueError) as error:
-            raise WeightTransferError(f"{folder} holds no complete weights: {error}") from error
         if written.get("version") != version:
             raise WeightTransferError(f"{folder} holds weight version {written.get('version')}")
         checksums = {name: int(text, 16) for name, text in written["tensors"].items()}

@@ -266,7 +266,7 @@ def test_a_chat_template_that_refuses_a_row_makes_it_a_bad_row(tmp_path: Path) -
     strict.chat_template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}x"
     path = tmp_path / "a.jsonl"
     path.write_bytes(as_line(GOOD) + b"\n" + as_line(asking({"role": "system", "content": "s"}, user("a"))))
-    with pytest.raises(DataError, match=r"line 2: the chat template rejects the messages: no system role"):
+    with pytest.raises(DataError, match=r"line 2: the chat template rejects the messages: TemplateError: no system"):
         PromptDataset.load(str(path), strict, CONFIG)
     assert len(PromptDataset.load(str(path), strict, SKIP)) == 1
 
@@ -284,7 +284,7 @@ def test_a_chat_template_that_fails_makes_bad_rows(template: str, problem: str, 
     broken.chat_template = template
     path = tmp_path / "a.jsonl"
     path.write_bytes(as_line(GOOD) + b"\n")
-    with pytest.raises(DataError, match=rf"line 1: the chat template fails: {problem}"):
+    with pytest.raises(DataError, match=rf"line 1: the chat template rejects the messages: {problem}"):
         PromptDataset.load(str(path), broken, CONFIG)
 
 
