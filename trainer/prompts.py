@@ -32,11 +32,9 @@ class CollatedPrompts:
     pad_token_id: int
 
     def next(self) -> DataProto:
-        step = self.cursor.next()
+        step, length, pad = self.cursor.next(), self.max_prompt_tokens, self.pad_token_id
         rows = [self.dataset[index] for index in step.rows]
-        return collate_prompts(
-            rows, prompt_length=self.max_prompt_tokens, pad_token_id=self.pad_token_id, epoch=step.epoch
-        )
+        return collate_prompts(rows, prompt_length=length, pad_token_id=pad, epoch=step.epoch)
 
     def state_dict(self) -> dict[str, object]:
         return self.cursor.state_dict()

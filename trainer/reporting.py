@@ -12,7 +12,7 @@ import torch
 from rlsys.algorithms.filters import informative_groups
 from rlsys.algorithms.groups import group_ids_of
 from rlsys.config.schema.trainer import TrainingConfig
-from rlsys.protocol import DataProto
+from rlsys.protocol import DataProto, response_lengths
 from rlsys.telemetry import metrics as compute
 from rlsys.telemetry.best_effort import BestEffort
 from rlsys.telemetry.log import get_logger
@@ -123,9 +123,8 @@ class Reporter:
 
     def token_counts(self, batch: DataProto) -> None:
         """Count prompt and response tokens, for rates."""
-        mask = batch.tensors["attention_mask"]
-        response = int(mask[:, -batch.tensors["responses"].shape[1] :].sum())
-        self._tokens = (int(mask.sum()) - response, response)
+        response = int(response_lengths(batch).sum())
+        self._tokens = (int(batch.tensors["attention_mask"].sum()) - response, response)
 
     def add_entropy(self, entropy: torch.Tensor, mask: torch.Tensor) -> None:
         count = mask.sum().clamp(min=1)

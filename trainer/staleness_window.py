@@ -111,10 +111,8 @@ class StalenessWindow:
         """The age of the step just taken, whose oldest token is of this version; AssertionError above the limit."""
         step = self.step - 1
         age = step - 1 - oldest_version
-        limit = f"the limit is trainer.max_staleness={self.max_staleness}"
-        assert age <= self.max_staleness, (
-            f"step {step} got a token of version {oldest_version}, {age} versions old; {limit}"
-        )
+        what = f"step {step} got a token of version {oldest_version}, {age} versions old"
+        assert age <= self.max_staleness, f"{what}; the limit is trainer.max_staleness={self.max_staleness}"
         return age
 
     def counts(self) -> dict[str, int]:

@@ -40,13 +40,6 @@ Visit = Callable[[Pack, Compute], Tensor | None]
 """Takes a pack and what computes its outputs; in training it returns the loss sum to differentiate."""
 
 
-def compute_dtype(name: str, device: str) -> torch.dtype:
-    """The torch dtype of a name; auto is bfloat16 on CUDA and float32 on CPU."""
-    if name == "auto":
-        return torch.bfloat16 if device.startswith("cuda") else torch.float32
-    return getattr(torch, name)
-
-
 class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
     """A model, its optimizer and their shards over all ranks of the default process group; methods are collective.
 

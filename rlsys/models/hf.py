@@ -9,17 +9,11 @@ from pickle import UnpicklingError
 from typing import Any, Literal
 
 import torch
+import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForTokenClassification,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from rlsys.config.schema.model import ModelConfig
 from rlsys.interfaces import StoredTensor
@@ -70,6 +64,11 @@ def read_config(model: ModelConfig) -> PretrainedConfig:
         old = getattr(config, name)
         setattr(config, name, {**old, **value} if isinstance(old, dict) and isinstance(value, Mapping) else value)
     return config
+
+
+def dtype_name(configured: str, device: str) -> str:
+    """The configured type; for "auto" bfloat16 on CUDA and float32 on CPU."""
+    return configured if configured != "auto" else "bfloat16" if device.startswith("cuda") else "float32"
 
 
 def build(config: PretrainedConfig, *, head: Head, packed: bool, trust_remote_code: bool = False) -> PreTrainedModel:
@@ -131,10 +130,10 @@ def _construct(config: PretrainedConfig, head: Head, options: Mapping[str, Any])
 def auto_model(config: PretrainedConfig, head: Head = "lm") -> Any:
     """transformers' auto class of a model; ConfigError for a scalar head on a vision-language model."""
     if head == "lm":
-        return AutoModelForImageTextToText if has_images(config) else AutoModelForCausalLM
+        return transformers.AutoModelForImageTextToText if has_images(config) else transformers.AutoModelForCausalLM
     if has_images(config):
         raise ConfigError(f"{config.model_type} has no scalar head: use a text model, or an estimator without a critic")
-    return AutoModelForTokenClassification
+    return transformers.AutoModelForTokenClassification
 
 
 def _fill_buffers(model: PreTrainedModel) -> None:

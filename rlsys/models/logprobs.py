@@ -158,9 +158,7 @@ class _TokenStats(torch.autograd.Function):
         scores_of = _Scores(hidden, weight, scale, rows)
         reduced = _fused(moments_of) if hidden.is_cuda and len(weight) >= FUSED_FROM else moments_of
         target_of = _Targets(targets, vocabulary, len(weight))
-        log_norm, mean, square_sum = (
-            torch.zeros(len(hidden), dtype=scores_of.dtype, device=hidden.device) for _ in range(3)
-        )
+        log_norm, mean, square_sum = hidden.new_zeros(3, len(hidden), dtype=scores_of.dtype)
         log_probs = torch.zeros(targets.shape, dtype=scores_of.dtype, device=hidden.device)
         for part in scores_of.parts():
             scores = scores_of.of(part)

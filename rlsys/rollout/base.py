@@ -47,12 +47,6 @@ class EngineContext:
     rank: int = 0
     host: str = ""
 
-    def dtype_name(self, configured: str) -> str:
-        """The configured type; for "auto" bfloat16 on CUDA and float32 on CPU."""
-        if configured != "auto":
-            return configured
-        return "bfloat16" if self.device.startswith("cuda") else "float32"
-
 
 DEFAULT_CONTEXT = EngineContext()
 
@@ -350,9 +344,7 @@ class BaseRolloutEngine(ABC):
         with self._change:
             self._continue()
             if not self._change.wait_for(lambda: not self._is_serving, timeout=STEP_WAIT_S):
-                raise WeightTransferError(
-                    f"the rollout engine did not stop within {STEP_WAIT_S:g} s; it may hang in a step"
-                )
+                raise WeightTransferError(f"the engine did not stop within {STEP_WAIT_S:g} s; it may hang in a step")
 
     def _unpark(self) -> None:
         self._parked = self._stopped()
@@ -422,8 +414,6 @@ class BaseRolloutEngine(ABC):
         if self._closed:
             raise RolloutError("the rollout engine is closed")
         if self._quarantined:
-            raise WeightTransferError(
-                "the rollout engine is quarantined: its weights are incomplete until the next push succeeds"
-            )
+            raise WeightTransferError("the engine is quarantined: its weights are incomplete until a push succeeds")
         if self._asleep:
             raise RolloutError(f"the rollout engine is asleep ({', '.join(sorted(self._asleep))}); call wake first")

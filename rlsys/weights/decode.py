@@ -127,24 +127,22 @@ def _boxes_of_region(
     steps = row_major_strides(full)
     start = [first // step % size for step, size in zip(steps, full, strict=True)]
     extents: list[list[_LoopDim]] = [[] for _ in full]
-    loose: list[_LoopDim] = []
     waiting = sorted((loop for loop in loops if loop.step > 0), key=lambda loop: (loop.step, loop.extent))
-    loose += [loop for loop in loops if loop.step <= 0]
+    outer = [loop for loop in loops if loop.step <= 0]
     while waiting:
         loop = waiting.pop(0)
         fit = _dim_for(loop, steps, full, extents, start)
         if fit is None:
-            loose.append(loop)
+            outer.append(loop)
             continue
         dim, room = fit
         taken = min(loop.extent, room)
         if taken < loop.extent and (loop.extent % taken or start[dim] or _extent(extents[dim]) * taken != full[dim]):
-            loose.append(loop)
+            outer.append(loop)
             continue
         extents[dim].append(_LoopDim(loop.step, taken, loop.stride))
         if taken < loop.extent:
             waiting.insert(0, _LoopDim(loop.step * taken, loop.extent // taken, loop.stride * taken))
-    outer = [*loose]
     shape, stride = [], []
     for chain in extents:
         n, step, rest = _joined(chain)

@@ -8,21 +8,12 @@ import torch
 from torch import Tensor
 
 from rlsys.config.schema.model import CheckpointConfig, ModelConfig, OptimConfig, ShardConfig
-from rlsys.engines.base import BaseTrainEngine, Counted, Visit, compute_dtype
+from rlsys.engines.base import BaseTrainEngine, Counted, Visit
+from rlsys.engines.fsdp import sharding
 from rlsys.engines.fsdp.optim import ShardedOptimizer
-from rlsys.engines.fsdp.sharding import (
-    HFWeights,
-    fill,
-    full_of,
-    materialise,
-    parameters_by_name,
-    reshard,
-    shard_model,
-    tied_names,
-    weight_layout,
-)
+from rlsys.engines.fsdp.sharding import HFWeights, full_of, parameters_by_name, tied_names
 from rlsys.engines.fsdp.state import FSDPState
-from rlsys.engines.mesh import Ranks, make_ranks, max_over_ranks
+from rlsys.engines.mesh import Ranks, free_device_memory, make_ranks, max_over_ranks
 from rlsys.engines.micro_batches import MicroBatches, Pack, packs_of, split_rows
 from rlsys.interfaces import Part
 from rlsys.models import lora
@@ -79,8 +70,8 @@ class FSDPEngine(BaseTrainEngine[Ranks, ShardedOptimizer]):
         inside = {id(p) for layer in layer_modules(plain) for p in layer.parameters() if p.ndim == 2}
         matrices = [name for name, p in plain.named_parameters() if id(p) in inside]
         self.model = TokenModel(plain, packed=packed, group=self.ranks.sp_group)
-        shard_model(self.model, self.ranks, shard, compute_dtype=compute_dtype(shard.dtype, device))
-        materialise(self.model, torch.device("cpu") if shard.offload_policy else self.ranks.device)
+        sharding.shard_model(self.model, self.ranks, shard)
+        sharding.materialise(self.model, torch.device("cpu") if shard.offload_policy else self.ranks.device)
         self._load_initial_weights()
         if optim is not None:
             trained = {name: p for name, p in parameters_by_name(self.model).items() if p.requires_grad}
@@ -96,16 +87,14 @@ class FSDPEngine(BaseTrainEngine[Ranks, ShardedOptimizer]):
     def _load_initial_weights(self) -> None:
         parameters = parameters_by_name(self.model)
         base = {lora.hf_name(name): p for name, p in parameters.items() if not lora.is_adapter(name)}
-        shapes = {
-            saved: s for name, p in base.items() for saved, s in saved_shapes(name, p.shape, self._stacks).items()
-        }
+        shapes = {saved: s for n, p in base.items() for saved, s in saved_shapes(n, p.shape, self._stacks).items()}
         weights = open_weights(self.model_config, self.config, head=self.head, seed=self.shard.seed)
         check_names(shapes, weights, aliases=tied_names(self.model, self._stacks))
-        fill(base, weights, self.ranks, self._stacks)
+        sharding.fill(base, weights, self.ranks, self._stacks)
         if self.lora is not None:
             factors = {name: p for name, p in parameters.items() if lora.is_adapter(name)}
             values = lora.adapter_weights(self.lora, {name: tuple(p.shape) for name, p in factors.items()})
-            fill(factors, values, self.ranks, {})
+            sharding.fill(factors, values, self.ranks, {})
 
     @property
     def _weight_dtype(self) -> torch.dtype:
@@ -121,7 +110,7 @@ class FSDPEngine(BaseTrainEngine[Ranks, ShardedOptimizer]):
             if loss is not None:
                 loss.backward()
         if not backward:
-            reshard(self.model)
+            sharding.reshard(self.model)
         return {}
 
     def adapters_disabled(self) -> AbstractContextManager[None]:
@@ -132,7 +121,8 @@ class FSDPEngine(BaseTrainEngine[Ranks, ShardedOptimizer]):
         return HFWeights(parameters_by_name(self.model), adapted, self._stacks)
 
     def weight_layout(self) -> WeightLayout:
-        return weight_layout(self._held().base, self.ranks, tied_names(self.model, self._stacks), self._stacks)
+        held, aliases = self._held().base, tied_names(self.model, self._stacks)
+        return sharding.weight_layout(held, self.ranks, aliases, self._stacks)
 
     def local_tensors(self) -> Mapping[str, Tensor]:
         return self._held().local()
@@ -166,13 +156,11 @@ class FSDPEngine(BaseTrainEngine[Ranks, ShardedOptimizer]):
         """
         if self.shard.offload_policy:
             return
-        reshard(self.model)
+        sharding.reshard(self.model)
         if "params" in parts:
             self.model.to(device)
             if self.optimizer is not None:
                 self.optimizer.rebind()
         if "optimizer" in parts and self.optimizer is not None:
             self.optimizer.move(device)
-        if self.ranks.device.type == "cuda":
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
+        free_device_memory()

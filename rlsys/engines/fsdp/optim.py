@@ -15,6 +15,7 @@ from rlsys.engines.optimizer import MOMENTS, BaseOptimizer
 
 SAVED = (*MOMENTS, "momentum_buffer", "state1", "state2", "absmax1", "absmax2")
 """Names of AdamW, of Muon, and of bitsandbytes' codes and the scales of their blocks."""
+ADAM = {"lr", "betas", "eps", "weight_decay"}
 BLOCK_ELEMENTS = 256
 MIN_8BIT_ELEMENTS = 4096
 """Elements from which a parameter's moments are kept in 8 bits."""
@@ -123,9 +124,7 @@ class ShardedOptimizer(BaseOptimizer):
 
 def adamw(parameters: list[nn.Parameter], optim: OptimConfig) -> torch.optim.Optimizer:
     """torch's fused AdamW with its state made."""
-    optimizer = torch.optim.AdamW(
-        parameters, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay, fused=True
-    )
+    optimizer = torch.optim.AdamW(parameters, fused=True, **optim.model_dump(include=ADAM))
     for parameter in parameters:
         moments = {name: torch.zeros_like(parameter) for name in MOMENTS}
         optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
@@ -139,9 +138,7 @@ def adamw_8bit(parameters: list[nn.Parameter], optim: OptimConfig) -> torch.opti
     """
     from bitsandbytes.optim import AdamW8bit
 
-    optimizer = AdamW8bit(
-        parameters, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay, min_8bit_size=0
-    )
+    optimizer = AdamW8bit(parameters, min_8bit_size=0, **optim.model_dump(include=ADAM))
     for index, parameter in enumerate(parameters):
         optimizer.init_state(optimizer.param_groups[0], parameter, 0, index)
     return optimizer

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from rlsys.config.schema.model import ShardConfig
 from rlsys.engines.fsdp.optim import local_of
 from rlsys.engines.mesh import Ranks
-from rlsys.models.hf import TensorSource, fill_shards, layer_modules, saved_tensors_of, shared_names
+from rlsys.models.hf import TensorSource, dtype_name, fill_shards, layer_modules, saved_tensors_of, shared_names
 from rlsys.models.lora import AdaptedWeight, hf_name, is_adapter
 from rlsys.models.stacked import Stacks, as_saved, saved_aliases, saved_shapes, shards_of
 from rlsys.models.token_model import TokenModel
@@ -24,11 +24,12 @@ from rlsys.utils.hosts import host_id
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # nothing writes into outputs
 
 
-def shard_model(model: TokenModel, ranks: Ranks, shard: ShardConfig, *, compute_dtype: torch.dtype) -> None:
+def shard_model(model: TokenModel, ranks: Ranks, shard: ShardConfig) -> None:
     """Shard every block, the scalar head (which stays in float32) and the rest over the mesh.
 
     Gradients are reduced as float32 sums, not averages: the engine divides by the global count.
     """
+    compute_dtype = getattr(torch, dtype_name(shard.dtype, ranks.device.type))
     reduce_dtype = torch.float64 if compute_dtype == torch.float64 else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype)
     offload = CPUOffloadPolicy() if shard.offload_policy and ranks.device.type == "cuda" else OffloadPolicy()

@@ -18,17 +18,17 @@ from rlsys.models.megatron import shim  # noqa: F401
 
 from megatron.core import parallel_state as mpu
 
-from rlsys.engines.base import BaseTrainEngine, Counted, Visit, compute_dtype
+from rlsys.engines.base import BaseTrainEngine, Counted, Visit
 from rlsys.engines.megatron.groups import MegatronRanks, current, make_ranks
 from rlsys.engines.megatron.optim import MegatronAdamW
 from rlsys.engines.megatron.run import run
 from rlsys.engines.megatron.state import MegatronState
 from rlsys.engines.megatron.weights import MergedTensors, ModelShards
-from rlsys.engines.mesh import max_over_ranks
+from rlsys.engines.mesh import free_device_memory, max_over_ranks
 from rlsys.engines.micro_batches import MicroBatches, Pack, packs_of, split_rows
 from rlsys.interfaces import Output, Part
 from rlsys.models.context import pack_multiple
-from rlsys.models.hf import Head, TensorSource, build, check_names, open_weights, read_config, read_whole
+from rlsys.models.hf import Head, TensorSource, build, check_names, dtype_name, open_weights, read_config, read_whole
 from rlsys.models.megatron.adapters import adapters_off, add_adapters
 from rlsys.models.megatron.build import TokenGPT, build_chunks
 from rlsys.models.megatron.family import decoder_family
@@ -90,7 +90,7 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
                 family,
                 hf_config,
                 megatron,
-                dtype=compute_dtype(megatron.dtype, device),
+                dtype=getattr(torch, dtype_name(megatron.dtype, device)),
                 recompute=optim is not None and model.enable_gradient_checkpointing,
                 head=kind,
                 device=ranks.device,
@@ -257,7 +257,7 @@ class HostOffload:
         self._offloaded[part] = [(storage, _bytes_of(storage).to("cpu", copy=True)) for storage in storages.values()]
         for storage in storages.values():
             storage.resize_(0)
-        _release()
+        free_device_memory()
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -274,14 +274,8 @@ class HostOffload:
         for storage, saved in self._offloaded.pop(part, ()):
             storage.resize_(saved.nbytes)
             _bytes_of(storage).copy_(saved, non_blocking=True)
-        _release()
+        free_device_memory()
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _release() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()

@@ -28,9 +28,7 @@ OUT = (ServerFault, RefusedError, ConfigError, WeightTransferError)
 EVENT_BYTES, EVENT_TOKEN_BYTES = 1 << 20, 256
 CONNECT_S, ABORT_WAIT_S, FIRST_BACKOFF_S = 10.0, 0.05, 0.2
 HEALTH = Call("/health", method="GET")
-TIED_ON_CPU = (
-    "vLLM on CPU keeps the old head of a model with tied embeddings; set rollout.checkpoint_engine.backend=nccl"
-)
+TIED_ON_CPU = "vLLM on CPU keeps the old head where embeddings are tied; set rollout.checkpoint_engine.backend=nccl"
 
 
 class ServerReplica:
@@ -247,10 +245,8 @@ class ServerReplica:
             raise ServerFault(self.url, stage, TIED_ON_CPU)
         source = "adapters" if adapter_of(meta) else "files"
         if source not in self.capabilities:
-            why = (
-                f"{self.engine.backend.kind} {self.version}: servers of this version cannot load weights by '{source}'"
-            )
-            raise ServerFault(self.url, stage, why)
+            kind = f"{self.engine.backend.kind} {self.version}"
+            raise ServerFault(self.url, stage, f"{kind}: servers of this version cannot load weights by '{source}'")
         await self.send(stage, *self.engine.backend.update(meta))
 
     async def send(self, stage: str, *calls: Call) -> None:

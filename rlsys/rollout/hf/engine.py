@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from rlsys.config.schema.rollout import GenerationConfig
-from rlsys.models.hf import auto_model, saved_tensors_of, shared_names
+from rlsys.models.hf import auto_model, dtype_name, saved_tensors_of, shared_names
 from rlsys.models.logprobs import wide_product
 from rlsys.models.stacked import Stacks, as_saved, saved_aliases, saved_stacks
 from rlsys.models.vision import has_images
@@ -108,7 +108,7 @@ class HFRollout(BaseRolloutEngine):
         cls, path: str | Path, config: GenerationConfig = DEFAULT_CONFIG, context: EngineContext = DEFAULT_CONTEXT
     ) -> "HFRollout":
         """The engine over the model in an HF directory."""
-        dtype = context.dtype_name(config.dtype)
+        dtype = dtype_name(config.dtype, context.device)
         model = load_causal_lm(path, load_format=context.load_format, dtype=dtype, device=context.device)
         return cls(model, config, context)
 
@@ -173,9 +173,7 @@ def _unrounded_logits(model: Any) -> None:
     """Make the head of a half-precision model return float32 logits, as the trainer's does."""
     head = model.get_output_embeddings()
     if head.weight.dtype in (torch.bfloat16, torch.float16) and head.bias is None:
-        head.forward = lambda hidden: wide_product(hidden.flatten(0, -2), head.weight.t()).unflatten(
-            0, hidden.shape[:-1]
-        )
+        head.forward = lambda x: wide_product(x.flatten(0, -2), head.weight.t()).unflatten(0, x.shape[:-1])
 
 
 def _use_grouped_attention(model: Any, max_model_len: int) -> None:

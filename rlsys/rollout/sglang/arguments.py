@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from rlsys.config.schema.rollout import GenerationConfig
+from rlsys.models.hf import dtype_name
 from rlsys.rollout.base import EngineContext
 from rlsys.rollout.hf_files import is_quantised, text_config
 
@@ -39,7 +40,7 @@ def server_arguments(
     graphs are captured for up to `max_num_seqs` sequences; SGLang's own limit is 256 on most GPUs.
     """
     engine_kwargs, on_cpu = config.engine_kwargs.sglang, context.device == "cpu"
-    dtype, pushed = context.dtype_name(config.dtype), context.load_format == "dummy"
+    dtype, pushed = dtype_name(config.dtype, context.device), context.load_format == "dummy"
     gpu_arguments = {
         "mem_fraction_static": config.gpu_memory_utilization,
         "disable_cuda_graph": config.enforce_eager,

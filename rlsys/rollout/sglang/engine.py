@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.ipc.rpc import Method, RpcClient
-from rlsys.models.hf import auto_model
+from rlsys.models.hf import auto_model, dtype_name
 from rlsys.models.vision import has_images
 from rlsys.protocol import DataProto, ImageInputs, images_of
 from rlsys.protocol.columns import tensors_of
@@ -66,7 +66,7 @@ class SGLangRollout(BaseRolloutEngine):
         replica: ReplicaRank = SINGLE_RANK,
         methods: Callable[[SchedulerEngine], Mapping[str, Method]] = no_methods,
     ) -> None:
-        hf_config, dtype = model_config(path), context.dtype_name(config.dtype)
+        hf_config, dtype = model_config(path), dtype_name(config.dtype, context.device)
         text = hf_config.get_text_config()
         length = config.max_model_len or text.max_position_embeddings
         SGLANG.installed_features()

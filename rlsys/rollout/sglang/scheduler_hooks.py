@@ -61,10 +61,9 @@ class SchedulerEngine:
             "load": self.load,
             "wait_idle": self.wait_idle,
             "finish": self.weights.finish,
+            **settings.methods(self),
         }
-        self.server = RpcServer(
-            Path(settings.socket), methods | dict(settings.methods(self)), on_thread_start=self._use_device
-        )
+        self.server = RpcServer(Path(settings.socket), methods, on_thread_start=self._use_device)
 
     def weight_layout(self) -> WeightLayout:
         return self.weights.layout(rank=0, host=host_id())

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from rlsys.config.schema.rollout import GenerationConfig
+from rlsys.models.hf import dtype_name
 from rlsys.models.vision import has_images
 from rlsys.protocol import DataProto, ImageInputs, images_of
 from rlsys.rollout.base import SLEEP_TAGS, BaseRolloutEngine, EngineContext, RunningRequest
@@ -51,10 +52,8 @@ class VLLMRollout(BaseRolloutEngine):
     def __init__(self, path: str | Path, config: GenerationConfig, context: EngineContext) -> None:
         on_cpu, size = context.device == "cpu", config.replica_size
         arguments = engine_arguments(path, config, context)
-        self.config = config
-        super().__init__(
-            context, model_config(path), max_model_len=arguments["max_model_len"], eos_token_ids=eos_ids_of(path)
-        )
+        self.config, length = config, arguments["max_model_len"]
+        super().__init__(context, model_config(path), max_model_len=length, eos_token_ids=eos_ids_of(path))
         self._salt, self._shares_groups = "0", dist.is_initialized()
         self._place, self._group = dist.get_rank() % size if size > 1 else 0, None
         if size > 1:
@@ -65,7 +64,8 @@ class VLLMRollout(BaseRolloutEngine):
         if config.quantization and context.load_format == "dummy":
             keep_loadable(self._model())
         loads = context.load_format == "auto" and on_cpu
-        expected = hf_tensors(path, dtype=context.dtype_name(config.dtype), has_values=loads, has_memory=on_cpu)
+        dtype = dtype_name(config.dtype, context.device)
+        expected = hf_tensors(path, dtype=dtype, has_values=loads, has_memory=on_cpu)
         reload, derive = partial(self._rpc, "rlsys_reload"), partial(self._rpc, "rlsys_derive")
         self.weights = HostWeights(*expected, reload) if on_cpu else EngineWeights(*expected, self._model, derive)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.models.fp8 import BLOCK
+from rlsys.models.hf import dtype_name
 from rlsys.rollout.base import EngineContext
 from rlsys.rollout.hf_files import is_quantised, text_config
 from rlsys.rollout.versions import VLLM
@@ -35,7 +36,7 @@ def engine_arguments(path: str | Path, config: GenerationConfig, context: Engine
     arguments = {
         "model": str(path),
         "load_format": context.load_format,
-        "dtype": context.dtype_name(config.dtype),
+        "dtype": dtype_name(config.dtype, context.device),
         "seed": config.seed,
         "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": max(config.max_num_batched_tokens, config.max_num_seqs),

@@ -20,12 +20,10 @@ from rlsys.weights.layout import dtype_of, missing_boxes, view_of
 from rlsys.weights.plan import make_plan, resolve_names, source_dtypes
 from rlsys.weights.verify import layout_checksums, merge_rank_checksums
 
-BUCKET_BYTES = 256 << 20
-
 
 @torch.no_grad()
 def reshard_local(
-    engine: TrainEngine, rollout: RolloutEngine, *, version: int, bucket_bytes: int = BUCKET_BYTES
+    engine: TrainEngine, rollout: RolloutEngine, *, version: int, bucket_bytes: int = 256 << 20
 ) -> TransferReport:
     """Bring the rollout engine of this process to the trainer's weights and verify them by checksum.
 
