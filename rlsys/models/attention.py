@@ -104,24 +104,35 @@ def _sequence_by_sequence(
     window: int | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    gqa = query.shape[1] != key.shape[1]
-    outs = []
-    for q, k, v in zip(*(x.split(packing.lengths, dim=2) for x in (query, key, value)), strict=True):
-        mask = None
-        if sinks is not None or (window is not None and window < q.shape[2]):
-            behind = torch.arange(q.shape[2], device=q.device).unsqueeze(1) - torch.arange(q.shape[2], device=q.device)
-            mask = (behind >= 0) & (behind < (window or q.shape[2]))
-        if sinks is not None and mask is not None:
-            k, v = (F.pad(x, (0, 0, 1, 0)) for x in (k, v))
-            bias = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf)
-            columns = sinks.to(q.dtype).view(-1, 1, 1).expand(-1, q.shape[2], 1)
-            mask = torch.cat([columns, bias.expand(len(sinks), -1, -1)], dim=-1)[None]
-        outs.append(
-            F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=gqa
-            )
-        )
-    return torch.cat(outs, dim=2)
+    parts = zip(*(x.split(packing.lengths, dim=2) for x in (query, key, value)), strict=True)
+    return torch.cat([causal_attention(q, k, v, scaling, window, sinks) for q, k, v in parts], dim=2)
+
+
+def causal_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention of a sequence's last t tokens (..., heads, t, dim) to those up to their own (..., heads, T, dim).
+
+    Each sees the last `window` of them; `sinks` (heads,) are logits of a key without a value.
+    """
+    mask, (heads, last), size = None, query.shape[-3:-1], key.shape[-2]
+    if last < size or sinks is not None or (window is not None and window < size):
+        at = torch.arange(size, device=query.device)
+        behind = at[size - last :, None] - at
+        mask = (behind >= 0) & (behind < (window or size))
+    if sinks is not None and mask is not None:
+        key, value = (F.pad(x, (0, 0, 1, 0)) for x in (key, value))
+        bias = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -torch.inf)
+        columns = sinks.to(query.dtype).view(-1, 1, 1).expand(-1, last, 1)
+        mask = torch.cat([columns, bias.expand(heads, -1, -1)], dim=-1)
+    return F.scaled_dot_product_attention(
+        query, key, value, mask, is_causal=mask is None, scale=scaling, enable_gqa=heads != key.shape[-3]
+    )
 
 
 AttentionInterface.register(ATTENTION, packed_attention)

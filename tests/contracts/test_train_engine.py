@@ -106,6 +106,8 @@ def check_step(ranks: list[dict[str, Any]], model: str, head: str) -> None:
         ("fsdp", "qwen2-tied", 4, Case(rows=3, sp_size=4)),
         ("fsdp", "gpt-oss", 2, Case(rows=3, sp_size=2)),
         ("megatron", "llama-1-kv", 2, Case(rows=3, megatron=ParallelSizes(tp=2))),
+        ("megatron", "gemma3", 2, Case(rows=3, megatron=ParallelSizes(cp=2))),
+        ("megatron", "gemma3", 2, Case(max_tokens=15, megatron=TP2_SP, gradient_checkpointing=True)),
         pytest.param("megatron", "llama-1-kv", 4, Case(rows=3, megatron=TP2_SP), marks=pytest.mark.slow),
     ],
 )

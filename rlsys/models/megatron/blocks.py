@@ -9,6 +9,8 @@ from rlsys.models.megatron.rules import Rule, columns, grouped, stacked, whole, 
 from rlsys.types import HFConfig
 from rlsys.utils.errors import ConfigError
 
+Settings = dict[str, Any]
+"""Keyword arguments of a Megatron class."""
 QKV = (("q", "q"), ("k", "kv"), ("v", "kv"))
 
 attention = partial(within, "self_attention", "self_attn")
@@ -83,7 +85,7 @@ def attention_dims(hf_config: HFConfig) -> dict[str, int]:
     }
 
 
-def attention_settings(hf_config: HFConfig) -> dict[str, Any]:
+def attention_settings(hf_config: HFConfig) -> Settings:
     """Megatron's settings of a decoder with RMSNorm, grouped-query attention and a gated MLP, without dropout."""
     dims = attention_dims(hf_config)
     return {
@@ -101,6 +103,7 @@ def attention_settings(hf_config: HFConfig) -> dict[str, Any]:
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "mrope_section": rope_of(hf_config).get("mrope_section"),
+        **windows(hf_config),
     }
 
 
@@ -117,7 +120,7 @@ def expert_dims(hf_config: HFConfig, *, expert_ffn: str = "moe_intermediate_size
     }
 
 
-def expert_settings(hf_config: HFConfig, dims: Mapping[str, int], *, normalised: bool) -> dict[str, Any]:
+def expert_settings(hf_config: HFConfig, dims: Mapping[str, int], *, normalised: bool) -> Settings:
     """Megatron's settings of a mixture of experts with a softmax router and no loss on its balance.
 
     `normalised`: the weights of the chosen experts sum to one.
@@ -133,7 +136,7 @@ def expert_settings(hf_config: HFConfig, dims: Mapping[str, int], *, normalised:
     }
 
 
-def rope_of(hf_config: HFConfig) -> dict[str, Any]:
+def rope_of(hf_config: HFConfig) -> Settings:
     """The rotary settings, "rope_theta" and "rope_type" among them, from `rope_parameters` or the older keys."""
     own = hf_config.get("rope_parameters") or {}
     scaling = hf_config.get("rope_scaling") or {}
@@ -142,12 +145,12 @@ def rope_of(hf_config: HFConfig) -> dict[str, Any]:
     return merged
 
 
-def rope_args(hf_config: HFConfig) -> dict[str, Any]:
+def rope_args(hf_config: HFConfig) -> Settings:
     """GPTModel's rotary arguments; ConfigError for a scaling that Megatron does not compute."""
     rope = rope_of(hf_config)
     kind = rope["rope_type"]
-    args = {
-        "position_embedding_type": "mrope" if "mrope_section" in rope else "rope",
+    args: Settings = {
+        **({"position_embedding_type": "mrope"} if "mrope_section" in rope else {}),
         "rotary_base": rope["rope_theta"],
         "rotary_percent": rope.get("partial_rotary_factor") or hf_config.get("partial_rotary_factor") or 1.0,
     }
@@ -163,10 +166,13 @@ def rope_args(hf_config: HFConfig) -> dict[str, Any]:
     )
 
 
-def sliding(hf_config: HFConfig) -> str:
-    """What is wrong where some layer attends to a window only; empty when none does."""
+def windows(hf_config: HFConfig) -> Settings:
+    """Megatron's settings of the layers that attend to the last tokens only; empty where none does."""
     window = hf_config.get("sliding_window")
-    used = hf_config.get("use_sliding_window", window is not None) and window is not None
-    types = hf_config.get("layer_types")
-    windowed = "sliding_attention" in types if types else used
-    return f"sliding_window={window} (Megatron's layers attend to all tokens)" if windowed else ""
+    if window is None or not hf_config.get("use_sliding_window", True):
+        return {}
+    types = hf_config.get("layer_types") or ["sliding_attention"] * hf_config["num_hidden_layers"]
+    return {
+        "window_size": (window - 1, 0),
+        "window_attn_skip_freq": [int(layer == "sliding_attention") for layer in types],
+    }

@@ -26,7 +26,7 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from rlsys.models.megatron.family import Family, Head
 from rlsys.models.megatron.image_tower import ImagePacking, ImageTower
 from rlsys.models.megatron.parallel import ParallelSizes
-from rlsys.models.megatron.spec import HAS_TRANSFORMER_ENGINE, block_spec, mend_latent_attention
+from rlsys.models.megatron.spec import HAS_TRANSFORMER_ENGINE, add_blocks, block_spec, mend_latent_attention
 from rlsys.models.packing import TokenRows
 from rlsys.models.token_model import token_numbers
 from rlsys.models.vision import feature_numbers
@@ -68,7 +68,7 @@ def transformer_config(
         "use_cpu_initialization": shim.ON_CPU,
         "overlap_p2p_comm": sizes.vp > 1,
         "batch_p2p_comm": sizes.vp == 1,
-        "bias_activation_fusion": fused,
+        "bias_activation_fusion": fused and "activation_func" not in own,
         "bias_dropout_fusion": fused,
         "apply_rope_fusion": fused and not family.mla and own.get("mrope_section") is None,
         "masked_softmax_fusion": False,
@@ -135,6 +135,7 @@ def build_chunks(
             chunk.rotary_pos_emb = tower.rotary  # pyrefly: ignore
         if tower is not None and chunk.pre_process:
             tower.join(chunk, dtype)
+        add_blocks(chunk, family, hf_config)
         chunk.vocabulary = int(hf_config["vocab_size"])
         chunks.append(chunk.to(device))
     return chunks

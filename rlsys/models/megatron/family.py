@@ -9,16 +9,16 @@ from functools import cache
 from importlib import import_module
 from math import ceil
 from pkgutil import iter_modules
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from rlsys.models.megatron.blocks import (
     ATTENTION,
     GATED_MLP,
     ONLY,
+    Settings,
     attention_dims,
     attention_settings,
     rope_args,
-    sliding,
 )
 from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
 from rlsys.models.megatron.rules import Dims, Rule, ShardFn, ShardIndex, extents, padded_rows, whole
@@ -41,7 +41,6 @@ SCORE = Rule("output_layer.weight", whole, ("score.weight [1, hidden]",))
 SCORE_BIAS = Rule("output_layer.bias", whole, ("score.bias [1]",))
 WITHOUT_TABLE = {
     "gpt_oss": " (its experts' gate and up columns are interleaved, which no parameter of Megatron is)",
-    "gemma3": " (it has norms after attention and MLP and two rotary bases, which Megatron-Core 0.16 has not)",
     "qwen3_next": " (Megatron-Core 0.16 has gated delta layers for rows that are not packed only)",
     "qwen3_5": " (Megatron-Core 0.16 has gated delta layers for rows that are not packed only)",
 }
@@ -52,20 +51,22 @@ VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 @dataclass(frozen=True)
 class Family:
     """One family: rules of every `layer`, of the ones with `dense` or `sparse` MLPs, and of one `expert`; what it does
-    not set is a plain decoder's: grouped-query attention to all tokens and a gated MLP.
+    not set is a plain decoder's: grouped-query attention and a gated MLP.
 
     `dims` reads the dimensions that the rules name from the HF config, `settings` the keyword arguments of Megatron's
     transformer configuration and `rope` GPTModel's rotary ones. The HF config must have the keys `needs`; keys in
     `only` must have one of the given values; `refuse` says what else is wrong. HF names in rules are below
     `model.layers.N.`, with `{e}` for the number of an expert. `mtp` is what a layer for multi-token prediction,
-    numbered after the last, has besides a sparse layer's tensors. The decoder of a vision-language model has a `prefix`
-    of its own, and beside it the tensors of the image encoder, `tower`: (HF name, local name, shape).
+    numbered after the last, has besides a sparse layer's tensors. `window_rope` is `rope` of layers that attend to a
+    window, where they have their own; `post_norms`: what attention and MLP give is normed too; `scaled_embedding`:
+    embeddings are multiplied by the root of the hidden size. The decoder of a vision-language model has a `prefix` of
+    its own, and beside it the tensors of the image encoder, `tower`: (HF name, local name, shape).
     """
 
     model_types: tuple[str, ...]
     dims: Callable[[HFConfig], dict[str, int]] = attention_dims
-    settings: Callable[[HFConfig], dict[str, Any]] = attention_settings
-    rope: Callable[[HFConfig], dict[str, Any]] = rope_args
+    settings: Callable[[HFConfig], Settings] = attention_settings
+    rope: Callable[[HFConfig], Settings] = rope_args
     layer: tuple[Rule, ...] = ATTENTION
     dense: tuple[Rule, ...] = GATED_MLP
     sparse: tuple[Rule, ...] = ()
@@ -73,9 +74,12 @@ class Family:
     is_sparse: Callable[[HFConfig, int], bool] = lambda hf_config, layer: False
     needs: tuple[str, ...] = NEEDS
     only: Mapping[str, tuple[object, ...]] = field(default_factory=lambda: ONLY)
-    refuse: Callable[[HFConfig], str] = sliding
+    refuse: Callable[[HFConfig], str] = lambda hf_config: ""
     mtp: tuple[Rule, ...] = ()
     mla: bool = False
+    window_rope: Callable[[HFConfig], Settings] | None = None
+    post_norms: bool = False
+    scaled_embedding: bool = False
     prefix: str = "model."
     tower: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
 
@@ -96,7 +100,7 @@ class Family:
         self.rope(hf_config)
         self.layers_of(hf_config, place)
 
-    def transformer_config(self, hf_config: HFConfig) -> dict[str, Any]:
+    def transformer_config(self, hf_config: HFConfig) -> Settings:
         """Keyword arguments of Megatron's TransformerConfig, or MLATransformerConfig when `mla`; no parallel sizes."""
         settings = self.settings(hf_config)
         if not self.sparse:
@@ -104,7 +108,7 @@ class Family:
         pattern = [int(self.is_sparse(hf_config, layer)) for layer in range(settings["num_layers"])]
         return {**settings, "moe_layer_freq": pattern}
 
-    def model_args(self, hf_config: HFConfig, *, tp_size: int, head: Head = "lm") -> dict[str, Any]:
+    def model_args(self, hf_config: HFConfig, *, tp_size: int, head: Head = "lm") -> Settings:
         """Keyword arguments of Megatron's GPTModel besides its configuration, specs and stage."""
         vocab = self.dims(hf_config)["vocab"]
         return {

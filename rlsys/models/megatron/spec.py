@@ -5,17 +5,23 @@ T packed tokens, N heads on this rank, D head size.
 
 import importlib.util
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rlsys.models.attention import causal_attention
 from rlsys.models.context import own_spans, whole_order
 from rlsys.models.megatron import shim
+from rlsys.models.megatron.blocks import Settings
+from rlsys.models.megatron.family import Family
+from rlsys.types import HFConfig
 
 # isort: split
 
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
@@ -27,16 +33,23 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.utils import is_layer_window_attention
 
 HAS_TRANSFORMER_ENGINE = not shim.ON_CPU and importlib.util.find_spec("transformer_engine") is not None
 
 
 class RMSNorm(nn.RMSNorm):
-    """RMSNorm whose weight says that its gradient is a sum over sequence-parallel ranks."""
+    """RMSNorm whose weight counts from zero or one and says that its gradient is a sum over sequence-parallel ranks."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **options: object) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[assignment]
+        self.counts_from_one = config.layernorm_zero_centered_gamma
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.counts_from_one:
+            return super().forward(x)
+        return F.rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).type_as(x)
 
 
 class PackedAttention(nn.Module):
@@ -47,7 +60,7 @@ class PackedAttention(nn.Module):
 
     def __init__(
         self,
-        config: object,
+        config: Any,
         layer_number: int,
         attn_mask_type: object,
         attention_type: str,
@@ -57,7 +70,9 @@ class PackedAttention(nn.Module):
         **options: object,
     ) -> None:
         super().__init__()
-        self.config, self.scale, self.group = config, softmax_scale, pg_collection.cp
+        self.config, self.group = config, pg_collection.cp
+        window = config.window_size[0] + 1 if _is_windowed(config, layer_number) else None
+        self.options = softmax_scale, window
 
     def forward(
         self,
@@ -76,28 +91,13 @@ class PackedAttention(nn.Module):
             both = gather_from_sequence_parallel_region(torch.cat([key, value], dim=-1), group=self.group)[order]
             key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
         spans = list(own_spans(lengths, self.group.rank(), size))
-        queries = query.transpose(0, 1).split([span.stop - span.start for span in spans], dim=1)
-        keys, values = key.transpose(0, 1), value.transpose(0, 1)
+        parts = query.transpose(0, 1)[None].split([span.stop - span.start for span in spans], dim=2)
+        keys, values = key.transpose(0, 1)[None], value.transpose(0, 1)[None]
         outs = [
-            _causal(q, keys[:, span.first : span.stop], values[:, span.first : span.stop], self.scale)
-            for q, span in zip(queries, spans, strict=True)
+            causal_attention(q, keys[:, :, own.first : own.stop], values[:, :, own.first : own.stop], *self.options)
+            for q, own in zip(parts, spans, strict=True)
         ]
-        return torch.cat(outs, dim=1).transpose(0, 1).flatten(1)
-
-
-def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-    """The last tokens' attention (N, t, D) to all tokens (N or fewer, T, D) up to their own."""
-    last, earlier = query.shape[1], key.shape[1] - query.shape[1]
-    mask = query.new_ones(last, key.shape[1], dtype=torch.bool).tril(earlier) if earlier else None
-    return F.scaled_dot_product_attention(
-        query[None],
-        key[None],
-        value[None],
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scale,
-        enable_gqa=query.shape[0] != key.shape[0],
-    )[0]
+        return torch.cat(outs, dim=2)[0].transpose(0, 1).flatten(1)
 
 
 def block_spec(config: Any, *, vp_stage: int | None) -> Any:
@@ -117,15 +117,38 @@ def _replaced(config: Any) -> dict[object, type[nn.Module]]:
     """Modules of Megatron's specification that ours stand in for.
 
     Of Transformer Engine's it is attention alone, where its own has no kernel to share sequences: in float32, and with
-    keys and values of different sizes.
+    keys and values of different sizes, or to a window.
     """
     if not HAS_TRANSFORMER_ENGINE:
         return {WrappedTorchNorm: RMSNorm, DotProductAttention: PackedAttention}
-    if config.context_parallel_size > 1 and (config.multi_latent_attention or config.params_dtype == torch.float32):
+    no_kernel = config.multi_latent_attention or config.window_size or config.params_dtype == torch.float32
+    if config.context_parallel_size > 1 and no_kernel:
         from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
         return {TEDotProductAttention: PackedAttention}
     return {}
+
+
+def add_blocks(model: Any, family: Family, hf_config: HFConfig) -> None:
+    """Give a GPTModel what layers of the family have beside Megatron's own."""
+    config = model.config
+    if family.scaled_embedding and model.pre_process:
+        model.embedding.register_forward_hook(lambda _, args, out: out * out.new_tensor(config.hidden_size**0.5))
+    rotary = RotaryEmbedding(config.kv_channels, **family.window_rope(hf_config)) if family.window_rope else None
+    for layer in model.decoder.layers:
+        for module in (layer.self_attention, layer.mlp) if family.post_norms else ():
+            module.post_layernorm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
+            module.register_forward_hook(lambda module, args, out: (module.post_layernorm(out[0]), *out[1:]))
+        if rotary and _is_windowed(config, layer.layer_number):
+            layer.self_attention.register_forward_pre_hook(partial(_rotate, rotary), with_kwargs=True)
+
+
+def _rotate(rotary: RotaryEmbedding, module: object, args: object, options: Settings) -> tuple[object, Settings]:
+    return args, {**options, "rotary_pos_emb": rotary(len(options["rotary_pos_emb"]), packed_seq=True)}
+
+
+def _is_windowed(config: Any, layer_number: int) -> bool:
+    return is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
 
 
 def mend_latent_attention(model: nn.Module) -> None:

@@ -31,7 +31,7 @@ SMALL = {"num_hidden_layers": 2, "vocab_size": 53, "num_local_experts": 4, "n_ro
 CONFIGS: dict[str, dict[str, Any]] = {
     name: {**config, **{key: value for key, value in SMALL.items() if key in config}}
     for name, config in tiny.CONFIGS.items()
-    if name not in ("llama-linear-rope", "qwen3-moe-unnormalised")
+    if name not in ("llama-linear-rope", "mistral", "qwen3-moe-unnormalised")
 }
 SHARE = {"llama": 0.4, "qwen2-tied": 0.4, "qwen3": 0.4}
 

@@ -1,8 +1,6 @@
 """DeepSeek-V3: latent attention with or without low-rank queries, first layers dense, then shared and routed experts
 chosen by sigmoid scores plus a bias, within the best groups of experts. Multi-token prediction layers are carried."""
 
-from typing import Any
-
 from rlsys.models.megatron import blocks
 from rlsys.models.megatron.family import SPARSE_NEEDS, Family
 from rlsys.models.megatron.rules import Dims, Rule, columns, rows, stacked, whole, within
@@ -62,7 +60,7 @@ def dims(hf_config: HFConfig) -> dict[str, int]:
     }
 
 
-def settings(hf_config: HFConfig) -> dict[str, Any]:
+def settings(hf_config: HFConfig) -> blocks.Settings:
     """Keyword arguments of Megatron's transformer configuration."""
     own = dims(hf_config)
     return {
@@ -79,7 +77,7 @@ def settings(hf_config: HFConfig) -> dict[str, Any]:
     }
 
 
-def sparse_settings(hf_config: HFConfig, own: Dims) -> dict[str, Any]:
+def sparse_settings(hf_config: HFConfig, own: Dims) -> blocks.Settings:
     """Megatron's settings of shared experts, and of experts chosen by sigmoid scores plus a bias within groups."""
     groups = {"moe_router_num_groups": hf_config.get("n_group"), "moe_router_group_topk": hf_config.get("topk_group")}
     return {
@@ -100,7 +98,7 @@ def grouped_routing(hf_config: HFConfig) -> bool:
     return groups > 1 and (hf_config.get("topk_group") or groups) < groups
 
 
-def rope_settings(hf_config: HFConfig) -> dict[str, Any]:
+def rope_settings(hf_config: HFConfig) -> blocks.Settings:
     """The rotary part of MLATransformerConfig; ConfigError for a scaling that Megatron computes otherwise."""
     rope = blocks.rope_of(hf_config)
     if rope["rope_type"] == "default":

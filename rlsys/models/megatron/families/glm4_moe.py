@@ -2,9 +2,17 @@
 has norms on queries and keys. Multi-token prediction layers are carried."""
 
 from dataclasses import replace
-from typing import Any
 
-from rlsys.models.megatron.blocks import ATTENTION, ONLY, QK_NORM, QKV_BIAS, attention_settings, expert_dims, rope_args
+from rlsys.models.megatron.blocks import (
+    ATTENTION,
+    ONLY,
+    QK_NORM,
+    QKV_BIAS,
+    Settings,
+    attention_settings,
+    expert_dims,
+    rope_args,
+)
 from rlsys.models.megatron.families import deepseek_v3
 from rlsys.models.megatron.family import SPARSE_NEEDS
 from rlsys.types import HFConfig
@@ -16,7 +24,7 @@ def dims(hf_config: HFConfig) -> dict[str, int]:
     return {**expert_dims(hf_config), **{name: int(bool(value)) for name, value in has.items()}}
 
 
-def settings(hf_config: HFConfig) -> dict[str, Any]:
+def settings(hf_config: HFConfig) -> Settings:
     """Keyword arguments of Megatron's transformer configuration."""
     own = dims(hf_config)
     attention = {"add_qkv_bias": bool(own["qkv_bias"]), "qk_layernorm": bool(own["qk_norm"])}

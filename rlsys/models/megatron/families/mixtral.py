@@ -1,7 +1,5 @@
 """Mixtral: Llama's attention, experts in every layer, weights of the chosen experts summing to one."""
 
-from typing import Any
-
 from rlsys.models.megatron import blocks
 from rlsys.models.megatron.family import NEEDS, Family
 from rlsys.models.megatron.rules import Rule, whole
@@ -14,7 +12,7 @@ def dims(hf_config: HFConfig) -> dict[str, int]:
     return {name: size for name, size in dense_too.items() if name != "ffn"}
 
 
-def settings(hf_config: HFConfig) -> dict[str, Any]:
+def settings(hf_config: HFConfig) -> blocks.Settings:
     """Keyword arguments of Megatron's transformer configuration."""
     return {
         **blocks.attention_settings(hf_config),

@@ -1,13 +1,11 @@
 """Qwen3-MoE: Qwen3's attention with a softmax router over many small experts; some layers may stay dense."""
 
-from typing import Any
-
 from rlsys.models.megatron import blocks
 from rlsys.models.megatron.family import SPARSE_NEEDS, Family
 from rlsys.types import HFConfig
 
 
-def settings(hf_config: HFConfig) -> dict[str, Any]:
+def settings(hf_config: HFConfig) -> blocks.Settings:
     """Keyword arguments of Megatron's transformer configuration."""
     experts = blocks.expert_settings(
         hf_config, blocks.expert_dims(hf_config), normalised=bool(hf_config.get("norm_topk_prob"))

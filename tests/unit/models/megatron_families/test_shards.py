@@ -21,7 +21,9 @@ from rlsys.utils.errors import ConfigError
 from tests.unit.models.megatron_families.assemble import full_tensors
 from tests.unit.models.megatron_families.tiny import CONFIGS, DENSE, YARN
 
-MODELS = [name for name in CONFIGS if name not in ("llama-linear-rope", "qwen3-moe-unnormalised", "glm4-moe-air")]
+MODELS = [
+    name for name in CONFIGS if name not in ("llama-linear-rope", "qwen3-moe-unnormalised", "glm4-moe-air", "mistral")
+]
 
 
 def config_of(name: str, **changes: Any) -> dict[str, Any]:
@@ -240,7 +242,8 @@ def test_scalar_heads_replace_the_output(head: Any, held: set[str]) -> None:
         ("llama", {"hidden_act": "gelu"}, RankPlace(), "hidden_act='gelu'"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, RankPlace(), "rotary scaling"),
         ("llama", {"num_hidden_layers": None}, RankPlace(), "lacks num_hidden_layers"),
-        ("qwen2-tied", {"use_sliding_window": True, "sliding_window": 8}, RankPlace(), "sliding_window=8"),
+        ("gemma3", {"final_logit_softcapping": 30.0}, RankPlace(), "final_logit_softcapping=30.0"),
+        ("gemma3", {"use_bidirectional_attention": True}, RankPlace(), "use_bidirectional_attention=True"),
         (
             "qwen3-moe",
             {},
@@ -262,10 +265,22 @@ def test_what_megatron_cannot_hold_or_compute_is_refused(
 
 
 def test_unknown_families_are_named_beside_the_known() -> None:
-    with pytest.raises(ConfigError, match="gpt2: known are deepseek_v3, glm4_moe"):
+    with pytest.raises(ConfigError, match="gpt2: known are deepseek_v3, gemma3_text, glm4_moe"):
         family_of({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"})
     other_head = {"architectures": ["Qwen2ForTokenClassification"], "model_type": "qwen2"}
     assert family_of(other_head) is family_of(config_of("qwen2-tied"))
+
+
+def test_windows_are_those_of_the_layer_types_or_of_all_layers() -> None:
+    def windows(model: str, **changes: Any) -> tuple[Any, Any]:
+        config = config_of(model, **changes)
+        settings = family_of(config).transformer_config(config)
+        return settings.get("window_size"), settings.get("window_attn_skip_freq")
+
+    assert windows("gemma3") == ((4, 0), [1, 0, 1, 0])
+    assert windows("mistral") == ((4, 0), [1, 1, 1, 1])
+    assert windows("qwen2-tied", use_sliding_window=False, sliding_window=8) == (None, None)
+    assert windows("llama", sliding_window=8) == (None, None)
 
 
 def test_old_and_new_rotary_keys_mean_the_same() -> None:
@@ -377,17 +392,15 @@ def test_the_example_of_the_guide_is_a_family(tmp_path: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     guide = (Path(__file__).resolve().parents[4] / "docs" / "megatron_family.md").read_text()
-    (tmp_path / "mistral_of_the_guide.py").write_text(guide.split("```python\n")[1].split("```")[0])
-    spec = importlib.util.spec_from_file_location("mistral_of_the_guide", tmp_path / "mistral_of_the_guide.py")
+    (tmp_path / "family_of_the_guide.py").write_text(guide.split("```python\n")[1].split("```")[0])
+    spec = importlib.util.spec_from_file_location("family_of_the_guide", tmp_path / "family_of_the_guide.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    config = AutoConfig.for_model("mistral", **{**DENSE, "sliding_window": None})
+    config = AutoConfig.for_model("qwen2", **DENSE)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     shapes = module.FAMILY.hf_shapes(config.to_dict())
     assert shapes == {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     module.FAMILY.check(config.to_dict(), RankPlace(ParallelSizes(tp=2)))
-    with pytest.raises(ConfigError, match="sliding_window=16"):
-        module.FAMILY.check({**config.to_dict(), "sliding_window": 16, "layer_types": None}, RankPlace())

@@ -87,6 +87,20 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek-v3": {**LATENT, "model_type": "deepseek_v3", "rope_parameters": YARN},
     "glm4-moe": {**GLM, "head_dim": 8, "use_qk_norm": True},
     "glm4-moe-air": {**GLM, "n_group": 1, "topk_group": 1},
+    "gemma3": {
+        **DENSE,
+        "model_type": "gemma3_text",
+        "tie_word_embeddings": True,
+        "head_dim": 6,
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        "query_pre_attn_scalar": 9,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    },
+    "mistral": {**DENSE, "model_type": "mistral", "sliding_window": 5},
     "deepseek-v3-full-q": {**LATENT, "model_type": "deepseek_v3", "q_lora_rank": None, "n_group": 1, "topk_group": 1},
 }
 

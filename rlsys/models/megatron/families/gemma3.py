@@ -1,0 +1,54 @@
+"""Gemma 3, its text models: norms whose weights count from one, before and after attention and MLP and on queries and
+keys, a gated GELU, scaled embeddings, and windows with a rotary base of their own in most layers."""
+
+from dataclasses import replace
+from functools import partial
+
+import torch.nn.functional as F
+
+from rlsys.models.megatron.blocks import ATTENTION, GATED_MLP, ONLY, QK_NORM, Settings, attention_settings, rope_args
+from rlsys.models.megatron.family import Family
+from rlsys.models.megatron.rules import Rule, whole
+from rlsys.types import HFConfig
+
+MLP_NORM = ("pre_feedforward_layernorm.weight [hidden]",)
+POST_NORMS = (
+    Rule("self_attention.post_layernorm.weight", whole, ("post_attention_layernorm.weight [hidden]",)),
+    Rule("mlp.post_layernorm.weight", whole, ("post_feedforward_layernorm.weight [hidden]",)),
+)
+
+
+def settings(hf_config: HFConfig) -> Settings:
+    """Keyword arguments of Megatron's transformer configuration."""
+    return {
+        **attention_settings(hf_config),
+        "qk_layernorm": True,
+        "layernorm_zero_centered_gamma": True,
+        "activation_func": partial(F.gelu, approximate="tanh"),
+        "softmax_scale": hf_config.get("query_pre_attn_scalar", 256) ** -0.5,
+    }
+
+
+def layer_rope(hf_config: HFConfig, layer_type: str) -> Settings:
+    """Megatron's rotary arguments of the layers of one type."""
+    own = (hf_config.get("rope_parameters") or {}).get(layer_type)
+    return rope_args({**hf_config, "rope_parameters": own})
+
+
+FAMILY = Family(
+    model_types=("gemma3_text",),
+    settings=settings,
+    rope=lambda hf_config: layer_rope(hf_config, "full_attention"),
+    window_rope=lambda hf_config: layer_rope(hf_config, "sliding_attention"),
+    only={
+        **{key: ONLY[key] for key in ("attention_bias", "attention_dropout", "quantization_config")},
+        "hidden_activation": ("gelu_pytorch_tanh",),
+        "use_bidirectional_attention": (False, None),
+        "attn_logit_softcapping": (None,),
+        "final_logit_softcapping": (None,),
+    },
+    layer=(*ATTENTION, *QK_NORM, replace(GATED_MLP[0], hf=MLP_NORM), *POST_NORMS),
+    dense=GATED_MLP[1:],
+    post_norms=True,
+    scaled_embedding=True,
+)
