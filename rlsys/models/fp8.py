@@ -17,6 +17,8 @@ from rlsys.utils.errors import CheckpointError
 SCALE = "_scale_inv"
 """What the name of a weight's scales ends with."""
 FP8, FP8_NAME, BLOCK = torch.float8_e4m3fn, "float8_e4m3fn", 128
+SMALLEST, LARGEST = 1e-4, torch.finfo(FP8).max
+"""Of magnitudes: of a block of zeros, and of an element."""
 
 
 def scale_shape(shape: Sequence[int]) -> tuple[int, ...]:

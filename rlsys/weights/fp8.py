@@ -4,8 +4,10 @@ The largest magnitude of each block is agreed among the trainer's ranks, so that
 also of blocks that its shards cut. Arithmetic as of vLLM's `per_block_cast_to_fp8`, of weights rounded to bfloat16.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 
 import torch
@@ -14,13 +16,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rlsys.interfaces import TrainEngine
-from rlsys.models.fp8 import BLOCK, FP8, FP8_NAME, SCALE, scale_shape
+from rlsys.models.fp8 import BLOCK, FP8, FP8_NAME, LARGEST, SCALE, SMALLEST, scale_shape
 from rlsys.types import Box, Shard, WeightLayout
 from rlsys.utils.boxes import slices
 from rlsys.weights.layout import device_of, shard_view, whole_box
-
-SMALLEST, LARGEST = 1e-4, torch.finfo(FP8).max
-"""Of magnitudes: of a block of zeros, and of an element."""
 
 
 class Fp8Weights:
@@ -33,17 +32,16 @@ class Fp8Weights:
     def __init__(self, engine: TrainEngine, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self.engine, layout = engine, engine.weight_layout()
         self.shapes = {name + SCALE: scale_shape(shape) for name, shape in sorted(shapes.items())}
-        cut = [(shard.box.tensor in shapes, shard) for shard in layout.shards]
-        self.shards = {f"{FP8_NAME}:{n}": shard for n, (is_matrix, shard) in enumerate(cut) if is_matrix}
-        elements = [Shard(shard.box, name, (0, 0)) for name, shard in self.shards.items()]
-        scales = [Shard(whole_box(name, shape), name, (0, 0)) for name, shape in self.shapes.items()]
+        self._matrices = [shard for shard in layout.shards if shard.box.tensor in shapes]
+        self._elements, self._elements_shapes = _stacked((shard.box for shard in self._matrices), FP8_NAME)
+        self._scales, self._scales_shapes = _stacked((whole_box(*each) for each in self.shapes.items()), SCALE)
         self.layout = replace(
             layout,
-            shards=(*(shard for is_matrix, shard in cut if not is_matrix), *elements, *scales),
+            shards=(*(s for s in layout.shards if s.box.tensor not in shapes), *self._elements, *self._scales),
             full_shapes={**layout.full_shapes, **shapes, **self.shapes},
             dtypes={**layout.dtypes, **dict.fromkeys(shapes, FP8_NAME), **dict.fromkeys(self.shapes, "float32")},
         )
-        self._elements, self._scales = dict[str, Tensor](), torch.empty(0, device="meta")
+        self._own, self._all_scales, self._addresses = dict[str, Tensor](), torch.empty(0, device="meta"), [-1]
 
     def weight_layout(self) -> WeightLayout:
         """The engine's, with this rank's elements and all scales."""
@@ -52,19 +50,24 @@ class Fp8Weights:
     @torch.no_grad()
     def local_tensors(self) -> Mapping[str, Tensor]:
         """The engine's, and those that `weight_layout` adds, quantised now."""
-        given, sizes = self.engine.local_tensors(), [*map(prod, self.shapes.values())]
-        if (device := device_of(given)) != self._scales.device:
-            shapes = {name: shard.box.shape for name, shard in self.shards.items()}
-            self._elements = {name: torch.empty(shape, dtype=FP8, device=device) for name, shape in shapes.items()}
-            self._scales = torch.empty(sum(sizes), device=device)
-        by_name = zip(self.shapes.items(), self._scales.zero_().split(sizes), strict=True)
-        scales = {name: part.view(shape) for (name, shape), part in by_name}
-        boxes = [
-            (shard_view(given, shard), shard.box, scales[shard.box.tensor + SCALE], self._elements[name])
-            for name, shard in self.shards.items()
-        ]
-        quantise(boxes, self._scales, is_shared=dist.is_initialized())
-        return {**given, **self._elements, **scales}
+        given = self.engine.local_tensors()
+        if (device := device_of(given)) != self._all_scales.device:
+            shapes = self._scales_shapes
+            self._all_scales = torch.empty(sum(map(prod, shapes.values())), device=device)
+            parts = zip(shapes.items(), self._all_scales.split([*map(prod, shapes.values())]), strict=True)
+            self._own = {name: part.view(shape) for (name, shape), part in parts}
+            for name, shape in self._elements_shapes.items():
+                self._own[name] = torch.empty(shape, dtype=FP8, device=device)
+        if (addresses := [given[shard.local].data_ptr() for shard in self._matrices]) != self._addresses:
+            scales, shapes = {s.box.tensor: shard_view(self._own, s) for s in self._scales}, self.layout.full_shapes
+            boxes = [
+                MatrixBox(shard_view(given, held), box, shapes[box.tensor], scales[box.tensor + SCALE], elements)
+                for held, own in zip(self._matrices, self._elements, strict=True)
+                for box, elements in [(held.box, shard_view(self._own, own))]
+            ]
+            self._quantise, self._addresses = prepared_quantiser(boxes, self._all_scales), addresses
+        self._quantise(dist.is_initialized())
+        return {**given, **self._own}
 
     @torch.no_grad()
     def weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
@@ -75,9 +78,9 @@ class Fp8Weights:
     def _parts(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
         if name + SCALE not in self.shapes:
             return [(name, tensor)]
-        scales = torch.zeros(self.shapes[name + SCALE], device=tensor.device)
-        elements = torch.empty_like(tensor, dtype=FP8)
-        quantise([(tensor, whole_box(name, tensor.shape), scales, elements)], scales)
+        scales = torch.empty(self.shapes[name + SCALE], device=tensor.device)
+        elements, box = torch.empty_like(tensor, dtype=FP8), whole_box(name, tensor.shape)
+        prepared_quantiser([MatrixBox(tensor, box, box.shape, scales, elements)], scales)(False)
         return [(name, elements), (name + SCALE, scales)]
 
 
@@ -86,34 +89,98 @@ def float8_shapes(engines: Sequence[WeightLayout]) -> dict[str, tuple[int, ...]]
     return {name: each.full_shapes[name] for each in engines for name, kind in each.dtypes.items() if kind == FP8_NAME}
 
 
-def quantise(boxes: Sequence[tuple[Tensor, Box, Tensor, Tensor]], scales: Tensor, *, is_shared: bool = False) -> None:
-    """Fill the scales and elements of boxes: (values, where they are, the scales of the whole matrix, its elements).
-
-    `scales` are those of all matrices, zeros at first. With `is_shared` other ranks hold other boxes of them.
-    """
-    for values, box, own, _ in boxes:
-        _quantise_box(values, box, own)
-    if is_shared:
-        dist.all_reduce(scales, dist.ReduceOp.MAX)
-    scales.clamp_(min=SMALLEST).div_(LARGEST)
-    for values, box, own, elements in boxes:
-        _quantise_box(values, box, own, elements)
+def _stacked(boxes: Iterable[Box], name: str) -> tuple[list[Shard], dict[str, tuple[int, ...]]]:
+    """Places for boxes, those of one shape in one tensor, and the shapes of these tensors."""
+    shards, shapes = list[Shard](), dict[str, tuple[int, ...]]()
+    for box in boxes:
+        local = f"{name}:{box.shape}"
+        count, *_ = shapes.get(local, (0,))
+        shards.append(Shard(box, local, (count, *[0] * len(box.shape))))
+        shapes[local] = count + 1, *box.shape
+    return shards, shapes
 
 
-def _quantise_box(values: Tensor, box: Box, scales: Tensor, elements: Tensor | None = None) -> None:
-    """Raise the scales of the blocks that a box touches to its largest magnitudes; or divide its elements by them."""
-    before, ends = [at % BLOCK for at in box.start], zip(box.start, box.shape, strict=True)
-    touched = scales[tuple(slice(at // BLOCK, -(-(at + n) // BLOCK)) for at, n in ends)]
-    if values.is_cuda:
+@dataclass(frozen=True)
+class MatrixBox:
+    """A box of a matrix: its values, where they are, the matrix's shape and all its scales, and the box's elements."""
+
+    values: Tensor
+    box: Box
+    shape: Sequence[int]
+    scales: Tensor
+    elements: Tensor
+
+    @property
+    def before(self) -> list[int]:
+        """Rows and columns of its first block that are before it."""
+        return [at % BLOCK for at in self.box.start]
+
+    @property
+    def touched(self) -> Tensor:
+        """The scales (R, C) of the blocks that it touches."""
+        ends = zip(self.box.start, self.box.shape, strict=True)
+        return self.scales[tuple(slice(at // BLOCK, -(-(at + n) // BLOCK)) for at, n in ends)]
+
+    def row(self) -> tuple[int, ...]:
+        """Its row of `kernels.quantise_blocks`, with the number of its blocks in place of its first block."""
+        ends = zip(self.box.start, self.box.shape, self.shape, strict=True)
+        is_cut = any(at % BLOCK or ((at + n) % BLOCK and at + n < full) for at, n, full in ends)
+        memory = self.values.data_ptr(), *self.values.stride(), *self.box.shape, *self.before, self.elements.data_ptr()
+        touched = self.touched
+        return is_cut, touched.numel(), touched.shape[1], *memory, touched.data_ptr(), touched.stride(0)
+
+
+class BlockTables:
+    """Boxes that stay in place, for one launch a pass over the blocks of all; those are last that boxes share."""
+
+    def __init__(self, boxes: Iterable[MatrixBox]) -> None:
+        kinds: dict[tuple[torch.dtype, bool], list[tuple[int, ...]]] = defaultdict(list)
+        for box in boxes:
+            row, device = box.row(), box.values.device
+            aligned = row[5] == 1 and not any(row[at] % 16 for at in (3, 4, 7, 9, 10))
+            kinds[box.values.dtype, aligned].append(row)
+        self._tables = list[tuple[Tensor, Tensor, int, torch.dtype, bool]]()
+        for (dtype, aligned), rows in kinds.items():
+            table = torch.tensor(sorted(rows))
+            counts = table[:, 1].clone()
+            table[:, 1], whole = counts.cumsum(0) - counts, int(counts[table[:, 0] == 0].sum())
+            owners = torch.repeat_interleave(counts).int()
+            self._tables.append((table.to(device), owners.to(device), whole, dtype, aligned))
+
+    def __call__(self, *, divides: bool) -> None:
         from rlsys.weights import kernels
 
-        kernels.quantise_blocks(values, before, touched, elements)
-        return
-    rows, columns = ((n, -(n + size) % BLOCK) for n, size in zip(before, box.shape, strict=True))
-    whole = pad(values.to(torch.bfloat16), (*columns, *rows))
-    blocks = whole.view(touched.shape[0], BLOCK, touched.shape[1], BLOCK)
-    if elements is None:
-        torch.maximum(touched, blocks.abs().float().amax((1, 3)), out=touched)
-    else:
-        quotients = (blocks * (1.0 / touched)[:, None, :, None]).to(FP8)
-        elements.copy_(quotients.flatten(2).flatten(0, 1)[slices(before, box.shape)])
+        for table, owners, whole, dtype, aligned in self._tables:
+            kernels.quantise_blocks(table, owners, whole, dtype, aligned=aligned, divides=divides)
+
+
+def prepared_quantiser(boxes: Sequence[MatrixBox], scales: Tensor) -> Callable[[bool], None]:
+    """A function that fills the elements of boxes, which stay in place while their values change, and all scales.
+
+    Its argument says whether other ranks hold other boxes of these matrices.
+    """
+    run = BlockTables(boxes) if scales.is_cuda else partial(_quantise_on_cpu, boxes)
+
+    def quantise(is_shared: bool) -> None:
+        scales.zero_()
+        run(divides=False)
+        if is_shared:
+            dist.all_reduce(scales, dist.ReduceOp.MAX)
+        scales.clamp_(min=SMALLEST).div_(LARGEST)
+        run(divides=True)
+
+    return quantise
+
+
+def _quantise_on_cpu(boxes: Sequence[MatrixBox], *, divides: bool) -> None:
+    """Raise the scales of all blocks to their largest magnitudes; or divide the elements by them."""
+    for box in boxes:
+        before, touched = box.before, box.touched
+        rows, columns = ((n, -(n + size) % BLOCK) for n, size in zip(before, box.box.shape, strict=True))
+        whole = pad(box.values.to(torch.bfloat16), (*columns, *rows))
+        blocks = whole.view(touched.shape[0], BLOCK, touched.shape[1], BLOCK)
+        if divides:
+            quotients = (blocks * (1.0 / touched)[:, None, :, None]).to(FP8)
+            box.elements.copy_(quotients.flatten(2).flatten(0, 1)[slices(before, box.box.shape)])
+        else:
+            torch.maximum(touched, blocks.abs().float().amax((1, 3)), out=touched)

@@ -1,7 +1,5 @@
 """Kernels for many blocks of memory at once: copies between any memory a GPU can read, checksums, and FP8."""
 
-from collections.abc import Sequence
-
 import torch
 import triton  # pyrefly: ignore
 import triton.language as tl  # pyrefly: ignore
@@ -16,6 +14,7 @@ SUM_BLOCK = 1024
 WORDS_OF_A_PROGRAM = 1 << 16
 MOST_PROGRAMS = 1024
 QUANTISED_BLOCK = tl.constexpr(fp8.BLOCK)
+SMALLEST, RECIPROCAL = tl.constexpr(fp8.SMALLEST), tl.constexpr(1 / fp8.LARGEST)
 ROW_STREAM = tl.constexpr(checksum_cpu.ROW_STREAM)
 WORD_STREAM = tl.constexpr(checksum_cpu.WORD_STREAM)
 
@@ -98,28 +97,48 @@ def sum_rows(table: Tensor, sums: Tensor, *, word_bytes: int, most_words: int) -
 
 
 @triton.jit
-def _quantise_block(values, pitch, rows, columns, top, left, scales, scale_pitch, elements, divides: tl.constexpr):
-    """A program's block: its scale raised to its largest magnitude, or its elements divided by its scale."""
-    lanes = tl.arange(0, QUANTISED_BLOCK)
-    row = (tl.program_id(0) * QUANTISED_BLOCK + lanes - top).to(tl.int64)[:, None]
-    column = (tl.program_id(1) * QUANTISED_BLOCK + lanes - left)[None, :]
-    inside = (row >= 0) & (row < rows) & (column >= 0) & (column < columns)
-    value = tl.load(values + row * pitch + column, mask=inside, other=0).to(tl.bfloat16).to(tl.float32)
-    scale = scales + tl.program_id(0) * scale_pitch + tl.program_id(1)
-    if divides:  # rounded as PyTorch compiles a reciprocal, which is how vLLM divides
-        quotient = value * (1.0 / tl.load(scale))
-        tl.store(elements + row * columns + column, quotient.to(tl.float8e4nv), mask=inside)
-    else:
-        tl.store(scale, tl.maximum(tl.load(scale), tl.max(tl.max(tl.abs(value), 1), 0)))
+def _quantise_blocks(table, owners, whole, words: tl.constexpr, aligned: tl.constexpr, divides: tl.constexpr):
+    """A program raises the scale of a block to its largest magnitude, and divides the first `whole` blocks at once.
 
-
-def quantise_blocks(values: Tensor, before: Sequence[int], scales: Tensor, elements: Tensor | None) -> None:
-    """Raise the scales (R, C) of the blocks of a box, or fill its `elements`.
-
-    The box (n, k) starts `before` rows and columns after the start of the first block.
+    With `divides` it divides one of the others, by the scale that ranks agreed on.
     """
-    values = values if values.stride(1) == 1 else values.contiguous()
-    box, divides = (values, values.stride(0), *values.shape, *before), elements is not None
-    with torch.cuda.device(values.device):
-        quantise = _quantise_block[tuple(scales.shape)]
-        quantise(*box, scales, scales.stride(0), elements if divides else values, divides, num_warps=NUM_WARPS)
+    step: tl.constexpr = 16 if aligned else 1
+    program = tl.program_id(0) + (whole if divides else 0)
+    box = table + tl.load(owners + program) * 13
+    block, across = program - tl.load(box + 1), tl.load(box + 2)
+    values = tl.multiple_of(tl.load(box + 3).to(tl.pointer_type(words)), step)
+    pitch = tl.multiple_of(tl.load(box + 4), step)
+    columns = tl.multiple_of(tl.load(box + 7), step)
+    left = tl.multiple_of(tl.load(box + 9), step)
+    elements = tl.multiple_of(tl.load(box + 10).to(tl.pointer_type(tl.float8e4nv)), step)
+    scale_at = tl.load(box + 11).to(tl.pointer_type(tl.float32)) + block // across * tl.load(box + 12) + block % across
+    lanes = tl.arange(0, QUANTISED_BLOCK)
+    row = (block // across * QUANTISED_BLOCK + lanes - tl.load(box + 8))[:, None]
+    column = (block % across * QUANTISED_BLOCK + lanes - left)[None, :]
+    inside = (row >= 0) & (row < tl.load(box + 6)) & (column >= 0) & (column < columns)
+    source = values + row * pitch + (column if aligned else column * tl.load(box + 5))
+    value = tl.load(source, mask=inside, other=0).to(tl.bfloat16).to(tl.float32)
+    if divides:
+        scale = tl.load(scale_at)
+    else:
+        largest = tl.max(tl.max(tl.abs(value), 1), 0)
+        tl.atomic_max(scale_at, largest, sem="relaxed")
+        scale = tl.maximum(largest, SMALLEST) * RECIPROCAL  # as PyTorch divides by a number on a GPU
+        inside = inside & (row < tl.where(program < whole, tl.load(box + 6), 0))
+    quotient = value * (1.0 / scale)  # rounded as PyTorch compiles a reciprocal, which is how vLLM divides
+    tl.store(elements + row * columns + column, quotient.to(tl.float8e4nv), mask=inside)
+
+
+def quantise_blocks(
+    table: Tensor, owners: Tensor, whole: int, dtype: torch.dtype, *, aligned: bool, divides: bool
+) -> None:
+    """One pass over the blocks of boxes, a row of `table` each (N, 13); `owners` is the box of every block.
+
+    A row: (whether others share blocks, number of its first block, blocks across; address and two strides of its
+    values, rows, columns, rows and columns of its first block before it; address of its elements; address and pitch of
+    its scales). Aligned boxes have rows that start at multiples of 16 elements.
+    """
+    words = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[dtype]
+    if programs := len(owners) - (whole if divides else 0):
+        with torch.cuda.device_of(table):
+            _quantise_blocks[(programs,)](table, owners, whole, words, aligned, divides, num_warps=NUM_WARPS)

@@ -270,8 +270,9 @@ def run_fp8(ranks: Ranks, destinations: Sequence[WeightLayout], args: Any) -> di
     handles = dict(enumerate(exported))
     ranks.all("engine", "import_from", [(IpcImportSpec(plans.destination(rank), handles),) for rank in range(world)])
     times = [push_ours(ranks, plans, version, verify=False)[0] for version in range(2 + args.repeats)]
-    push_ours(ranks, plans, 99, verify=True)
-    return {"s": statistics.median(times[2:]), "bytes": sum(bytes_by_link(plan).values())}
+    verified_s = min(push_ours(ranks, plans, version, verify=True)[0] for version in (97, 98, 99))
+    num_bytes = sum(bytes_by_link(plan).values())
+    return {"s": statistics.median(times[2:]), "with_checksums_s": verified_s, "bytes": num_bytes}
 
 
 def run_case(ranks: Ranks, case: str, world: int, local: float, peer: float, args: Any) -> dict[str, Any]:
@@ -350,7 +351,10 @@ def summary(result: dict[str, Any]) -> str:
         lines.append(f"   with checksums {result['with_checksums_s'] * 1e3:.1f} ms")
     if fp8 := result.get("fp8"):
         ratio = fp8["s"] / result["t_s"]
-        lines.append(f"   in FP8 {fp8['s'] * 1e3:.2f} ms = {ratio:.2f}x bfloat16, {fp8['bytes'] / 1e9:.2f} GB")
+        verified = f"with checksums {fp8['with_checksums_s'] * 1e3:.1f} ms"
+        lines.append(
+            f"   in FP8 {fp8['s'] * 1e3:.2f} ms = {ratio:.2f}x bfloat16, {fp8['bytes'] / 1e9:.2f} GB, {verified}"
+        )
     for name in ("bucketed", "per_tensor"):
         if peer := result.get(name):
             scaled = f" (scaled from {peer['tensors']} tensors)" if peer["scaled"] else ""

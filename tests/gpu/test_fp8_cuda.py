@@ -16,7 +16,7 @@ from rlsys.models.fp8 import FP8, scale_shape
 from rlsys.rollout.base import EngineContext
 from rlsys.types import Box
 from rlsys.weights.endpoints import WeightReceiver, WeightSender
-from rlsys.weights.fp8 import quantise
+from rlsys.weights.fp8 import MatrixBox, prepared_quantiser
 from rlsys.weights.sharding_manager import ShardingManager
 from tests.e2e.conftest import Toy, toy, with_model  # noqa: F401
 from tests.gpu.test_vllm_cuda import BACKEND, Trainer, apart, requests_of
@@ -42,10 +42,10 @@ def bits_of(tensor: Tensor) -> bytes:
 
 def quantised(parts: list[tuple[Tensor, Box]], shape: tuple[int, ...]) -> tuple[list[Tensor], Tensor]:
     """The elements of the parts of a matrix, and its scales."""
-    scales = torch.zeros(scale_shape(shape), device="cuda")
+    scales = torch.empty(scale_shape(shape), device="cuda")
     elements = [torch.empty(values.shape, dtype=FP8, device="cuda") for values, _ in parts]
-    boxes = [(values, box, scales, own) for (values, box), own in zip(parts, elements, strict=True)]
-    quantise(boxes, scales)
+    boxes = [MatrixBox(values, box, shape, scales, own) for (values, box), own in zip(parts, elements, strict=True)]
+    prepared_quantiser(boxes, scales)(False)
     return elements, scales
 
 
@@ -55,7 +55,8 @@ def test_the_kernel_quantises_as_vllm_does(dtype: torch.dtype) -> None:
 
     draw, unequal = random.Random(3), 0
     for number in range(24):
-        shape = draw.randint(1, 700), draw.randint(1, 700)
+        unit = draw.choice([1, 16, 128])
+        shape = unit * draw.randint(1, 700 // unit), unit * draw.randint(1, 700 // unit)
         matrix = torch.randn(shape, device="cuda") * 10.0 ** draw.randint(-6, 4)
         matrix[draw.randrange(shape[0]) :: 3] = draw.choice([0.0, -0.0, 1e-40, 1e30])
         matrix = matrix.to(dtype)
@@ -63,11 +64,13 @@ def test_the_kernel_quantises_as_vllm_does(dtype: torch.dtype) -> None:
         (own,), own_scales = quantised([(matrix, Box("w", (0, 0), shape))], shape)
         unequal += int((own.view(torch.uint8) != elements.view(torch.uint8)).sum())
         unequal += int((own_scales != scales).sum())
-        cut = draw.randint(0, shape[0])
-        ends = (((0, 0), matrix[:cut]), ((cut, 0), matrix[cut:]))
-        parts = [(values, Box("w", start, tuple(values.shape))) for start, values in ends if len(values)]
-        split, split_scales = quantised(parts, shape)
-        assert bits_of(torch.cat([part.view(torch.uint8) for part in split])) == bits_of(own), number
+        row, column = (unit * draw.randint(0, size // unit) for size in shape)
+        rows, columns = ((0, row), (row, shape[0])), ((0, column), (column, shape[1]))
+        places = [(a, c, matrix[a:b, c:d]) for a, b in rows for c, d in columns if a < b and c < d]
+        split, split_scales = quantised([(m, Box("w", (a, c), tuple(m.shape))) for a, c, m in places], shape)
+        for (a, c, part), parts_own in zip(places, split, strict=True):
+            wanted = own[a : a + part.shape[0], c : c + part.shape[1]]
+            assert bits_of(parts_own) == bits_of(wanted), number
         assert torch.equal(split_scales, own_scales)
     assert not unequal
 

@@ -16,8 +16,8 @@ from rlsys.rollout.engine_weights import EngineWeights
 from rlsys.types import Box, Shard, WeightLayout
 from rlsys.weights.endpoints import WeightReceiver, WeightSender
 from rlsys.weights.executors.in_process import reshard_local
-from rlsys.weights.fp8 import Fp8Weights, quantise
-from rlsys.weights.layout import view_of, whole_box
+from rlsys.weights.fp8 import Fp8Weights, MatrixBox, prepared_quantiser
+from rlsys.weights.layout import shard_view, view_of, whole_box
 from rlsys.weights.plan import make_plan
 from rlsys.weights.sharding_manager import ExecutorName, ShardingManager
 from tests.ranks import run_ranks
@@ -36,7 +36,7 @@ def model(seed: int) -> dict[str, Tensor]:
 
 def quantised(matrix: Tensor) -> tuple[Tensor, Tensor]:
     scales, elements = torch.zeros(scale_shape(matrix.shape)), torch.empty(matrix.shape, dtype=torch.float8_e4m3fn)
-    quantise([(matrix, whole_box("", tuple(matrix.shape)), scales, elements)], scales)
+    prepared_quantiser([MatrixBox(matrix, whole_box("", matrix.shape), matrix.shape, scales, elements)], scales)(False)
     return elements, scales
 
 
@@ -177,9 +177,9 @@ def test_shards_that_cut_blocks_give_the_bits_of_the_whole() -> None:
     for layout, tensors in ranks:
         for shard in layout.shards:
             if shard.box.tensor in MATRICES or shard.box.tensor.endswith(SCALE):
-                held = tensors[shard.local].view(whole[shard.box.tensor].dtype)
-                wanted = view_of(whole[shard.box.tensor], shard.box.start, shard.box.shape)
-                assert torch.equal(held.view(torch.uint8), wanted.contiguous().view(torch.uint8)), shard.box
+                held = {shard.local: tensors[shard.local].view(whole[shard.box.tensor].dtype)}
+                wanted = view_of(whole[shard.box.tensor], shard.box.start, shard.box.shape).contiguous()
+                assert torch.equal(shard_view(held, shard).view(torch.uint8), wanted.view(torch.uint8)), shard.box
     plan = make_plan([layout for layout, _ in ranks], [engine.weight_layout()])
     matrices = sum(2 * SHAPES[name][0] * SHAPES[name][1] for name in MATRICES)
     sent = sum(copy.num_bytes for copy in plan.copies if copy.tensor.removesuffix(SCALE) in MATRICES)
