@@ -6,6 +6,7 @@ fleet retries, telemetry reports, `loop` saves and resumes. A notebook builds th
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -162,10 +163,17 @@ class RayPPOTrainer(CheckpointedLoop):
         steps.update_critic(batch)
         if self.global_step > self.cfg.trainer.critic_warmup:
             steps.update_actor(batch)
+        record = partial(self._record, batch, start_s)
         if self.due(self.cfg.trainer.sync_freq) or self.test_due or self.save_due:
-            self.push_weights()
+            self.push_weights(meanwhile=record)
+        else:
+            record()
         if self.due(self.cfg.actor_rollout_ref.rollout.parity.freq) and self.weight_version == self.global_step:
             self.parity_probe()
+        return batch
+
+    def _record(self, batch: DataProto, start_s: float) -> None:
+        """What the controller alone does with a batch that was trained on, in a step that began at `start_s`."""
         self.reporter.token_counts(batch)
         self.reporter.batch_metrics(first_rows(batch))
         if self.parts.advisor is not None:
@@ -177,7 +185,6 @@ class RayPPOTrainer(CheckpointedLoop):
                 self.reporter.best_effort("rollouts", partial(self.dumps.write, first_rows(batch), self.global_step))
         if isinstance(self.inputs.sampler, AbstractCurriculumSampler):
             self.inputs.sampler.update(first_rows(batch))
-        return batch
 
     def finish_step(self) -> None:
         """Evaluate, report and save what is due after a step."""
@@ -189,11 +196,24 @@ class RayPPOTrainer(CheckpointedLoop):
         if self.save_due:
             self.save()
 
-    def push_weights(self) -> TransferReport:
-        """Reshard the actor's weights into the rollout engines; they serve version `global_step` afterwards."""
+    def push_weights(self, *, meanwhile: Callable[[], object] = lambda: None) -> TransferReport:
+        """Reshard the actor's weights into the rollout engines; they serve version `global_step` afterwards.
+
+        Where workers are processes the controller does `meanwhile` at the same time, else afterwards.
+        """
         self.source.settle()
-        with self.parts.steps.residency.hold(SYNC, "update_weights"):
-            report = self.parts.weights.push(self.global_step)
+        self.parts.steps.residency.enter(SYNC)
+        push = partial(self.parts.weights.push, self.global_step)
+        if self.cfg.trainer.backend == "local":
+            with self.stage("update_weights"):
+                report = push()
+            meanwhile()
+        else:
+            with ThreadPoolExecutor(1, "push") as pool:
+                running = pool.submit(push)
+                meanwhile()
+                with self.stage("update_weights"):
+                    report = running.result()
         self.weight_version = report.version
         self.source.published(report.version)
         self.reporter.add(

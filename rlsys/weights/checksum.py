@@ -36,11 +36,18 @@ def box_checksums(boxes: Iterable[BoxValues]) -> list[int]:
     return cuda_checksums(boxes) if first[0].is_cuda else [cpu_checksum(*box) for box in boxes]
 
 
-def prepared_checksums(boxes: Sequence[BoxValues]) -> Callable[[], list[int]]:
-    """A function that computes the `box_checksums` of boxes that stay in place while their values change."""
-    if boxes and boxes[0][0].is_cuda and all(values.ndim == 0 or values.stride(-1) == 1 for values, _, _ in boxes):
-        return PreparedCudaChecksums(boxes)
-    return lambda: box_checksums(boxes)
+def prepared_checksums(boxes: Sequence[BoxValues], dtypes: Sequence[torch.dtype]) -> Callable[[], list[int]]:
+    """A function that computes the `box_checksums` of boxes, each cast to its dtype, that stay in place while their
+    values change."""
+    if boxes and boxes[0][0].is_cuda and all(map(_is_readable, boxes, dtypes)):
+        return PreparedCudaChecksums(boxes, dtypes)
+    return lambda: box_checksums((box[0].to(dtype), *box[1:]) for box, dtype in zip(boxes, dtypes, strict=True))
+
+
+def _is_readable(box: BoxValues, dtype: torch.dtype) -> bool:
+    """Whether a kernel reads a box in place, and casts it where its dtype is another."""
+    values, is_cast = box[0], (box[0].dtype, dtype) in ((torch.float32, torch.bfloat16), (torch.float32, torch.float16))
+    return (values.dtype == dtype or is_cast) and (values.ndim == 0 or values.stride(-1) == 1)
 
 
 def tensor_checksum(tensor: Tensor) -> int:
@@ -107,26 +114,35 @@ def cuda_checksums(boxes: Iterable[BoxValues]) -> list[int]:
         held.append((values if values.ndim == 0 or values.stride(-1) == 1 else values.contiguous(), start, full_shape))
         num_bytes += values.nbytes
         if num_bytes >= LAUNCH_BYTES:
-            launched.append(PreparedCudaChecksums(held).launch())
+            launched.append(_launched(held))
             held, num_bytes = [], 0
-    launched += [PreparedCudaChecksums(held).launch()] if held else []
+    launched += [_launched(held)] if held else []
     return [number % MODULUS for number in torch.cat(launched).tolist()]
 
 
-class PreparedCudaChecksums:
-    """Checksums of boxes that stay in place, whose last dimensions are contiguous; computed at every call."""
+def _launched(boxes: Sequence[BoxValues]) -> Tensor:
+    return PreparedCudaChecksums(boxes, [values.dtype for values, _, _ in boxes]).launch()
 
-    def __init__(self, boxes: Sequence[BoxValues]) -> None:
+
+class PreparedCudaChecksums:
+    """Checksums of boxes that stay in place, whose last dimensions are contiguous; computed at every call.
+
+    Those of float32 may be cast to a dtype of two bytes.
+    """
+
+    def __init__(self, boxes: Sequence[BoxValues], dtypes: Sequence[torch.dtype]) -> None:
         self.device, self.num_boxes = boxes[0][0].device, len(boxes)
-        rows: dict[int, list[tuple[int, ...]]] = defaultdict(list)
-        for number, (values, start, full_shape) in enumerate(boxes):
+        rows: dict[tuple[int, torch.dtype | None], list[tuple[int, ...]]] = defaultdict(list)
+        for number, ((values, start, full_shape), dtype) in enumerate(zip(boxes, dtypes, strict=True)):
+            cast = None if values.dtype == dtype else dtype
             for part in row_blocks(values, start, full_shape) if values.numel() else ():
-                word = part.word_bytes
+                word = values.element_size() if cast else part.word_bytes
                 width, pitch, column = part.width // word, part.pitch // word, part.first_column // word
-                rows[word].append((part.address, part.rows * width, width, pitch, part.first_row, column, number))
+                row = (part.address, part.rows * width, width, pitch, part.first_row, column, number)
+                rows[word, cast].append(row)
         self._tables = [
-            (word, max(row[1] for row in table), torch.tensor(table, dtype=torch.int64).to(self.device))
-            for word, table in rows.items()
+            (*kind, max(row[1] for row in table), torch.tensor(table, dtype=torch.int64).to(self.device))
+            for kind, table in rows.items()
         ]
 
     def launch(self) -> Tensor:
@@ -134,8 +150,8 @@ class PreparedCudaChecksums:
         from rlsys.weights import kernels
 
         sums = torch.zeros(self.num_boxes, dtype=torch.int64, device=self.device)
-        for word_bytes, most_words, table in self._tables:
-            kernels.sum_rows(table, sums, word_bytes=word_bytes, most_words=most_words)
+        for word_bytes, cast, most_words, table in self._tables:
+            kernels.sum_rows(table, sums, word_bytes=word_bytes, most_words=most_words, cast=cast)
         return sums
 
     def __call__(self) -> list[int]:

@@ -32,7 +32,7 @@ RECEIVERS: dict[type, Callable[[Any, RolloutEngine], Any]] = {
     DiskSpec: DiskReader,
     GatherSpec: GatherLoader,
 }
-STEPS = ("listen", "join", "begin", "relay", "take", "confirm", "prepare", "commit", "bucket", "finish")
+STEPS = ("listen", "join", "renew", "relay", "take", "prepare", "commit", "bucket", "finish")
 
 
 class WeightEndpoint:

@@ -10,13 +10,16 @@ from rlsys.weights import checksum_cpu
 
 BLOCK = 2048
 NUM_WARPS = 8
-SUM_BLOCK = 1024
+SUM_BLOCK = tl.constexpr(1024)
 WORDS_OF_A_PROGRAM = 1 << 16
 MOST_PROGRAMS = 1024
 QUANTISED_BLOCK = tl.constexpr(fp8.BLOCK)
 SMALLEST, RECIPROCAL = tl.constexpr(fp8.SMALLEST), tl.constexpr(1 / fp8.LARGEST)
 ROW_STREAM = tl.constexpr(checksum_cpu.ROW_STREAM)
 WORD_STREAM = tl.constexpr(checksum_cpu.WORD_STREAM)
+WORDS = {8: tl.uint64, 4: tl.uint32, 2: tl.uint16, 1: tl.uint8}
+CASTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+"""What float32 is cast to inside a kernel."""
 
 
 @triton.jit
@@ -65,22 +68,26 @@ def _odd(stream: tl.constexpr, number):
 
 
 @triton.jit
-def _sum_rows(table, sums, words: tl.constexpr, per_word: tl.constexpr, block: tl.constexpr):
-    """Programs (piece, part): (address, words, words of a row, pitch, first row, first column, which sum) a piece."""
+def _sum_rows(table, sums, given: tl.constexpr, cast: tl.constexpr, words: tl.constexpr, per_word: tl.constexpr):
+    """Programs (piece, part): (address, words, words of a row, pitch, first row, first column, which sum) a piece.
+
+    What is `given` counts as the words that it becomes once it is `cast`.
+    """
     piece = table + tl.program_id(0).to(tl.int64) * 7
-    source = tl.load(piece).to(tl.pointer_type(words))
-    count = tl.load(piece + 1)
+    source = tl.load(piece).to(tl.pointer_type(given))
+    count = tl.load(piece + 1).to(tl.int32)
     width = tl.load(piece + 2).to(tl.int32)
     pitch = tl.load(piece + 3)
     first_row = tl.load(piece + 4)
     first_column = tl.load(piece + 5)
-    total = tl.zeros((block,), tl.uint64)
-    begin = tl.program_id(1).to(tl.int64) * block
-    for at in range(begin, count, tl.num_programs(1) * block):
-        lane = at + tl.arange(0, block)
+    total = tl.zeros((SUM_BLOCK,), tl.uint64)
+    begin = tl.program_id(1) * SUM_BLOCK
+    for at in range(begin, count, tl.num_programs(1) * SUM_BLOCK):
+        lane = at + tl.arange(0, SUM_BLOCK)
         line = lane // width
         column = lane - line * width
-        value = tl.load(source + line * pitch + column, mask=lane < count, other=0).to(tl.uint64)
+        value = tl.load(source + line.to(tl.int64) * pitch + column, mask=lane < count, other=0)
+        value = value.to(cast).to(words, bitcast=True).to(tl.uint64)
         place = first_column + column
         word = value << ((place % per_word) * (64 // per_word)).to(tl.uint64)
         total += word * _odd(WORD_STREAM, place // per_word) * _odd(ROW_STREAM, first_row + line)
@@ -88,12 +95,17 @@ def _sum_rows(table, sums, words: tl.constexpr, per_word: tl.constexpr, block: t
         tl.atomic_add(sums + tl.load(piece + 6), tl.sum(total, 0).to(tl.int64, bitcast=True))
 
 
-def sum_rows(table: Tensor, sums: Tensor, *, word_bytes: int, most_words: int) -> None:
-    """Add each piece's checksum to its sum; `table` int64 (N, 7) as `_sum_rows` says, the longest `most_words` long."""
-    words = {8: tl.uint64, 4: tl.uint32, 2: tl.uint16, 1: tl.uint8}[word_bytes]
+def sum_rows(table: Tensor, sums: Tensor, *, word_bytes: int, most_words: int, cast: torch.dtype | None) -> None:
+    """Add each piece's checksum to its sum; `table` int64 (N, 7) as `_sum_rows` says, the longest `most_words` long.
+
+    Words are below 2**31 a piece; with `cast` they are float32 elements that count as cast to it.
+    """
+    words = WORDS[cast.itemsize if cast else word_bytes]
+    given, becomes = (tl.float32, CASTS[cast]) if cast else (words, words)
     parts = min(max(most_words // WORDS_OF_A_PROGRAM, 1), MOST_PROGRAMS)
     with torch.cuda.device_of(table):
-        _sum_rows[(len(table), parts)](table, sums, words, 8 // word_bytes, SUM_BLOCK, num_warps=NUM_WARPS)
+        per_word = 64 // words.primitive_bitwidth
+        _sum_rows[(len(table), parts)](table, sums, given, becomes, words, per_word, num_warps=NUM_WARPS)
 
 
 @triton.jit

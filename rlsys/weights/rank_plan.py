@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from rlsys.interfaces import RolloutEngine
 from rlsys.types import Box, WeightLayout
 from rlsys.utils.errors import WeightTransferError
-from rlsys.weights.checksum import BoxValues, add_checksums, box_checksums, digest, prepared_checksums
+from rlsys.weights.checksum import add_checksums, digest, prepared_checksums
 from rlsys.weights.engine_update import EngineUpdate
 from rlsys.weights.layout import dtype_of, view_of
 from rlsys.weights.plan import Copy, Plan, full_shapes
@@ -90,17 +89,18 @@ def split_plan(plan: Plan, sources: Sequence[WeightLayout]) -> RankPlans:
     return RankPlans(plan, tuple(parts), tuple(ids))
 
 
-@torch.no_grad()
 def source_checksums(plan: RankPlan, tensors: Mapping[str, Tensor]) -> Checksums:
     """The checksums of a trainer rank, each of the values cast to the dtype in which they will arrive."""
+    return _checksums(
+        plan, [view_of(tensors[copy.source_local], copy.source_start, copy.shape) for copy in plan.copies]
+    )
 
-    def values_of(copy: Copy) -> BoxValues:
-        values = view_of(tensors[copy.source_local], copy.source_start, copy.shape)
-        return values.to(dtype_of(copy.dtype)), copy.start, plan.full_shapes[copy.tensor]
 
-    if all(tensors[copy.source_local].dtype == dtype_of(copy.dtype) for copy in plan.copies):
-        return prepared_checksums([values_of(copy) for copy in plan.copies])
-    return lambda: box_checksums(map(values_of, plan.copies))
+def _checksums(plan: RankPlan, values: Sequence[Tensor]) -> Checksums:
+    """Those of a rank's copies, whose values are here."""
+    shapes = [plan.full_shapes[copy.tensor] for copy in plan.copies]
+    boxes = [(box.detach(), copy.start, full) for box, copy, full in zip(values, plan.copies, shapes, strict=True)]
+    return prepared_checksums(boxes, [dtype_of(copy.dtype) for copy in plan.copies])
 
 
 class PlanReceiver:
@@ -118,11 +118,9 @@ class PlanReceiver:
             raise WeightTransferError(f"this engine has not received weight version {version}")
         if sent is not None:
             if self.checksums is None:
-                tensors, shapes = self.update.tensors(), self.plan.full_shapes
-                views = (
-                    (copy, view_of(tensors[copy.local], copy.local_start, copy.shape)) for copy in self.plan.copies
-                )
-                self.checksums = prepared_checksums([(view, copy.start, shapes[copy.tensor]) for copy, view in views])
+                tensors, copies = self.update.tensors(), self.plan.copies
+                views = [view_of(tensors[copy.local], copy.local_start, copy.shape) for copy in copies]
+                self.checksums = _checksums(self.plan, views)
             for copy, number, checksum in zip(self.plan.copies, self.plan.checksum_ids, self.checksums(), strict=True):
                 if checksum != int(sent[number]):
                     raise WeightTransferError(f"tensor '{copy.tensor}': the received values differ from the trainer's")

@@ -7,8 +7,8 @@
 
 Two processes a GPU: a trainer rank whose parameters are in one flat buffer as Megatron keeps them, and an engine rank
 with fused qkv_proj, gate_up_proj, w13 and w2 of its own. A push is what the controller waits for: the trainer exports
-the version, every engine copies what it holds into its parameters, the trainer confirms, the engines are released. The
-limit is computed from this plan's bytes and from the bandwidths of plain large copies that are measured first:
+the version, every engine copies what it holds into its parameters and is released. The limit is computed from this
+plan's bytes and from the bandwidths of plain large copies that are measured first:
 max over GPUs of (bytes in / peer, bytes out / peer, (2 local + in + out) / (2 local bandwidth)).
 
 Peers, which load through the engine's own loader (narrow and copy, tensor by tensor): (a) every full tensor gathered on
@@ -172,9 +172,7 @@ def push_ours(ranks: Ranks, plans: RankPlans, version: int, *, verify: bool) -> 
     started_s = time.monotonic()
     exported = ranks.all("trainer", "send", [(version, verify)] * len(plans.sources))
     checksums = plans.merge([part.checksums for part in exported]) if verify else None
-    slowest = max(ranks.all("engine", "receive", [(version,)] * len(plans.sources)))
-    ranks.all("trainer", "confirm", [(version,)] * len(plans.sources))
-    ranks.all("engine", "finish", [(version, checksums)] * len(plans.sources))
+    slowest = max(ranks.all("engine", "receive", [(version, checksums)] * len(plans.sources)))
     return time.monotonic() - started_s, slowest
 
 

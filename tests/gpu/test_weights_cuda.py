@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlsys.weights.batched_copy import BatchedCopy, TensorPair, bits_of
-from rlsys.weights.checksum import box_checksum, box_checksums, prepared_checksums
+from rlsys.weights.checksum import PreparedCudaChecksums, box_checksum, box_checksums, prepared_checksums
 from rlsys.weights.executors.cuda_ipc import ImportedTensors, export_tensors
 from rlsys.weights.layout import BITS
 
@@ -93,11 +93,17 @@ def test_checksums_on_a_gpu_are_those_on_a_cpu(seed: int) -> None:
     plain = [
         (values if values.ndim == 0 or values.stride(-1) == 1 else values.contiguous(), *at) for values, *at in moved
     ]
-    again = prepared_checksums(plain)
+    again = prepared_checksums(plain, [values.dtype for values, _, _ in plain])
     assert again() == again() == on_cpu
     plain[0][0].add_(1)
     assert again()[0] != on_cpu[0]
     assert again()[1:] == on_cpu[1:]
+    floats = [box for box in plain if box[0].dtype == torch.float32 and box[0].numel()]
+    floats[0][0].view(-1)[0] = torch.nan
+    for dtype in (torch.bfloat16, torch.float16):
+        cast = prepared_checksums(floats, [dtype] * len(floats))
+        assert isinstance(cast, PreparedCudaChecksums)
+        assert cast() == box_checksums((values.to(dtype), start, full) for values, start, full in floats)
 
 
 def boxes_of(rng: random.Random) -> Iterator[tuple[torch.Tensor, list[int], list[int]]]:

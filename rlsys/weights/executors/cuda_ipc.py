@@ -1,7 +1,7 @@
 """Engines copy straight out of memory that the trainer ranks export: `ipc` and `shm`.
 
 `ipc` exports the trainer's own tensors, through CUDA IPC between the GPUs of one host or shared files between CPUs:
-nothing is gathered or staged, and the tensors must not change between `send` and the last `finish`. `shm` exports a
+nothing is gathered or staged, and the tensors must not change until all engines have finished. `shm` exports a
 snapshot in shared memory, in the engines' dtypes: it costs the host one copy of the model, and restores a restarted
 engine whatever the trainer has done since.
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from rlsys.interfaces import RolloutEngine, TrainEngine
 from rlsys.utils.errors import WeightTransferError
 from rlsys.weights.batched_copy import BatchedCopy
-from rlsys.weights.executors.base import Executor, Layouts, RemainingTime, wait_all
+from rlsys.weights.executors.base import Executor, Layouts, RemainingTime
 from rlsys.weights.executors.nccl import Message, form_group, messages_of, wait_for_peers
 from rlsys.weights.executors.relay import RelayRank, plan_relays, synchronize
 from rlsys.weights.layout import check_complete, device_of, element_bytes, view_of
@@ -186,39 +186,32 @@ class IpcExporter(RelayRank):
     def __init__(self, spec: IpcExportSpec, engine: TrainEngine) -> None:
         super().__init__(spec.sends, spec.receives)
         self.spec, self.engine = spec, engine
-        self.version: int | None = None
         self.snapshot = Snapshot(spec.plan) if spec.snapshot else None
         self._addresses: list[int] = []
         self._checksums: Checksums | None = None
-        self._new_handle: IpcHandle | None = None
         self.address = self.snapshot.handle if self.snapshot else self._export(engine.local_tensors())
 
     @torch.no_grad()
-    def send(self, version: int, *, verify: bool = True) -> ExportedVersion:
-        """Export the engine's weights as a version; without a snapshot they must not change until `confirm`."""
-        self.version = None
-        plan, tensors = self.spec.plan, self.engine.local_tensors()
+    def send(self, version: int) -> ExportedVersion:
+        """Export the engine's weights; without a snapshot they must not change until all engines have the version."""
+        plan, tensors, handle = self.spec.plan, self.engine.local_tensors(), None
         if self.snapshot:
             self.snapshot.write(plan, tensors)
             plan, tensors = self.snapshot.plan, self.snapshot.tensors
         elif self._addresses != self._addresses_of(tensors):
-            self._new_handle = self._export(tensors)
+            handle = self._export(tensors)
         synchronize(self.device)
-        if verify and self._checksums is None:
+        if self._checksums is None:
             self._checksums = source_checksums(plan, tensors)
-        checksums = np.array(self._checksums() if verify and self._checksums else [], np.uint64)
-        self.version = version
-        return ExportedVersion(checksums, self._new_handle)
+        return ExportedVersion(np.array(self._checksums(), np.uint64), handle)
 
-    def confirm(self, version: int) -> None:
-        """WeightTransferError unless this version was the last one sent."""
-        if self.version != version:
-            raise WeightTransferError(f"the trainer no longer holds weight version {version}")
-        self._new_handle = None
+    def renew(self) -> None:
+        """Export again at the next `send`: the engines may have missed the last handle."""
+        self._addresses = []
 
     def close(self) -> None:
         super().close()
-        self.version, self.exported, self._checksums = None, {}, None
+        self.exported, self._checksums = {}, None
         if self.snapshot:
             self.snapshot.close()
 
@@ -259,16 +252,17 @@ class IpcImporter(PlanReceiver):
         self._handles = dict(spec.handles)
         self._imported: dict[int, ImportedTensors] = {}
 
-    def begin(self) -> None:
-        """Have the engine stop already, so that `receive` need not wait for it."""
-        self.update.engine.begin_update()
-
-    def receive(self, version: int, new_handles: Mapping[int, IpcHandle] | None = None) -> int:
-        """Quarantine the engine and copy; it stays quarantined until `finish`."""
+    def receive(
+        self, version: int, new_handles: Mapping[int, IpcHandle] | None = None, sent: np.ndarray | None = None
+    ) -> int:
+        """Quarantine the engine and copy; it stays quarantined until `finish`, which the checksums `sent` ask for."""
         self.received = None
         self._compile(self.update.begin(), new_handles or {})
         self.received = version
-        return self.take(0)
+        num_bytes = self.take(0)
+        if sent is not None:
+            self.finish(version, sent)
+        return num_bytes
 
     def take(self, number: int) -> int:
         """Copy what a round has brought, of round 0 what the host has; returns the bytes written."""
@@ -323,6 +317,8 @@ class IpcExecutor(Executor):
     """The version that the trainer exports and its checksums, once all engines have it; None between hosts."""
     joined = False
     """Whether the trainer's ranks are in a process group."""
+    has_ended = True
+    """Whether the last push succeeded, so that the engines have the last handles."""
 
     def connect(self, sources: Layouts, destinations: Layouts, remaining_s: RemainingTime) -> None:
         self.plans = split_plan(make_plan(sources, destinations), sources)
@@ -339,27 +335,28 @@ class IpcExecutor(Executor):
 
     def push(self, version: int, remaining_s: RemainingTime) -> tuple[int, str]:
         self.pushed = None
-        begun = [] if self.snapshot else self.destination.execute_all_async("weight_step", "begin")
+        if not self.has_ended:
+            self.step(self.source, remaining_s, "renew")
+        self.has_ended = False
         exported: list[ExportedVersion] = self.send(version, remaining_s)
-        if self.relays.rounds and not self.joined:
-            form_group([self.source], self.options.timeout_s, remaining_s)
         new_handles = {rank: part.handle for rank, part in enumerate(exported) if part.handle is not None}
         self.handles |= new_handles
         checksums = self.plans.merge([part.checksums for part in exported])
-        with self.stage("begin"):  # what is left of it: engines stop while the trainer exports
-            wait_all(begun, remaining_s)
-        num_bytes = self.receive(version, remaining_s, new_handles)
-        num_bytes += self._relay(remaining_s)
-        self.step(self.source, remaining_s, "confirm", version)
-        self.step(self.destination, remaining_s, "finish", version, checksums)
-        if not self.relays.rounds:
+        if self.relays.rounds:
+            num_bytes = self._relay(version, new_handles, remaining_s)
+            self.step(self.destination, remaining_s, "finish", version, checksums)
+        else:
+            num_bytes = self.receive(version, remaining_s, new_handles, checksums)
             self.pushed = version, checksums
+        self.has_ended = True
         return num_bytes, self.plans.digest(checksums)
 
-    def _relay(self, remaining_s: RemainingTime) -> int:
-        """Bring each host what it lacks, round by round; the bytes that engines wrote."""
-        num_bytes, rounds = 0, len(self.relays.rounds)
-        self.network_bytes = dict.fromkeys(self.hosts, 0) if rounds else {}
+    def _relay(self, version: int, new_handles: Mapping[int, IpcHandle], remaining_s: RemainingTime) -> int:
+        """Bring each host what it has and then, round by round, what it lacks; the bytes that engines wrote."""
+        if not self.joined:
+            form_group([self.source], self.options.timeout_s, remaining_s)
+        num_bytes, rounds = self.receive(version, remaining_s, new_handles), len(self.relays.rounds)
+        self.network_bytes = dict.fromkeys(self.hosts, 0)
         self.joined = False
         for number in range(1, rounds + 1):
             try:
