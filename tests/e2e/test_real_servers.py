@@ -198,29 +198,53 @@ def test_scores_are_the_models(real: Real, models: Models) -> None:
     torch.testing.assert_close(scores, batch.batch["rollout_log_probs"], atol=2e-3, rtol=0)
 
 
-def submitted(real: Real, requests: list[ModelRequest]) -> list[Future[ModelResponse]]:
-    """The requests, once each of them has some tokens."""
-    answers = real.engine.submit(requests)
-    wait_for_tokens(real, 5)
-    return answers
+Asked = list[tuple[int, Future[ModelResponse]]]
+"""Lengths and answers of requests."""
 
 
-def wait_for_tokens(real: Real, num: int) -> None:
-    least = num + min((len(one.tokens) for one in real.engine.unfinished()), default=0)
-    assert wait_until(lambda: all(len(one.tokens) >= least for one in real.engine.unfinished()))
+@contextmanager
+def kept_busy(real: Real) -> Iterator[Asked]:
+    """Six requests at any time, whose answers end one after another and are followed by others."""
+    asked: Asked = []
+    is_on = True
+
+    def submit(num: int) -> None:
+        request = ModelRequest((5, 6, 7, 9), SamplingParams(num, ignore_eos=True), rid=f"r{len(asked)}")
+        (answer,) = real.engine.submit([request])
+        asked.append((num, answer))
+        answer.add_done_callback(lambda _: submit(num) if is_on else None)
+
+    try:
+        for num in range(1000, 2200, 200):
+            submit(num)
+        yield asked
+    finally:
+        is_on = False
+
+
+def wait_for_versions(real: Real, asked: Asked, *versions: int) -> None:
+    """Wait until the last tokens of one answer have these versions."""
+
+    def is_seen() -> bool:
+        given = [one.versions for one in real.engine.unfinished()]
+        given += [answer.result().output_versions for _, answer in list(asked) if answer.done()]
+        return any(tuple(dict.fromkeys(of))[-len(versions) :] == versions for of in given)
+
+    assert wait_until(is_seen, 120)
 
 
 def test_weights_change_in_flight_and_nothing_is_lost(real: Real, models: Models) -> None:
     """Each token has the log-probability of the model whose version it bears."""
-    answers = submitted(real, requests_of(6, SamplingParams(2000, ignore_eos=True)))
-    real.engine.update_weights(WeightUpdateMeta(1, weights_path=str(models.folders[1]))).result(120)
-    wait_for_tokens(real, 20)
-    real.engine.update_weights(WeightUpdateMeta(2, weights_path=str(models.folders[0]))).result(120)
-    responses = [answer.result(240) for answer in answers]
-    assert {0, 1} <= {version for response in responses for version in response.output_versions}
-    for answer in responses:
-        assert len(answer.output_tokens) == 2000
-        assert_as_model(models, answer, 1.0)
+    with kept_busy(real) as asked:
+        wait_for_versions(real, asked, 0)
+        for version in (1, 2):
+            folder = str(models.folders[version % 2])
+            real.engine.update_weights(WeightUpdateMeta(version, weights_path=folder)).result(120)
+            wait_for_versions(real, asked, version - 1, version)
+    for num, answer in asked:
+        response = answer.result(240)
+        assert len(response.output_tokens) == num
+        assert_as_model(models, response, 1.0)
 
 
 def test_without_the_token_nothing_is_answered(real: Real) -> None:
