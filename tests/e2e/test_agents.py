@@ -228,7 +228,7 @@ def test_a_workflow_that_cannot_be_loaded_is_a_config_error(
 
 
 def test_the_agent_of_the_guide_and_the_python_agent_run(toy: Toy, tmp_path: Path) -> None:
-    common = ["trainer.backend=local", "trainer.total_training_steps=1"]
+    common = ["trainer.backend=local", "trainer.total_training_steps=1", f"{ROLLOUT}agent.num_workers=1"]
     calculator = [f"{ROLLOUT}workflow=scripts/agent_calculator.py:AskCalculator", *common]
     assert main_ppo.main(toy.overrides(tmp_path / "calculator", *calculator)) == 0
     python = ["--config-name=agent_python", *toy.overrides(tmp_path / "python", *common), "data.max_response_length=20"]

@@ -217,6 +217,7 @@ def supervised_runs(toy: Toy, folder: Path, job: ModuleType) -> list[list[str]]:
 def evaluation_runs(toy: Toy, folder: Path) -> list[list[str]]:
     common = ["trainer.backend=local", f"actor_rollout_ref.model.path={toy.model}", f"data.val_files={toy.val}"]
     common += ["data.max_prompt_length=16", "data.max_response_length=4", f"{ROLLOUT}val_kwargs.do_sample=true"]
+    common += ["reward.num_workers=1", f"{ROLLOUT}agent.num_workers=1"]
     manager = ["reward.reward_manager.source=importlib", f"reward.reward_manager.module.path={folder}/extensions.py"]
     runs = [
         [
@@ -243,8 +244,9 @@ def runs_of(job: ModuleType, toy: Toy, folder: Path) -> list[list[str]]:
     if job is not main_ppo:
         return supervised_runs(toy, folder, job)
     common = ("trainer.backend=local", f"reward.custom_reward_function.path={folder}/grader.py")
+    short = ("trainer.total_training_steps=1", f"{ROLLOUT}agent.num_workers=1")
     return [
-        toy.overrides(folder / f"ppo{number}", *common, "trainer.total_training_steps=1", *overrides)
+        toy.overrides(folder / f"ppo{number}", *common, *short, *overrides)
         for number, overrides in enumerate(ppo_runs(toy, folder))
     ]
 
@@ -252,7 +254,7 @@ def runs_of(job: ModuleType, toy: Toy, folder: Path) -> list[list[str]]:
 def in_child(job: ModuleType, argv: list[str]) -> set[str]:
     """The keys that a run reads, in a process of its own, forked from one that has imported everything."""
     context = get_context("forkserver")
-    context.set_forkserver_preload(["tests.e2e.test_every_key_is_read", *IMPORTED, "trainer.supervised"])
+    context.set_forkserver_preload(["tests.e2e.test_every_key_is_read", *IMPORTED, "trainer.supervised", "peft"])
     here, there = context.Pipe(duplex=False)
     child = context.Process(target=_run, args=(there, job.__name__, argv))
     child.start()

@@ -45,13 +45,19 @@ def saved(out: Path, step: int, role: str = "actor") -> dict[str, Tensor]:
     return by_name
 
 
-def check_resume(toy: Toy, tmp_path: Path, more: Sequence[str], roles: Sequence[str] = ("actor",)) -> None:
-    """Three steps train, and the third one taken up from the second's checkpoint is bitwise the same."""
-    whole, rest = tmp_path / "whole", tmp_path / "rest"
-    lines = run(toy, whole, *more)
+def check_training(toy: Toy, out: Path, more: Sequence[str]) -> list[dict[str, Any]]:
+    """The lines of three steps that train, and whose rollouts have the weights of the step before."""
+    lines = run(toy, out, *more)
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert all(line["actor/grad_norm"] > 0 and line["actor/skipped_steps"] == 0 for line in lines)
     assert all(line["training/rollout_probs_diff_max"] < 1e-6 for line in lines), "the rollouts have other weights"
+    return lines
+
+
+def check_resume(toy: Toy, tmp_path: Path, more: Sequence[str], roles: Sequence[str] = ("actor",)) -> None:
+    """Three steps train, and the third one taken up from the second's checkpoint is bitwise the same."""
+    whole, rest = tmp_path / "whole", tmp_path / "rest"
+    lines = check_training(toy, whole, more)
     checkpoint = f"trainer.resume_from_path={whole}/global_step_2"
     resumed = run(toy, rest, *more, "trainer.resume_mode=resume_path", checkpoint)
     assert resumed[-1] == lines[-1]
@@ -61,7 +67,12 @@ def check_resume(toy: Toy, tmp_path: Path, more: Sequence[str], roles: Sequence[
         assert all(ours[name].equal(theirs[name]) for name in theirs)
 
 
-def test_two_tensor_parallel_ranks_train_and_resume_bitwise(toy: Toy, tmp_path: Path, ray_cluster: object) -> None:
+def test_two_tensor_parallel_ranks_train(toy: Toy, tmp_path: Path, ray_cluster: object) -> None:
+    check_training(toy, tmp_path, TP2)
+
+
+@pytest.mark.slow
+def test_two_tensor_parallel_ranks_resume_bitwise(toy: Toy, tmp_path: Path, ray_cluster: object) -> None:
     check_resume(toy, tmp_path, TP2)
 
 
