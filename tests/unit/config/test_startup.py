@@ -12,7 +12,8 @@ from tests.timing import scaled_s
 
 ROOT = Path(__file__).resolve().parents[3]
 HEAVY = ("torch", "ray", "numpy", "tensordict", "transformers", "pyarrow", "datasets", "rich")
-MAX_CPU_SECONDS = 1.0
+MAX_SHARE = 0.5
+"""Of the CPU time of `import torch`, which other work on the machine prolongs likewise."""
 
 CODE = f"""
 import sys
@@ -41,14 +42,20 @@ def run(*argv: str) -> tuple[subprocess.CompletedProcess[str], float]:
     return done, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
+@pytest.fixture(scope="module")
+def torch_s() -> float:
+    """CPU seconds of importing torch."""
+    return run("-c", "import torch")[1]
+
+
 @pytest.mark.parametrize("argument", ["data.sed=1", "trainer.nnodes=0", "--config-nam=x", "trainer.max_staleness=1"])
-def test_a_wrong_setting_is_reported_within_a_second_without_heavy_imports(argument: str) -> None:
+def test_a_wrong_setting_is_reported_soon_and_without_heavy_imports(argument: str, torch_s: float) -> None:
     done, seconds = run("-c", CODE, argument)
     assert done.returncode == 2
     assert done.stdout == ""
     assert "HEAVY []" in done.stderr
     assert "Traceback" not in done.stderr
-    assert seconds <= MAX_CPU_SECONDS
+    assert seconds <= MAX_SHARE * torch_s
 
 
 def test_a_right_setting_needs_nothing_heavy_either() -> None:
@@ -74,9 +81,9 @@ def test_help_may_be_cut_off_by_its_reader() -> None:
 
 
 @pytest.mark.parametrize("program", ["main_ppo", "main_sft", "main_rm", "main_dpo", "main_eval"])
-def test_every_job_reports_a_wrong_setting(program: str) -> None:
+def test_every_job_reports_a_wrong_setting_soon(program: str, torch_s: float) -> None:
     done, seconds = run("-X", "importtime", "-m", f"trainer.{program}", "no.such.key=1")
     assert done.returncode == 2
     assert "no.such.key" in done.stderr
     assert not [line for line in done.stderr.splitlines() if line.rpartition("|")[2].strip() in ("torch", "ray")]
-    assert seconds <= MAX_CPU_SECONDS
+    assert seconds <= MAX_SHARE * torch_s
