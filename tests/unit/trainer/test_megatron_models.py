@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from rlsys.config.schema.megatron import MegatronConfig
 from rlsys.config.schema.model import ModelConfig, ShardConfig
-from rlsys.models.megatron.family import family_of
+from rlsys.models.megatron.family import decoder_family, family_of
 from rlsys.utils.errors import ConfigError
 from tests.contracts.train_engine import HEADS, MODELS, SHAPE
 from workers.build import check_model
@@ -61,3 +62,10 @@ def test_what_fsdp_would_compute_otherwise_is_refused(config: dict[str, Any], sa
 def test_models_without_blocks_in_megatron_are_refused_with_the_reason(model_type: str, says: str) -> None:
     with pytest.raises(ConfigError, match=f"Megatron has no table for {model_type}.*{says}.*strategy=fsdp"):
         family_of({"model_type": model_type})
+
+
+def test_a_decoder_behind_an_encoder_without_a_table_is_refused() -> None:
+    config = AutoConfig.for_model("gemma3")
+    with pytest.raises(ConfigError, match="the image encoder of gemma3: set strategy=fsdp"):
+        decoder_family(config)
+    assert decoder_family(config.get_text_config())[0].model_types == ("gemma3_text",)
