@@ -81,12 +81,10 @@ def first_rows(batch: DataProto) -> DataProto:
     return batch if size == 1 else batch.select_idxs(torch.arange(0, len(batch), size))
 
 
-def _tensors(
-    rows: Sequence[TraceRow], pad_token_id: int, prompt_length: int, response_length: int
-) -> dict[str, Tensor]:
-    prompts, prompt_mask = padded_prompts([row.prompt_ids for row in rows], pad_token_id, prompt_length)
+def _tensors(rows: Sequence[TraceRow], pad_id: int, prompt_length: int, response_length: int) -> dict[str, Tensor]:
+    prompts, prompt_mask = padded_prompts([row.prompt_ids for row in rows], pad_id, prompt_length)
     right = partial(pad_rows, length=response_length)
-    responses = right([row.response_ids for row in rows], value=pad_token_id)
+    responses = right([row.response_ids for row in rows], value=pad_id)
     return {
         **row_tensors(prompts, prompt_mask, responses, right([[1] * len(row.mask) for row in rows], value=0)),
         "response_mask": right([row.mask for row in rows], value=0),

@@ -115,7 +115,8 @@ class ChatTemplate:
             ids, images = self._encode_images(text, urls)
         else:
             ids = self._encode_appended(text) if last else self._encode(text, start=True)
-        return (_behind(last, ids) if last else ids), images
+        is_ended = last is not None and ids and last.ids[-1:] == ids[:1]  # the end of the turn was drawn
+        return (ids[1:] if is_ended else ids), images
 
     def _read_images(self, text: str, urls: tuple[str, ...]) -> "tuple[tuple[int, ...], tuple[ImageInputs, ...]]":
         if self.processor is None:
@@ -242,11 +243,6 @@ def _first(attempt: Callable[[Form], T]) -> tuple[Form, T]:
         except ValueError as error:
             causes.append(error)
     raise causes[0]
-
-
-def _behind(last: Span, ids: tuple[int, ...]) -> tuple[int, ...]:
-    """The tokens of a turn's end and what follows, without the end where it was drawn."""
-    return ids[1:] if ids and last.ids[-1:] == ids[:1] else ids
 
 
 def _word(random: Random) -> str:

@@ -142,14 +142,12 @@ def _clip(ratio: Tensor, config: ActorConfig) -> Tensor:
     return ratio.clamp(min=1 - config.clip_ratio_low, max=1 + config.clip_ratio_high)
 
 
-def _metrics(
-    log_ratio: Tensor, mask: Tensor, clipped: Tensor | None = None, clipped_lower: Tensor | None = None
-) -> TensorSums:
+def _metrics(log_ratio: Tensor, mask: Tensor, clipped: Tensor | None = None, lower: Tensor | None = None) -> TensorSums:
     none = torch.zeros_like(mask, dtype=torch.bool)
     return {
         "actor/pg_clipfrac": over_tokens(none if clipped is None else clipped, mask),
         "actor/ppo_kl": over_tokens(-log_ratio, mask),
-        "actor/pg_clipfrac_lower": over_tokens(none if clipped_lower is None else clipped_lower, mask),
+        "actor/pg_clipfrac_lower": over_tokens(none if lower is None else lower, mask),
     }
 
 

@@ -40,9 +40,7 @@ class Registry(Generic[F]):
     def __init__(
         self, what: str, *, takes: Collection[str] | None, adapt: Callable[[F], F] = lambda function: function
     ) -> None:
-        self.what = what
-        self.takes = takes
-        self._adapt = adapt
+        self.what, self.takes, self._adapt = what, takes, adapt
         self._functions: dict[str, F] = {}
 
     def register(self, *names: str) -> Callable[[F], F]:

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from rlsys.config.pools import Pools, resolve_pools
 from rlsys.config.schema.actor import TrainedRoleConfig
 from rlsys.config.schema.base import Section
-from rlsys.config.schema.jobs import PPOConfig, SupervisedConfig, SupervisedEngineConfig
+from rlsys.config.schema.jobs import PPOConfig, SupervisedConfig, TrainedConfig
 from rlsys.config.schema.trainer import RunConfig, TrainingConfig
 from rlsys.config.schema.types import MicroBatches
 from rlsys.utils.errors import ConfigError
@@ -63,7 +63,7 @@ class BatchPlan:
     pools: Pools
 
 
-def shared_by(role: TrainedRoleConfig | SupervisedEngineConfig) -> int:
+def shared_by(role: TrainedConfig) -> int:
     """Ranks that work on the same samples: they share sequences, and with Megatron matrices and layers too."""
     if role.strategy != "megatron":
         return role.ulysses_sequence_parallel_size

@@ -183,20 +183,16 @@ def of_rank(one: Pending, peers: Sequence[Pending] = ()) -> Future:
 
 
 def finish(
-    wanted: Sequence[Pending],
-    *,
-    deadline_s: float | None = None,
-    peers: Sequence[Pending] = (),
-    idle: Sequence[int] = (),
+    own: Sequence[Pending], *, deadline_s: float | None = None, peers: Sequence[Pending] = (), idle: Sequence[int] = ()
 ) -> None:
-    """Wait until all `wanted` have answered; raise the first cause of a failure among them, their peers or idle ranks.
+    """Wait until all `own` have answered; raise the first cause of a failure among them, their peers or idle ranks.
 
     `idle` are the other ranks of the group: without a call of their own, their death is seen by probing them.
     """
-    backend, stage = wanted[0].backend, wanted[0].stage
+    backend, stage = own[0].backend, own[0].stage
     allowed_s = deadline_for(backend.deadlines, stage) if deadline_s is None else deadline_s
     end_s = time.monotonic() + allowed_s
-    missing, others, probes = list(wanted), list(peers), list[Pending]()
+    missing, others, probes = list(own), list(peers), list[Pending]()
     failed: list[tuple[Pending, Failure]] = []
     give_up_s = float("inf")
     say_s = time.monotonic() + WAITED_S
@@ -204,8 +200,8 @@ def finish(
         now_s = time.monotonic()
         if now_s >= say_s and not sys.stderr.isatty():
             say_s += WAITED_S
-            done, waited_s = len(wanted) - len(missing), now_s - end_s + allowed_s
-            log.info("%s '%s': %d of %d ranks after %.0f s", wanted[0].role, stage, done, len(wanted), waited_s)
+            done, waited_s = len(own) - len(missing), now_s - end_s + allowed_s
+            log.info("%s '%s': %d of %d ranks after %.0f s", own[0].role, stage, done, len(own), waited_s)
         if now_s >= min(end_s, give_up_s):
             break
         done = backend.wait_done([*missing, *others, *probes], min(POLL_S, end_s - now_s, give_up_s - now_s))

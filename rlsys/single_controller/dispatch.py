@@ -151,11 +151,9 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str, auto_padding: bool = F
     }
 
 
-def _dispatch_nd(
-    mesh_name: str, auto_padding: bool, group: RankGroup, /, *args: object, **kwargs: object
-) -> SplitArguments:
+def _dispatch_nd(mesh_name: str, pads: bool, group: RankGroup, /, *args: object, **kwargs: object) -> SplitArguments:
     ranks = group.dispatch_info(mesh_name)
-    return _split_by_rows(group, [rank.dp_rank for rank in ranks], auto_padding, args, kwargs)
+    return _split_by_rows(group, [rank.dp_rank for rank in ranks], pads, args, kwargs)
 
 
 def _nd_parts(mesh_name: str, group: RankGroup, /) -> list[int]:

@@ -115,7 +115,7 @@ class Progress:
     @contextmanager
     def stage(self, name: str) -> Generator[None]:
         """Show that a stage is running; usable from any thread, and as a listener of StageTimer."""
-        counts = self._counts.get(name, _no_counts)
+        counts = self._counts.get(name, lambda: (0, 0))
         with self._lock:
             self._running[name] = self._clock(), counts()
         try:
@@ -188,16 +188,12 @@ class Progress:
     def _stages(self) -> str:
         now, shown = self._clock(), []
         for name, (start, (done_before, begun_before)) in self._running.items():
-            done, begun = self._counts.get(name, _no_counts)()
+            done, begun = self._counts[name]() if name in self._counts else (0, 0)
             total = begun - begun_before
             share = f"{min(done - done_before, total)}/{total} " if total > 0 else ""
             if name != "step":
                 shown.append(f"{name} {share}{duration(now - start)}")
         return " + ".join(shown)
-
-
-def _no_counts() -> tuple[int, int]:
-    return 0, 0
 
 
 def sparkline(values: Collection[float]) -> str:

@@ -6,7 +6,7 @@ from rlsys.config.checks.findings import wrong
 from rlsys.config.plan import shared_by
 from rlsys.config.pools import resolve_pools
 from rlsys.config.schema.actor import TrainedRoleConfig
-from rlsys.config.schema.jobs import PPOConfig, SupervisedConfig, SupervisedEngineConfig
+from rlsys.config.schema.jobs import PPOConfig, SupervisedConfig, TrainedConfig
 from rlsys.config.schema.model import ShardConfig
 
 ACTOR, CRITIC, REF = "actor_rollout_ref.actor", "critic", "actor_rollout_ref.ref"
@@ -84,7 +84,7 @@ def _budgets(cfg: PPOConfig) -> Iterator[str]:
             yield wrong(cfg, key, why, f"{-(-longest // sequence)} or more")
 
 
-def sequence_ranks(role: TrainedRoleConfig | SupervisedEngineConfig) -> int:
+def sequence_ranks(role: TrainedConfig) -> int:
     """Ranks that share each sequence."""
     return role.megatron.context_parallel_size if role.strategy == "megatron" else role.ulysses_sequence_parallel_size
 

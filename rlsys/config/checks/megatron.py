@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from rlsys.config.checks.findings import note, wrong
 from rlsys.config.engines import rollout_backend
 from rlsys.config.pools import resolve_pools
-from rlsys.config.schema.actor import TrainedRoleConfig
 from rlsys.config.schema.base import Section
-from rlsys.config.schema.jobs import PPOConfig, SupervisedConfig, SupervisedEngineConfig
+from rlsys.config.schema.jobs import PPOConfig, SupervisedConfig, TrainedConfig
 from rlsys.config.schema.megatron import MegatronConfig, MegatronShardConfig
 from rlsys.config.schema.model import ModelConfig
 
@@ -51,12 +50,7 @@ def _router_replay(cfg: PPOConfig) -> Iterator[str]:
 
 
 def _role(
-    cfg: Section,
-    role: str,
-    section: TrainedRoleConfig | SupervisedEngineConfig,
-    model_key: str,
-    model: ModelConfig,
-    ranks: int,
+    cfg: Section, role: str, section: TrainedConfig, model_key: str, model: ModelConfig, ranks: int
 ) -> Iterator[str]:
     if importlib.util.find_spec("megatron") is None:
         why = f"Megatron-Core is not installed; pip install -e '.[megatron]', or set {role}.strategy=fsdp"

@@ -8,7 +8,7 @@ from rlsys.config.engines import IN_JOB_ENGINES
 from rlsys.config.schema import data as d
 from rlsys.config.schema import trainer as run
 from rlsys.config.schema import types as t
-from rlsys.config.schema.actor import ActorRolloutRefConfig, CriticConfig
+from rlsys.config.schema.actor import ActorRolloutRefConfig, CriticConfig, TrainedRoleConfig
 from rlsys.config.schema.algorithm import AlgorithmConfig, DistillationConfig, GradingConfig, RewardConfig
 from rlsys.config.schema.base import IF_MEGATRON, ActiveIf, Registered, Requires, RootConfig, Section, section
 from rlsys.config.schema.megatron import MegatronShardConfig, MegatronTrainConfig
@@ -93,6 +93,10 @@ class SupervisedEngineConfig(ShardConfig):
     def shard(self) -> "SupervisedEngineConfig | MegatronTrainConfig":
         """The section of the training engine."""
         return self.megatron if self.strategy == "megatron" else self
+
+
+TrainedConfig = TrainedRoleConfig | SupervisedEngineConfig
+"""A model that is trained: its engine, and how samples are split."""
 
 
 class SupervisedOptimConfig(OptimConfig):
