@@ -74,6 +74,8 @@ class Decoder(Blocks):
     num_experts: int
     num_sparse: int
     in_experts: int
+    in_dense: int
+    """Weights of the matrices of all layers that are not experts'."""
     active: int
     """Weights of all layers that multiply a token."""
     attended: int
@@ -113,7 +115,7 @@ def _decoder(config: str, head: Head) -> Decoder:
     num_sparse = sum(family.is_sparse(hf_config, layer) for layer in range(sizes["layers"]))
     dense = num_sparse < sizes["layers"]
     in_experts = sum(prod(shape) for name, shape in matrices if EXPERTS in name)
-    active = sum(prod(shape) for _, shape in matrices) - in_experts
+    in_dense = sum(prod(shape) for _, shape in matrices) - in_experts
     q, kv = _attention_widths(hf_config, sizes)
     latent = hf_config.get("kv_lora_rank")
     return Decoder(
@@ -131,7 +133,8 @@ def _decoder(config: str, head: Head) -> Decoder:
         num_experts=(experts := sizes.get("experts") or 1),
         num_sparse=num_sparse,
         in_experts=in_experts,
-        active=active + in_experts * routed // experts,
+        in_dense=in_dense,
+        active=in_dense + in_experts * routed // experts,
         attended=sizes["layers"] * 2 * (kv if latent else q),
         cached=sizes["layers"] * (latent + hf_config["qk_rope_head_dim"] if latent else 2 * kv),
         cache_heads=1 if latent else sizes["groups"],
@@ -140,10 +143,17 @@ def _decoder(config: str, head: Head) -> Decoder:
     )
 
 
-def served_by_rank(decoder: Decoder, rollout: GenerationConfig) -> int:
-    """Elements of the weights on a rank of a rollout engine; data-parallel ranks share only the experts."""
-    copies = rollout.data_parallel_size
-    return (copies * (decoder.parameters - decoder.in_experts) + decoder.in_experts) // rollout.replica_size
+def served_bytes(decoder: Decoder, rollout: GenerationConfig, *, c: int) -> int:
+    """Bytes of the weights on a rank of a rollout engine; data-parallel ranks share only the experts."""
+    experts, copies = decoder.in_experts, rollout.data_parallel_size
+    held = (copies * (decoder.parameters - experts) + experts) // rollout.replica_size
+    matrices = (copies * decoder.in_dense + experts) // rollout.replica_size if rollout.quantization else 0
+    return c * (held - matrices) + float8_bytes(matrices)
+
+
+def float8_bytes(elements: int) -> int:
+    """Bytes of matrices in FP8: a byte an element, and a float32 scale for each block of 128 x 128."""
+    return elements + WIDE * elements // 128**2
 
 
 def _attention_widths(hf_config: HFConfig, sizes: Mapping[str, int]) -> tuple[int, int]:

@@ -86,15 +86,15 @@ class _Sizes:
         d, c, rows = fp.decoder_of(machine.actor), width_of(rollout.dtype, "cuda"), rollout.max_num_seqs
         columns = cfg.data.max_prompt_length + cfg.data.max_response_length
         tp = rollout.tensor_model_parallel_size
-        weights = fp.served_by_rank(d, rollout)
-        split = weights + rows * columns * d.cached // min(tp, d.cache_heads)
+        weights = fp.served_bytes(d, rollout, c=c)
+        cache = rows * columns * d.cached // min(tp, d.cache_heads)
         encoding = fp.image_bytes(d, min(LARGEST_IMAGE, rollout.max_model_len or columns), c=c, trained=False)
-        needed = c * split + fp.drawing_bytes(d, rows, c=c) + sum(encoding) + ENGINE_EXTRA
+        needed = weights + c * cache + fp.drawing_bytes(d, rows, c=c) + sum(encoding) + ENGINE_EXTRA
         wanted = max(LEAST_SHARE, needed / machine.device_bytes) if plan_batches(cfg).pools.colocated else 1.0
         percent = min(90, 5 * round(20 * wanted + 0.49))
         while percent > 5 and not self.fits({SHARE: percent / 100}, "start", "rollout"):
             percent -= 5
-        if percent / 100 * machine.device_bytes < c * weights:
+        if percent / 100 * machine.device_bytes < weights:
             raise _refusal(f"{rollout.name} beside what trains", self.needs({SHARE: 0.01}, "start"), machine, SHARE)
         self.choose(SHARE, percent / 100, f" (all sequences need {needed / GIB:.1f} GiB)")
 

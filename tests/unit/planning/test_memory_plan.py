@@ -161,6 +161,19 @@ def test_vllm_takes_its_share() -> None:
     assert stages(planned(shared, SHAPES["tiny"]))["rollout"].bytes["rollout weights"] == N
 
 
+@pytest.mark.parametrize("engine", [["strategy=fsdp"], ["strategy=megatron", "megatron.tensor_model_parallel_size=2"]])
+def test_fp8_rollouts_halve_the_engine_and_stay_with_the_trainer(engine: list[str]) -> None:
+    matrices = 28 * (2 * 3584**2 + 2 * 512 * 3584 + 3 * 18944 * 3584)
+    scales, rest = 4 * matrices // 128**2, fp.decoder_of(SHAPES["7B"]).parameters - matrices
+    names = ("actor_rollout_ref.rollout.name=vllm", "trainer.device=cuda", "trainer.n_gpus_per_node=2")
+    argv = [*names, *(f"{ACTOR}.{setting}" for setting in engine)]
+    plain = stages(planned(config(*argv), SHAPES["7B"]))
+    fp8 = stages(planned(config(*argv, "actor_rollout_ref.rollout.quantization=fp8"), SHAPES["7B"]))
+    assert fp8["rollout"].bytes["rollout weights"] == 2 * rest + matrices + scales
+    assert fp8["update_actor"].total - plain["update_actor"].total == matrices // 2 + scales
+    assert fp8["start"].bytes.get("fp8 weights", 0) == 0
+
+
 def test_copies_of_the_attention_share_the_experts_alone() -> None:
     d, sizes = fp.decoder_of(SHAPES["30B-A3B"]), {"tensor_model": 2, "data": 4, "expert": 8}
     argv = [f"actor_rollout_ref.rollout.{name}_parallel_size={size}" for name, size in sizes.items()]
