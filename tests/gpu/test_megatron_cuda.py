@@ -405,14 +405,23 @@ def test_a_resumed_run_continues_like_the_uninterrupted_one(tmp_path: Path) -> N
 
 
 @pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="needs Transformer Engine")
-def test_fp8_trains() -> None:
-    (result,) = run_ranks(1, trained_in_fp8, backend=BACKEND)
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"fp8": "hybrid"},
+        *({"override_transformer_config": {"fp8": "hybrid", "fp8_recipe": way}} for way in ("tensorwise", "delayed")),
+        {"override_transformer_config": {"fp8": "e4m3", "fp8_recipe": "blockwise"}},
+    ],
+)
+def test_fp8_trains(section: dict[str, Any]) -> None:
+    (result,) = run_ranks(1, trained_in_fp8, section, backend=BACKEND)
     exact = trained_alone()
     assert result[0][0] == pytest.approx(exact[0][0], rel=0.05)
+    assert all(0 < norm < float("inf") for _, norm in result)
     assert result[-1][0] < result[0][0] or exact[-1][0] >= exact[0][0]
 
 
-def trained_in_fp8() -> list[tuple[float, float]]:
-    engine = megatron(EVEN, fp8="hybrid")
+def trained_in_fp8(section: dict[str, Any]) -> list[tuple[float, float]]:
+    engine = megatron(EVEN, **section)
     rows = rows_of(EVEN["vocab_size"])
     return [(engine.forward_backward(rows, loss_of)["loss"], engine.optim_step().grad_norm) for _ in range(3)]

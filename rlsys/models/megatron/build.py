@@ -39,9 +39,14 @@ def transformer_config(
 ) -> TransformerConfig:
     """Megatron's configuration of the model split as `megatron` says; ConfigError for settings it refuses."""
     sizes = ParallelSizes.from_config(megatron)
-    fp8 = megatron.fp8 if isinstance(megatron, MegatronConfig) else None
+    overrides = megatron.override_transformer_config
+    fp8 = overrides.get("fp8", megatron.fp8 if isinstance(megatron, MegatronConfig) else None)
     if fp8 is not None and not HAS_TRANSFORMER_ENGINE:
         raise ConfigError(f"fp8={fp8} needs Transformer Engine on CUDA: remove fp8")
+    if overrides.get("fp8_param"):
+        raise ConfigError(
+            "fp8_param: weights are kept in bfloat16, which is what is pushed and saved: remove fp8_param"
+        )
     own = family.transformer_config(hf_config)
     moe = own.get("num_moe_experts") is not None
     if (moe or family.mla) and sizes.tp > 1 and not sizes.sequence_parallel:
@@ -84,7 +89,7 @@ def transformer_config(
         settings["fp8"] = fp8
     kind = MLATransformerConfig if family.mla else TransformerConfig
     try:
-        config = kind(**settings | megatron.override_transformer_config)
+        config = kind(**settings | overrides)
     except (TypeError, ValueError, AssertionError) as error:
         raise ConfigError(f"Megatron refuses this configuration: {error}") from error
     if __version__.startswith("0.16."):

@@ -64,6 +64,8 @@ def whole(engine: MegatronEngine) -> dict[str, Tensor]:
         ({**MODEL, "model_type": "gpt_neox"}, 1, {}, "known are"),
         (MODEL, 1, {"section": {"fp8": "hybrid"}}, "needs Transformer Engine"),
         (MODEL, 1, {"section": {"fp8": "hybrid"}, "lora_rank": 2}, "remove fp8"),
+        (MODEL, 1, {"section": {"override_transformer_config": {"fp8": "e4m3"}}}, "needs Transformer Engine"),
+        (MODEL, 1, {"section": {"override_transformer_config": {"fp8_param": True}}}, "remove fp8_param"),
         (MODEL, 1, {"lora_rank": 2, "target_modules": ("nothing",)}, "it has down_proj, gate_proj"),
         (MODEL, 1, {"section": {"override_transformer_config": {"no_such_setting": 1}}}, "no_such_setting"),
     ],
