@@ -1,6 +1,6 @@
 """The parity probe in whole runs: it finds what is wrong, costs nothing that matters and changes nothing."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 
 from rlsys.config import load_config
 from rlsys.rollout.hf.engine import HFRollout
-from rlsys.utils.errors import RolloutError
+from rlsys.utils.errors import FailedWorker, RolloutError, WorkerError
 from tests.e2e.conftest import Toy
 from tests.e2e.test_main_ppo import CORRUPTED, LOCAL, metrics_of, weights_of
 from trainer.build import build_trainer
@@ -117,3 +117,31 @@ def test_a_rollout_that_cannot_score_is_asked_once(toy: Toy, tmp_path: Path, cap
         assert servers.asked == 1
         assert [report.metrics()["parity/skipped"] for report in reports] == [1, 1]
         assert all(report.scored is None and report.sampled.max_abs < 1e-4 for report in reports)
+
+
+@dataclass
+class LostOnce:
+    """A rollout whose worker dies in the first probe and is replaced."""
+
+    rollout: Any
+    is_lost: bool = False
+
+    def compute_log_prob(self, data: Any) -> Any:
+        if not self.is_lost:
+            self.is_lost = True
+            raise WorkerError(FailedWorker("rollout", 0, "host", "compute_log_prob", "the worker process died"))
+        return self.rollout.compute_log_prob(data)
+
+
+def test_a_rollout_lost_in_a_probe_is_asked_in_the_next_one(toy: Toy, tmp_path: Path) -> None:
+    trainer = build_trainer(load_config(toy.overrides(tmp_path / "out", LOCAL)))
+    with trainer.session():
+        trainer.push_weights()
+        probe = trainer.parts.parity
+        assert probe is not None
+        probe = replace(probe, rollout=LostOnce(probe.rollout))
+        reports = [probe.run(0), probe.run(0)]
+    assert [report.metrics()["parity/skipped"] for report in reports] == [1, 0]
+    assert reports[0].scored is None
+    assert reports[1].scored is not None
+    assert reports[1].scored.max_abs < 1e-4

@@ -165,6 +165,7 @@ def test_a_lost_worker_is_reported_or_replaced(runs: Runs, out: Path) -> None:
     runs.finishes(out, Fault("rollout", "rollout.exchange"))
 
 
+@pytest.mark.slow
 def test_a_rollout_lost_in_a_parity_probe_is_replaced(runs: Runs, out: Path) -> None:
     parity = "actor_rollout_ref.rollout.parity"
     more = [f"{parity}.freq=2", f"{parity}.rows=3", "trainer.n_gpus_per_node=2"]
