@@ -83,11 +83,11 @@ def dump(
 
 
 def _messages(columns: Mapping[str, Any], row: int) -> list[object]:
-    """The messages of a prompt, in which its images stand at their `<image>`."""
+    """The messages of a prompt, in which its images, and first frames of videos, stand at their markers."""
     messages, images = list(columns["raw_prompt"][row]), columns[IMAGES][row] if IMAGES in columns else ()
     pictures = [picture for one in images for picture in zip(one.shas, one.pictures, strict=True)]
     parts = iter([{"type": "image", "sha": sha, "image": data} for sha, data in pictures])
-    return [with_parts(message, parts) for message in messages] if pictures else messages
+    return [with_parts(message, lambda _: next(parts)) for message in messages] if pictures else messages
 
 
 class BackgroundDumps:

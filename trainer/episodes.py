@@ -209,7 +209,8 @@ def prompt_of_row(row: Row) -> list[Message]:
     """The messages of a row of a batch, in which the images stand at their `<image>`."""
     pictures = [image_part(png_url(data.tobytes())) for images in row.get(IMAGES) or () for data in images.pictures]
     parts = iter(pictures)
-    return [with_parts(message, parts) for message in row["raw_prompt"]] if pictures else list(row["raw_prompt"])
+    messages = row["raw_prompt"]
+    return [with_parts(message, lambda _: next(parts)) for message in messages] if pictures else list(messages)
 
 
 def check_episodes(results: Sequence[EpisodeResult], max_failed_share: float) -> None:

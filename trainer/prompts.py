@@ -16,6 +16,7 @@ from rlsys.data.dataset import PromptDataset, configured_source, parse_prompt
 from rlsys.data.rl_sampler import SamplerCursor
 from rlsys.data.rows import default_source
 from rlsys.data.stream import RowStream
+from rlsys.data.videos import is_video
 from rlsys.data.vision_processor import VisionProcessor
 from rlsys.interfaces import State
 from rlsys.protocol import DataProto
@@ -110,8 +111,12 @@ def load_prompts(
 
 def _check_agents(config: PPOConfig | EvalConfig, rows: PromptDataset) -> None:
     """DataError for a row that asks for an agent, a tool or an interaction where there is no workflow."""
+    has_workflow = config.actor_rollout_ref.rollout.has_workflow
+    for row in rows if has_workflow else ():
+        if any(map(is_video, row.images)):
+            raise DataError(f"row {row.index}: workflows take no videos; write their frames as images")
     names = ("need_tools_kwargs", "tools_kwargs", "interaction_kwargs")
-    for row in () if config.actor_rollout_ref.rollout.has_workflow else rows:
+    for row in () if has_workflow else rows:
         asks = ["agent_name"] if row.fields.get("agent_name") not in (None, "", "single_turn_agent") else []
         if asks := [*asks, *(f"extra_info.{name}" for name in names if row.extra_info.get(name))]:
             fix = "set actor_rollout_ref.rollout.multi_turn.enable=true or remove it"

@@ -126,13 +126,13 @@ class ChatTemplate:
 
     def has_drawn_placeholders(self, span: Span) -> bool:
         """Whether there are more placeholders up to a span than its images have; later images would be put there."""
-        from rlsys.models.vision import num_features
+        from rlsys.models.vision import num_features, placeholder_ids
 
         if self.processor is None:
             return False
         config = self.processor.config
         num_wanted = sum(sum(num_features(config, one.tensors)) for one in span.all_images)
-        return span.context.count(config.image_token_id) != num_wanted
+        return sum(map(span.context.count, placeholder_ids(config))) != num_wanted
 
     def _appended_text(self, messages: Messages, tools: Tools | None) -> str:
         kind: Kind = "tool" if any(m["role"] in ("tool", "ipython") for m in messages) else "user"

@@ -1,6 +1,7 @@
 """From messages to token ids: chat templates, plain text where there is none, truncation."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +11,8 @@ from rlsys.utils.errors import raised_as
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-IMAGE_MARKER = "<image>"
-"""Where an image stands in the text of a message."""
+MARKERS = re.compile("(<image>|<video>)")
+"""Where an image or a video stands in the text of a message."""
 
 Message = Mapping[str, Any]
 """A role, a content, and what else the chat template reads: name, tool_calls, reasoning_content, ..."""
@@ -22,15 +23,13 @@ def as_messages(prompt: str | Sequence[Message]) -> list[Message]:
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
 
 
-def with_parts(message: Message, parts: Iterator[Mapping[str, Any]]) -> Message:
-    """A message whose content is a list of parts, each `<image>` the next one of `parts`; without any it stays text."""
-    first, *others = message["content"].split(IMAGE_MARKER)
-    if not others:
+def with_parts(message: Message, part_of: Callable[[str], Mapping[str, Any]]) -> Message:
+    """A message whose content is a list of parts, `part_of` each marker in its order; without any it stays text."""
+    pieces = MARKERS.split(message["content"])
+    if len(pieces) == 1:
         return message
-    content: list[Mapping[str, object]] = [{"type": "text", "text": first}] if first else []
-    for text in others:
-        content += [next(parts), *([{"type": "text", "text": text}] if text else [])]
-    return {**message, "content": content}
+    parts = [part_of(piece) if number % 2 else {"type": "text", "text": piece} for number, piece in enumerate(pieces)]
+    return {**message, "content": [part for part, piece in zip(parts, pieces, strict=True) if piece]}
 
 
 def render(

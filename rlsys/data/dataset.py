@@ -130,7 +130,7 @@ def parse_prompt(
         row = replace(row, image_shas=shas, load_images=partial(_load_images, encode, shas, values))
     elif row.images:
         known = ", ".join((*GRIDS, *TILES))
-        raise ValueError(f"it has images, which only models of type {known} take")
+        raise ValueError(f"it has images or videos, which only models of type {known} take")
     else:
         ids = encode_prompt(tokenizer, row.raw_prompt, template_kwargs=template_kwargs)
     if not ids:
@@ -144,11 +144,11 @@ def parse_prompt(
 def _load_images(
     encode: "Callable[[], tuple[list[int], tuple[ImageInputs, ...]]]", shas: tuple[str, ...], row: Row
 ) -> "tuple[ImageInputs, ...]":
-    """The images of a row again; DataError if their files have changed."""
+    """The images and videos of a row again; DataError if their files have changed."""
     with raised_as(DataError, f"{row.file}, {row.place}", ValueError):
         _, inputs = encode()
     if tuple(sha for one in inputs for sha in one.shas) != shas:
-        raise DataError(f"{row.file}, {row.place}: an image has changed since the start of the run")
+        raise DataError(f"{row.file}, {row.place}: an image or video has changed since the start of the run")
     return inputs
 
 

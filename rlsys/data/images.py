@@ -45,9 +45,9 @@ def load_image(value: object, *, root: str | Path | None = None) -> "Image.Image
 
     data = b""
     try:
-        value = _unwrapped(value)
+        value = unwrapped(value)
         if not isinstance(value, Image.Image):
-            data = _encoded(value, root)
+            data = file_bytes(value, root)
             value = Image.open(io.BytesIO(data), formats=FORMATS)
         _check_size(*value.size)
         value.load()
@@ -75,8 +75,8 @@ def png_bytes(image: "Image.Image") -> bytes:
     return file.getvalue()
 
 
-def _unwrapped(value: object) -> object:
-    """What is inside of {"bytes": ..., "path": ...} or {"type": "image_url", "image_url": {"url": ...}}."""
+def unwrapped(value: object) -> object:
+    """What is inside of {"bytes": ..., "path": ...} or {"type": "image_url", "image_url": {"url": ...}}; ImageError."""
     for _ in KEYS:
         if not isinstance(value, Mapping):
             return value
@@ -88,21 +88,21 @@ def _unwrapped(value: object) -> object:
     raise ImageError("the image is nested too deeply")
 
 
-def _encoded(value: object, root: str | Path | None) -> bytes:
-    """The bytes of an image file."""
+def file_bytes(value: object, root: str | Path | None, *, max_bytes: int = MAX_IMAGE_BYTES) -> bytes:
+    """The bytes of a file that is given as `load_image` says; ImageError if there are none or too many."""
     if isinstance(value, str | os.PathLike):
-        value = _bytes_of_text(os.fspath(value), root)
+        value = _bytes_of_text(os.fspath(value), root, max_bytes)
     if not isinstance(value, bytes | bytearray | memoryview):
         name = "null" if value is None else f"a {type(value).__name__}"
-        raise ImageError(f"an image must be bytes, a path, a data URL or a PIL image, this is {name}")
+        raise ImageError(f"it must be bytes, a path, a data URL or a PIL image, this is {name}")
     if not value:
-        raise ImageError("the image has no bytes")
-    if len(value) > MAX_IMAGE_BYTES:
-        raise ImageError(f"the image has {len(value)} bytes, more than {MAX_IMAGE_BYTES}")
+        raise ImageError("it has no bytes")
+    if len(value) > max_bytes:
+        raise ImageError(f"it has {len(value)} bytes, more than {max_bytes}")
     return bytes(value)
 
 
-def _bytes_of_text(text: str, root: str | Path | None) -> bytes:
+def _bytes_of_text(text: str, root: str | Path | None, max_bytes: int) -> bytes:
     if text.startswith("data:"):
         head, comma, data = text.partition(",")
         if not comma:
@@ -110,11 +110,11 @@ def _bytes_of_text(text: str, root: str | Path | None) -> bytes:
         return _base64_bytes(unquote(data)) if head.endswith(";base64") else unquote_to_bytes(data)
     name = unquote(text.removeprefix("file://")) if text.startswith("file://") else text
     if "://" in name:
-        raise ImageError(f"{name[:200]}: images are not fetched; store them as bytes or as paths of local files")
+        raise ImageError(f"{name[:200]}: nothing is fetched; store the bytes, or the path of a local file")
     path = os.path.join(root or "", name)
     if os.path.isfile(path):
-        if os.path.getsize(path) > MAX_IMAGE_BYTES:
-            raise ImageError(f"{path} has {os.path.getsize(path)} bytes, more than {MAX_IMAGE_BYTES}")
+        if os.path.getsize(path) > max_bytes:
+            raise ImageError(f"{path} has {os.path.getsize(path)} bytes, more than {max_bytes}")
         return Path(path).read_bytes()
     if _BASE64.fullmatch(text):
         return _base64_bytes(text)

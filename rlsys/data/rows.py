@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from rlsys.config.schema.algorithm import GradingConfig
 from rlsys.config.schema.data import PromptsConfig
-from rlsys.data.chat import IMAGE_MARKER, Message
+from rlsys.data.chat import MARKERS, Message
 from rlsys.data.images import IMAGE_PARTS
+from rlsys.data.videos import VIDEO_PARTS, as_video
 
 if TYPE_CHECKING:
     from rlsys.protocol import ImageInputs
 
 ROLES = ("system", "user", "assistant", "tool", "developer", "ipython")
 MAX_PROMPT_CHARS = 4_000_000
-OTHER_MEDIA = {"videos": "; put frames of a video into the images", "audios": ""}
 OWN_COLUMNS = ("data_source", "reward_model", "extra_info", "ability")
 QUESTIONS = ("question", "problem", "query", "instruction", "input", "text")
 ANSWERS = ("answer", "solution", "target", "label", "completion", "output", "response")
@@ -30,7 +30,7 @@ class PromptRow:
     """A prompt to be answered and what its grader needs. `fields` are the row's other columns.
 
     Its dataset sets `token_ids` and `index`, the position in the dataset, and for a vision-language model the hashes of
-    its `images` and `load_images`, which decodes and processes them.
+    its `images`, which may be videos, and `load_images`, which decodes and processes them.
     """
 
     raw_prompt: str | Sequence[Message]
@@ -86,7 +86,8 @@ def read_prompt_row(values: Mapping[str, Any], config: PromptsConfig, *, source:
 
     The column `data.answer_key`, or `ground_truth`, stands for a rule-based `reward_model`.
     """
-    values, images = take_images(values, config.prompt_key, config.image_key)
+    columns = {"<image>": config.image_key, "<video>": config.video_key}
+    values, images = take_images(values, config.prompt_key, columns)
     values = plain_values(values)
     prompt_key, source_key, answer_key = config.prompt_key, config.reward_fn_key, config.answer_key
     truth = Need((answer_key,) if answer_key else ("reward_model", "ground_truth"), "data.answer_key", ANSWERS)
@@ -94,10 +95,9 @@ def read_prompt_row(values: Mapping[str, Any], config: PromptsConfig, *, source:
     if source is None:
         needs.append(Need((source_key,), "data.reward_fn_key", SOURCES, ONE_FUNCTION))
     check_columns(values, needs)
-    for name, instead in OTHER_MEDIA.items():
-        if values.get(name) is not None and len(values[name]) > 0:
-            raise ValueError(f"column {name!r}: rows with {name} are not supported, only text and images{instead}")
-    known = {prompt_key, source_key, *truth.columns, *OWN_COLUMNS, *OTHER_MEDIA}
+    if values.get("audios") is not None and len(values["audios"]) > 0:
+        raise ValueError("column 'audios': rows with audios are not supported, only text, images and videos")
+    known = {prompt_key, source_key, *truth.columns, *OWN_COLUMNS, "audios"}
     data_source: Any = source
     if source is None or source_key in values:
         data_source = _typed(_required(values, source_key), source_key, str)
@@ -114,49 +114,57 @@ def read_prompt_row(values: Mapping[str, Any], config: PromptsConfig, *, source:
     )
 
 
-def take_images(values: Mapping[str, Any], prompt_key: str, image_key: str) -> tuple[dict[str, Any], tuple[Any, ...]]:
-    """The row without its images, and these in the order of the prompt, in whose text each is `<image>`.
+def take_images(
+    values: Mapping[str, Any], prompt_key: str, columns: Mapping[str, str]
+) -> tuple[dict[str, Any], tuple[Any, ...]]:
+    """The row without its images and videos, and these in the order of the prompt, in whose text each is a marker.
 
-    They are those of the column `image_key` and of the content parts of messages. ValueError unless there is a marker
-    for each image of the column.
+    They are those of the `columns` of each marker and of the content parts of messages. ValueError unless there is a
+    marker for each of a column.
     """
-    rest = {name: value for name, value in values.items() if name != image_key}
-    column = values.get(image_key)
-    column = [] if column is None else list(column) if isinstance(column, list | tuple) else [column]
-    prompt, inline = rest.get(prompt_key), list[object]()
+    rest = {name: value for name, value in values.items() if name not in columns.values()}
+    given = {marker: _listed(values.get(name)) for marker, name in columns.items()}
+    prompt, inline = rest.get(prompt_key), list[tuple[str, object]]()
     if isinstance(prompt, str):
-        inline += [None] * prompt.count(IMAGE_MARKER)
+        inline += [(marker, None) for marker in MARKERS.findall(prompt)]
     elif isinstance(prompt, list | tuple) and all(isinstance(message, Mapping) for message in prompt):
         rest[prompt_key] = [{**message, "content": _text_of(message.get("content"), inline)} for message in prompt]
-    if not column and all(value is None for value in inline):
+    if not any(given.values()) and all(value is None for _, value in inline):
         return rest, ()
-    if (num_markers := sum(value is None or value is ... for value in inline)) != len(column):
-        raise ValueError(
-            f"column {image_key!r} has {len(column)} images and the prompt {num_markers} times {IMAGE_MARKER}: "
-            f"put {IMAGE_MARKER} where each image stands"
-        )
-    left = iter(column)
-    return rest, tuple(next(left) if value is None or value is ... else value for value in inline)
+    for marker, name in columns.items():
+        num_markers = sum(one == marker and (value is None or value is ...) for one, value in inline)
+        if num_markers != len(given[marker]):
+            kind, there = marker[1:-1], f"and the prompt {num_markers} times {marker}"
+            fix = f"put {marker} where each {kind} stands"
+            raise ValueError(f"column {name!r} has {len(given[marker])} {kind}s {there}: {fix}")
+    left = {marker: iter(held) for marker, held in given.items()}
+    found = [(marker, next(left[marker]) if one is None or one is ... else one) for marker, one in inline]
+    return rest, tuple(as_video(value) if marker == "<video>" else value for marker, value in found)
 
 
-def _text_of(content: Any, inline: list[Any]) -> Any:
-    """A message's content as text. For each image in it `inline` gets the image, or for one of the column None where
-    the text has `<image>`, `...` where it is a content part."""
+def _listed(column: Any) -> list[Any]:
+    return [] if column is None else list(column) if isinstance(column, list | tuple) else [column]
+
+
+def _text_of(content: Any, inline: list[tuple[str, Any]]) -> Any:
+    """A message's content as text. For each marker in it `inline` gets the marker and the image or video, or for one of
+    a column None where the text has the marker, `...` where it is a content part."""
     if isinstance(content, list | tuple) and all(isinstance(part, Mapping) for part in content):
         texts = []
         for part in content:
             kind = part.get("type")
-            if kind in IMAGE_PARTS:
-                texts.append(IMAGE_MARKER)
-                value = part.get(IMAGE_PARTS[kind])
-                inline.append(... if value is None else value)
+            marker, keys = ("<video>", VIDEO_PARTS) if kind in VIDEO_PARTS else ("<image>", IMAGE_PARTS)
+            if kind in keys:
+                texts.append(marker)
+                value = part.get(keys[kind])
+                inline.append((marker, ... if value is None else part if kind in VIDEO_PARTS else value))
             elif kind in ("text", "input_text"):
                 texts.append(_text_of(part.get("text") or "", inline))
             else:
-                raise ValueError(f"a content part of type {kind!r} is not supported, only text and images")
+                raise ValueError(f"a content part of type {kind!r} is not supported, only text, images and videos")
         return "".join(texts)
     if isinstance(content, str):
-        inline += [None] * content.count(IMAGE_MARKER)
+        inline += [(marker, None) for marker in MARKERS.findall(content)]
     return content
 
 

@@ -1,17 +1,20 @@
-"""From messages and images to token ids and pixels, for vision-language models."""
+"""From messages, images and videos to token ids and pixels, for vision-language models."""
 
-from collections.abc import Mapping, Sequence
-from itertools import repeat
-from typing import TYPE_CHECKING, Any
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, groupby
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+import torch
 from transformers import AutoConfig, AutoImageProcessor
 
 from rlsys.config.checks.files import model_facts
-from rlsys.config.vocabulary import GRIDS, TILES
-from rlsys.data.chat import IMAGE_MARKER, Message, as_messages, encode_text, render, with_parts
+from rlsys.config.vocabulary import GRIDS, TILES, TIMESTAMPS
+from rlsys.data.chat import MARKERS, Message, as_messages, encode_text, render, with_parts
 from rlsys.data.images import ImageError, image_hash, load_image, png_bytes
-from rlsys.models.vision import num_features
+from rlsys.data.videos import Video, is_video, load_video
+from rlsys.models.vision import num_features, placeholder_ids
 from rlsys.protocol import ImageInputs
 from rlsys.utils.errors import ConfigError, raised_as
 
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
 class VisionProcessor:
     """The image processor and the tokenizer of a model, which make ids and pixels in one call.
 
-    At most `limit_images` images stand in a prompt, any number for None.
+    At most `limit_images` images stand in a prompt, any number for None; each pair of a video's frames counts as one.
     """
 
     def __init__(
@@ -38,6 +41,10 @@ class VisionProcessor:
         self.limit_images = limit_images
         token_id = config.image_token_id
         self.image_token = str(tokenizer.convert_ids_to_tokens(token_id))
+        self.video_token = ""
+        if config.model_type in GRIDS:
+            ids = [config.vision_start_token_id, config.video_token_id, config.vision_end_token_id]
+            self._start, self.video_token, self._end = map(str, tokenizer.convert_ids_to_tokens(ids))
         if encode_text(tokenizer, self.image_token) != [token_id]:
             raise ConfigError(f"the tokenizer does not know the model's image token {token_id} ({self.image_token})")
 
@@ -69,14 +76,19 @@ class VisionProcessor:
             limit = f"actor_rollout_ref.rollout.limit_images={self.limit_images}"
             raise ValueError(f"{num_images} images are more than {limit}")
 
-    def load(self, values: Sequence[Any], root: str | None = None) -> "list[Image.Image]":
-        """Decode a prompt's images; ValueError naming the one that cannot be, or if there are too many."""
+    def load(self, values: Sequence[Any], root: str | None = None) -> "list[Image.Image | Video]":
+        """Decode a prompt's images and videos, the latter mappings with `video`; ValueError naming the one that cannot
+        be, or if there are too many."""
         self.check_limit(len(values))
-        images = []
-        for number, value in enumerate(values, 1):
-            with raised_as(ImageError, f"image {number} of {len(values)}", ImageError):
-                images.append(load_image(value, root=root))
-        return images
+        kinds = ["video" if is_video(value) else "image" for value in values]
+        if "video" in kinds and not self.video_token:
+            raise ImageError(f"it has videos, which only models of type {', '.join(GRIDS)} take")
+        pictures: list[Image.Image | Video] = []
+        for number, (value, kind) in enumerate(zip(values, kinds, strict=True), 1):
+            with raised_as(ImageError, f"{kind} {kinds[:number].count(kind)} of {kinds.count(kind)}", ImageError):
+                pictures.append((load_video if kind == "video" else load_image)(value, root=root))
+        self.check_limit(sum(-(-len(one.frames) // 2) if isinstance(one, Video) else 1 for one in pictures))
+        return pictures
 
     def encode(
         self,
@@ -86,52 +98,85 @@ class VisionProcessor:
         root: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> tuple[list[int], tuple[ImageInputs, ...]]:
-        """Token ids of a prompt with `<image>` where each image stands, and the images of `values`, as in `load`.
+        """Token ids of a prompt with `<image>` and `<video>` where they stand, and those of `values`, as in `load`.
 
-        Without images `<image>` is text. ValueError if both do not fit.
+        Without any these are text. ValueError if both do not fit.
         """
-        images = self.load(values, root)
-        messages = [self._with_parts(message) for message in as_messages(prompt)] if images else as_messages(prompt)
+        pictures = self.load(values, root)
+        messages = [self._with_parts(message) for message in as_messages(prompt)] if pictures else as_messages(prompt)
         text = render(self.tokenizer, messages, add_generation_prompt=True, template_kwargs=template_kwargs)
-        text, inputs = self.expand(text, images)
+        text, inputs = self.expand(text, pictures)
         ids = encode_text(self.tokenizer, text, special_tokens=not self.tokenizer.chat_template)
-        num_tokens = ids.count(self.config.image_token_id)
+        num_tokens = sum(map(ids.count, placeholder_ids(self.config)))
         wanted = sum(sum(num_features(self.config, one.tensors)) for one in inputs)
         if inputs and num_tokens != wanted:
-            raise ValueError(f"{num_tokens} tokens {self.image_token} for {wanted} features of {len(images)} images")
+            raise ValueError(f"{num_tokens} placeholders for {wanted} features of {len(pictures)} images and videos")
         return ids, inputs
 
-    def expand(self, text: str, images: "Sequence[Image.Image]") -> tuple[str, tuple[ImageInputs, ...]]:
-        """A rendered text whose placeholders, one for each image, are as many as the image has features; the images."""
-        if not images:
+    def expand(self, text: str, pictures: "Sequence[Image.Image | Video]") -> tuple[str, tuple[ImageInputs, ...]]:
+        """A rendered text whose placeholders, one for each image or video, are as many as it has features; these."""
+        if not pictures:
             return text, ()
-        *before, after = text.split(self.image_token)
-        if len(before) != len(images):
-            raise ValueError(f"{len(before)} placeholders {self.image_token} in the rendered prompt, not {len(images)}")
-        inputs, replacements = self._process(images)
-        whole = "".join(part + replacement for part, replacement in zip(before, replacements, strict=True)) + after
-        return whole, (inputs,)
+        if self.config.model_type in TIMESTAMPS:  # each pair of frames has its own start and end
+            text = text.replace(f"{self._start}{self.video_token}{self._end}", self.video_token)
+        tokens = [token for token in (self.image_token, self.video_token) if token]
+        pieces = re.split(f"({'|'.join(map(re.escape, tokens))})", text)
+        wanted = [self.video_token if isinstance(one, Video) else self.image_token for one in pictures]
+        if pieces[1::2] != wanted:
+            there = f"{len(pieces) // 2} placeholders {' or '.join(tokens)} in the rendered prompt"
+            raise ValueError(f"{there}, not the {len(pictures)} of the images and videos in their order")
+        made = [
+            part
+            for is_video, some in groupby(pictures, lambda one: isinstance(one, Video))
+            for part in (map(self._process_video, cast("Iterator[Video]", some)) if is_video else [self._process(some)])
+        ]
+        pieces[1::2] = chain.from_iterable(texts for _, texts in made)
+        return "".join(pieces), tuple(inputs for inputs, _ in made)
 
     def _with_parts(self, message: Message) -> Message:
-        """A message as chat templates take it: content parts where it has `<image>`."""
-        content = message["content"]
-        if IMAGE_MARKER not in content or not self.tokenizer.chat_template:
-            return {**message, "content": content.replace(IMAGE_MARKER, self.image_token)}
-        return with_parts(message, repeat({"type": "image"}))
+        """A message as chat templates take it: content parts where it has markers."""
+        if self.tokenizer.chat_template:
+            return with_parts(message, lambda marker: {"type": marker[1:-1]})
+        tokens = {"<image>": self.image_token, "<video>": self.video_token}
+        return {**message, "content": MARKERS.sub(lambda marker: tokens[marker[0]], message["content"])}
 
-    def _process(self, images: "Sequence[Image.Image]") -> tuple[ImageInputs, list[str]]:
-        """The images as the model takes them, and the text that stands for each in a prompt."""
-        is_grid = self.config.model_type in GRIDS
-        if is_grid:
-            made = self.image_processor(images=list(images), return_tensors="pt")
+    def _process(self, some: "Iterable[Image.Image | Video]") -> tuple[ImageInputs, list[str]]:
+        """Images as the model takes them, and the text that stands for each in a prompt."""
+        images = cast("list[Image.Image]", list(some))
+        if self.config.model_type in GRIDS:
+            made = self.image_processor(images=images, return_tensors="pt")
             tensors = {name: made[name] for name in ("pixel_values", "image_grid_thw")}
             texts = [self.image_token * count for count in num_features(self.config, tensors)]
         else:
-            made = self.image_processor(images=[list(images)], return_row_col_info=True, return_tensors="pt")
+            made = self.image_processor(images=[images], return_row_col_info=True, return_tensors="pt")
             tensors = {name: made[name][0] for name in ("pixel_values", "pixel_attention_mask") if name in made}
             texts = self._tile_texts(made, num_features(self.config, tensors)[0])
         pictures = tuple(np.frombuffer(png_bytes(image), np.uint8) for image in images)
         return ImageInputs(tuple(map(image_hash, images)), pictures, tensors), texts
+
+    def _process_video(self, video: Video) -> tuple[ImageInputs, list[str]]:
+        """The same of a video: a grid of several steps in time, or for TIMESTAMPS one grid for each with its time.
+
+        The processor makes each frame an image, whose patches hold it `size` times; those of a video hold the next.
+        """
+        size = self.image_processor.temporal_patch_size
+        lacking = -len(video.frames) % size
+        frames, times = ([*each, *[each[-1]] * lacking] for each in (video.frames, video.times))
+        made, steps = self.image_processor(images=frames, return_tensors="pt"), len(frames) // size
+        _, height, width = made["image_grid_thw"][0].tolist()
+        pixels = made["pixel_values"].view(steps, size, height * width, 3, size, -1)[..., 0, :]
+        pixels = pixels.permute(0, 2, 3, 1, 4).reshape(steps * height * width, -1)
+        timed = self.config.model_type in TIMESTAMPS
+        grids = torch.tensor([[1, height, width]] * steps if timed else [[steps, height, width]])
+        tensors = {"pixel_values": pixels, "image_grid_thw": grids}
+        texts = [self.video_token * count for count in num_features(self.config, tensors)]
+        if timed:
+            seconds = [(times[at] + times[at + size - 1]) / 2 for at in range(0, len(times), size)]
+            pairs = zip(seconds, texts, strict=True)
+            texts = ["".join(f"<{second:.1f} seconds>{self._start}{text}{self._end}" for second, text in pairs)]
+        pace = size / video.fps if hasattr(self.config.vision_config, "tokens_per_second") else 1.0
+        picture = np.frombuffer(png_bytes(video.frames[0]), np.uint8)
+        return ImageInputs((video.sha,), (picture,), tensors, pace), texts
 
     def _tile_texts(self, made: Mapping[str, Any], per_tile: int) -> list[str]:
         """The text of each image that is cut into tiles, by the rows and columns of tiles in it."""

@@ -47,6 +47,6 @@ def packs_of(batch: DataProto, parts: Sequence[Sequence[int]], vision: VisionMod
         tokens = empty_rows(torch.device("cpu")) if index is None else token_rows(rows[index])
         if vision is not None:
             own = [images[row] for row in part if rows["attention_mask"][row].any()] or [()]
-            packed, positions = pack_images(vision, tokens.token_ids, tokens.lengths, own)
+            packed, positions = pack_images(vision.config, tokens.token_ids, tokens.lengths, own)
             tokens = replace(tokens, images=packed, position_ids=positions)
         yield Pack(index, tokens)

@@ -1,7 +1,7 @@
 """Vision-language models: the families that are known, and where an image's features stand among a row's tokens.
 
-A row's images are placeholder tokens among its ids: the first ones, as many as the images have features. Later ones
-were drawn by the model, which has nothing to show for them. N tokens, F features, H hidden size.
+A row's images and videos are placeholder tokens among its ids: the first ones, as many as they have features. Later
+ones were drawn by the model, which has nothing to show for them. N tokens, F features, H hidden size.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -94,21 +94,21 @@ def feature_numbers(images: PackedImages, num_tokens: int) -> Tensor:
 
 
 def pack_images(
-    model: VisionModel, token_ids: Tensor, lengths: Sequence[int], images: Sequence[Sequence[ImageInputs]]
+    config: "PretrainedConfig", token_ids: Tensor, lengths: Sequence[int], images: Sequence[Sequence[ImageInputs]]
 ) -> tuple[PackedImages, Tensor]:
     """The images of the sequences of a pack, and the positions of its tokens: (N,), or (3, N) for grids.
 
     `images` are the ImageInputs of each sequence; the answers to one prompt share them, and they are encoded once.
     ValueError for a sequence with fewer placeholders than features.
     """
-    config, places, positions, first = model.config, list[Tensor](), list[Tensor](), 0
+    places, positions, first = list[Tensor](), list[Tensor](), 0
     once = list(dict.fromkeys(one for own in images for one in own))
     counts = [sum(num_features(config, one.tensors)) for one in once]
     numbers = dict(zip(once, torch.arange(sum(counts)).split(counts), strict=True))
     for ids, own in zip(token_ids.split(list(lengths)), images, strict=True):
         own_places = image_places(config, ids, own)
         places.append(own_places + first)
-        positions.append(_positions(model, ids, own_places, joined_images(own)))
+        positions.append(_positions(config, len(ids), own_places, own))
         first += len(ids)
     order = [token_ids.new_empty(0), *(numbers[one] for own in images for one in own)]
     packed = PackedImages(torch.cat(places), torch.cat(order), joined_images(once) or one_image(config))
@@ -120,19 +120,36 @@ def image_places(config: "PretrainedConfig", ids: Tensor, images: Sequence[Image
     if images and not has_images(config):
         raise ValueError(f"a model of type {config.model_type} takes no images")
     wanted = sum(sum(num_features(config, one.tensors)) for one in images)
-    places = (ids == config.image_token_id).nonzero()[:wanted, 0] if wanted else ids.new_empty(0)
+    places = ids.new_empty(0)
+    if wanted:
+        places = torch.isin(ids, ids.new_tensor([*placeholder_ids(config)])).nonzero()[:wanted, 0]
     if len(places) < wanted:
         raise ValueError(f"{len(places)} image tokens in a row for {wanted} features of its images")
     return places
 
 
-def _positions(model: VisionModel, ids: Tensor, places: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
-    if model.config.model_type in TILES:
-        return torch.arange(len(ids))
-    kinds = torch.zeros_like(ids)
-    kinds[places] = 1
-    grid = tensors.get("image_grid_thw")
-    return model.model.get_rope_index(ids[None], mm_token_type_ids=kinds[None], image_grid_thw=grid)[0][:, 0]
+def placeholder_ids(config: "PretrainedConfig") -> set[int]:
+    """The tokens that stand for features of images, and of videos."""
+    return {config.image_token_id, getattr(config, "video_token_id", config.image_token_id)}
+
+
+def _positions(config: "PretrainedConfig", length: int, places: Tensor, images: Sequence[ImageInputs]) -> Tensor:
+    """The positions of a row whose features stand at `places`. Source: arXiv:2409.12191, with the time of 2502.13923.
+
+    Text behind a video continues from its largest position, as in vLLM; in transformers 5.3 to 5.19 it overlaps it.
+    """
+    if config.model_type in TILES:
+        return torch.arange(length)
+    merge, pace = config.vision_config.spatial_merge_size, getattr(config.vision_config, "tokens_per_second", 1.0)
+    parts, seen, done, first = list[Tensor](), 0, 0, 0
+    for one in images:
+        for steps, height, width in one.tensors["image_grid_thw"].tolist():
+            text = int(places[seen]) - done
+            times = (torch.arange(steps).double() * (one.seconds * pace)).long()
+            grid = torch.cartesian_prod(times, torch.arange(height // merge), torch.arange(width // merge)).T
+            parts += [torch.arange(first, first + text).expand(3, -1), grid + first + text]
+            seen, done, first = seen + grid.shape[1], done + text + grid.shape[1], int(parts[-1].max()) + 1
+    return torch.cat([*parts, torch.arange(first, first + length - done).expand(3, -1)], 1)
 
 
 def one_image(config: "PretrainedConfig", side: int = 1) -> dict[str, Tensor]:

@@ -78,6 +78,8 @@ class PromptsConfig(RowsConfig):
     """Column of the prompt: a list of {role, content}, or text."""
     image_key: t.Text = "images"
     """Column of a prompt's images, for vision-language models: each <image> of the prompt stands for the next one."""
+    video_key: t.Text = "videos"
+    """Column of a prompt's videos: each <video> of the prompt stands for the next one."""
     mm_processor_kwargs: t.OpenDict = open_dict()
     """Settings of the model's image processor, e.g. {max_pixels: 401408}."""
     answer_key: t.Text | None = None

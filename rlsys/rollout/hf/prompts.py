@@ -30,7 +30,7 @@ class LeftPadded:
         positions = torch.cat([torch.arange(length) for length in lengths])
         packed: PackedImages | None = None
         if has_images(model.config):
-            packed, positions = pack_images(model, ids, lengths, images)
+            packed, positions = pack_images(model.config, ids, lengths, images)
         self.ids, self.positions = (
             x.new_zeros(*x.shape[:-1], *real.shape).masked_scatter(real, x).to(model.device) for x in (ids, positions)
         )

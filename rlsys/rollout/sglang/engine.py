@@ -20,8 +20,7 @@ from torch import Tensor
 
 from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.ipc.rpc import Method, RpcClient
-from rlsys.models.hf import auto_model, dtype_name
-from rlsys.models.vision import has_images
+from rlsys.models.hf import dtype_name
 from rlsys.protocol import DataProto, ImageInputs, images_of
 from rlsys.protocol.columns import tensors_of
 from rlsys.rollout.base import SLEEP_TAGS, STEP_WAIT_S, BaseRolloutEngine, EngineContext, RunningRequest
@@ -79,9 +78,6 @@ class SGLangRollout(BaseRolloutEngine):
         )
         self.config, self._num_layers = config, text.num_hidden_layers
         self.is_leader = replica.rank == 0
-        if has_images(hf_config):
-            with torch.device("meta"):
-                self._positions = auto_model(hf_config).from_config(hf_config)
         self._folder = tempfile.TemporaryDirectory(prefix="rlsys-sglang-")
         socket = Path(self._folder.name) / "scheduler"
         settings = SchedulerSettings(str(socket), str(path), dtype, config.seed, self.is_leader, methods)
@@ -161,7 +157,7 @@ class SGLangRollout(BaseRolloutEngine):
         if self.config.enable_rollout_routing_replay and score_from < 0:
             more["return_routed_experts"] = True
         if images:
-            more["image_data"] = [request_images(ids, self._positions, images, salt=str(self.version))]
+            more["image_data"] = [request_images(ids, self.hf_config, images, salt=str(self.version))]
         request = GenerateReqInput(
             input_ids=list(ids), sampling_params=params, rid=request_id(spec), extra_key=str(self.version), **more
         )

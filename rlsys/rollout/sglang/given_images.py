@@ -37,27 +37,30 @@ def take_given_images() -> None:
 
 def image_record(images: Sequence[ImageInputs], *, salt: str) -> str:
     """Images as a text, for the `/generate` of a server with the image processor of `rlsys.rollout.sglang.server`."""
-    names, tensors = [sha for one in images for sha in one.shas], safetensors.torch.save(joined_images(images))
-    return json.dumps({"salt": salt, "names": names, "tensors": b64encode(tensors).decode()})
+    tensors = [b64encode(safetensors.torch.save({**one.tensors})).decode() for one in images]
+    held = [(one.shas, one.seconds, text) for one, text in zip(images, tensors, strict=True)]
+    return json.dumps({"salt": salt, "images": held})
 
 
-def read_image_record(text: str) -> tuple[ImageInputs, str]:
+def read_image_record(text: str) -> tuple[list[ImageInputs], str]:
     """The images of such a text, and their salt; ValueError for another text."""
     record = json.loads(text)
-    return ImageInputs(tuple(record["names"]), (), safetensors.torch.load(b64decode(record["tensors"]))), record["salt"]
+    tensors = [safetensors.torch.load(b64decode(text)) for _, _, text in record["images"]]
+    held = zip(record["images"], tensors, strict=True)
+    return [ImageInputs(tuple(shas), (), own, seconds) for (shas, seconds, _), own in held], record["salt"]
 
 
-def request_images(ids: Sequence[int], model: Any, images: Sequence[ImageInputs], *, salt: str) -> object:
+def request_images(ids: Sequence[int], config: Any, images: Sequence[ImageInputs], *, salt: str) -> object:
     """The `image_data` of a request; what SGLang computed of an image serves requests of the same `salt` only.
 
-    `model` is transformers' model, on any device, whose positions these are.
+    SGLang's images may have steps in time, so videos are images to it.
     """
     from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalProcessorOutput
 
-    packed, positions = pack_images(model, torch.tensor(ids), [len(ids)], [images])
+    packed, positions = pack_images(config, torch.tensor(ids), [len(ids)], [images])
     tensors = joined_images(images)
-    grids, counts = tensors["image_grid_thw"], num_features(model.config, tensors)
-    names = [sha for one in images for sha in one.shas]
+    grids, counts = tensors["image_grid_thw"], num_features(config, tensors)
+    names = [name for one in images for name in one.names(len(one.tensors["image_grid_thw"]))]
     items = []
     parts = tensors["pixel_values"].split(grids.prod(-1).tolist())
     for name, pixels, grid, places in zip(names, parts, grids, packed.places.split(counts), strict=True):
@@ -69,7 +72,7 @@ def request_images(ids: Sequence[int], model: Any, images: Sequence[ImageInputs]
     return MultimodalProcessorOutput(
         mm_items=items,
         input_ids=list(ids),
-        im_token_id=model.config.image_token_id,
+        im_token_id=config.image_token_id,
         mrope_positions=positions,
         mrope_position_delta=shift.view(1, 1),
     )

@@ -1,18 +1,19 @@
 """Images as vLLM takes them from us: processed. Its own image processors, which need torchvision, are not used.
 
-An item is one grid, or one tile: what has placeholder tokens in a row in the prompt.
+An item is one grid, or one tile: what has placeholder tokens in a row in the prompt. A grid of several steps in time is
+a video to vLLM, all others are images.
 """
 
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from math import isqrt
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import torch
 from torch import Tensor
 
-from rlsys.models.vision import image_places, joined_images, num_features, one_image
+from rlsys.models.vision import image_places, num_features, one_image
 from rlsys.protocol import ImageInputs
 from rlsys.types import LARGEST_IMAGE
 
@@ -21,6 +22,17 @@ if TYPE_CHECKING:
 
 GRID, RAW_VIEW = "image_grid_thw", 3
 """The sizes of grids, which no tiles have; the code of a tensor's bytes in vLLM's msgpack."""
+VIDEO = {"pixel_values": "pixel_values_videos", GRID: "video_grid_thw"}
+"""What vLLM's models call the tensors of videos."""
+
+
+class Item(NamedTuple):
+    """What vLLM knows an item by, its first placeholder and their number, and what the model takes."""
+
+    name: str
+    offset: int
+    length: int
+    tensors: Mapping[str, Tensor]
 
 
 class ProfiledImage:
@@ -61,11 +73,11 @@ def take_given_images(config: Any, *, max_model_len: int) -> dict[str, object]:
             self.side = isqrt(min(LARGEST_IMAGE, max_model_len))
 
         def get_supported_mm_limits(self) -> Mapping[str, int | None]:
-            return {"image": None}
+            return {"image": None, "video": None}
 
         def get_mm_max_tokens_per_item(self, *_: object, **__: object) -> Mapping[str, int]:
             config = self.get_hf_config()
-            return {"image": sum(num_features(config, one_image(config, self.side)))}
+            return dict.fromkeys(("image", "video"), sum(num_features(config, one_image(config, self.side))))
 
     for name in config.architectures:
         model: Any = ModelRegistry.models[name].load_model_cls()
@@ -82,17 +94,25 @@ def image_prompt(
     from transformers import BatchFeature
     from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
 
-    tensors, names, places = _items(ids, config, images, salt)
-    fields = {name: MultiModalFieldConfig.batched("image", keep_on_cpu="pixel" not in name) for name in tensors}
-    if GRID in tensors:
-        fields["pixel_values"] = MultiModalFieldConfig.flat_from_sizes("image", tensors[GRID].prod(-1))
+    kinds, tensors, fields = _items(ids, config, images, salt), dict[str, Tensor](), dict[str, object]()
+    for kind, items in kinds.items():
+        for name, first in items[0].tensors.items():
+            parts = [item.tensors[name] for item in items]
+            if _is_flat(name, first):
+                tensors[name] = torch.cat(parts)
+                fields[name] = MultiModalFieldConfig.flat_from_sizes(kind, torch.tensor(list(map(len, parts))))
+            else:
+                tensors[name] = torch.stack(parts)
+                fields[name] = MultiModalFieldConfig.batched(kind, keep_on_cpu="pixel" not in name)
     return {
         "type": "multimodal",
         "prompt_token_ids": list(ids),
         "cache_salt": salt,
         "mm_kwargs": MultiModalKwargsItems.from_hf_inputs(BatchFeature(tensors), fields),
-        "mm_hashes": {"image": names},
-        "mm_placeholders": {"image": [PlaceholderRange(at, count) for at, count in places]},
+        "mm_hashes": {kind: [item.name for item in items] for kind, items in kinds.items()},
+        "mm_placeholders": {
+            kind: [PlaceholderRange(item.offset, item.length) for item in items] for kind, items in kinds.items()
+        },
     }
 
 
@@ -100,16 +120,19 @@ def image_features(
     ids: Sequence[int], config: "PretrainedConfig", images: Sequence[ImageInputs], *, salt: str
 ) -> dict[str, object]:
     """The same for a server's route /inference/v1/generate: its `features`, written as vLLM 0.26 to 0.32 read them."""
-    tensors, names, places = _items(ids, config, images, salt)
-    parts = {name: tensor.unbind() for name, tensor in tensors.items()}
-    if GRID in tensors:
-        parts["pixel_values"] = tensors["pixel_values"].split(tensors[GRID].prod(-1).tolist())
-    items = [dict(zip(parts, item, strict=True)) for item in zip(*parts.values(), strict=True)]
+    kinds = _items(ids, config, images, salt).items()
     return {
-        "mm_hashes": {"image": names},
-        "mm_placeholders": {"image": [{"offset": at, "length": count} for at, count in places]},
-        "kwargs_data": {"image": [_packed(item) for item in items]},
+        "mm_hashes": {kind: [item.name for item in items] for kind, items in kinds},
+        "mm_placeholders": {
+            kind: [{"offset": item.offset, "length": item.length} for item in items] for kind, items in kinds
+        },
+        "kwargs_data": {kind: [_packed(item.tensors) for item in items] for kind, items in kinds},
     }
+
+
+def _is_flat(name: str, values: Tensor) -> bool:
+    """Whether a tensor of an item has rows, which are joined with those of other items: the patches of a grid."""
+    return name.startswith("pixel_values") and values.ndim == 2
 
 
 def _packed(item: Mapping[str, Tensor]) -> str:
@@ -117,7 +140,7 @@ def _packed(item: Mapping[str, Tensor]) -> str:
     packed = {}
     for name, values in item.items():
         field: tuple[str, dict[str, object]] = "batched", {"keep_on_cpu": "pixel" not in name}
-        if GRID in item and name == "pixel_values":
+        if _is_flat(name, values):
             field = "flat", {"slices": [(0, len(values), None)], "dim": 0, "keep_on_cpu": False}
         data = msgspec.msgpack.Ext(RAW_VIEW, values.contiguous().numpy().tobytes())
         packed[name] = {"data": (str(values.dtype).removeprefix("torch."), tuple(values.shape), data), "field": field}
@@ -126,18 +149,21 @@ def _packed(item: Mapping[str, Tensor]) -> str:
 
 def _items(
     ids: Sequence[int], config: "PretrainedConfig", images: Sequence[ImageInputs], salt: str
-) -> tuple[dict[str, Tensor], list[str], list[tuple[int, int]]]:
-    """What the model takes of all images; the name, and the first placeholder and their number, of each item."""
-    tensors = joined_images(images)
-    counts = num_features(config, tensors)
-    if GRID not in tensors:
-        tiles = tensors["pixel_values"]
-        seen = torch.ones(len(tiles), *tiles.shape[2:], dtype=torch.bool)
-        tensors = {"pixel_attention_mask": seen, **tensors, "num_patches": torch.ones(len(tiles), dtype=torch.int64)}
-    names = [
-        f"{salt}/{one.shas[number] if GRID in tensors else (*one.shas, number)}"
-        for one in images
-        for number in range(len(num_features(config, one.tensors)))
-    ]
-    starts = [int(places[0]) for places in image_places(config, torch.tensor(ids), images).split(counts)]
-    return tensors, names, list(zip(starts, counts, strict=True))
+) -> dict[str, list[Item]]:
+    """The items by vLLM's kind of them, in the order of the prompt."""
+    places, seen, items = image_places(config, torch.tensor(ids), images), 0, dict[str, list[Item]]()
+    for one in images:
+        counts, parts = num_features(config, one.tensors), {name: t.unbind() for name, t in one.tensors.items()}
+        if GRID in parts:
+            parts["pixel_values"] = one.tensors["pixel_values"].split(one.tensors[GRID].prod(-1).tolist())
+        for number, (name, length) in enumerate(zip(one.names(len(counts)), counts, strict=True)):
+            kind, tensors = "image", {key: values[number] for key, values in parts.items()}
+            if GRID not in tensors:
+                shown = torch.ones(tensors["pixel_values"].shape[1:], dtype=torch.bool)
+                tensors = {"pixel_attention_mask": shown, **tensors, "num_patches": torch.tensor(1)}
+            elif tensors[GRID][0] > 1:
+                kind, seconds = "video", torch.tensor(one.seconds, dtype=torch.float64)
+                tensors = {VIDEO[key]: values for key, values in tensors.items()} | {"second_per_grid_ts": seconds}
+            items.setdefault(kind, []).append(Item(f"{salt}/{name}", int(places[seen]), length, tensors))
+            seen += length
+    return items

@@ -2,10 +2,8 @@
 
 from typing import Any, ClassVar
 
-import torch
 from sglang.srt.multimodal.processors.base_processor import BaseMultimodalProcessor
 
-from rlsys.models.hf import auto_model
 from rlsys.rollout.hf_files import model_config
 from rlsys.rollout.sglang.given_images import read_image_record, request_images
 
@@ -19,9 +17,7 @@ class GivenImageProcessor(BaseMultimodalProcessor):
 
     def __init__(self, hf_config: object, server_args: Any, *args: object, **kwargs: object) -> None:
         super().__init__(hf_config, server_args, *args, **kwargs)
-        config = model_config(server_args.model_path)
-        with torch.device("meta"):
-            self._positions = auto_model(config).from_config(config)
+        self._config = model_config(server_args.model_path)
 
     async def process_mm_data_async(
         self, image_data: Any, input_text: object, request_obj: Any, *_: object, **__: object
@@ -29,4 +25,4 @@ class GivenImageProcessor(BaseMultimodalProcessor):
         if request_obj.input_ids is None or not str(image_data[0]).startswith("{"):
             raise ValueError("this server takes images that a training run has processed; start it without IMAGES=1")
         images, salt = read_image_record(image_data[0])
-        return request_images(request_obj.input_ids, self._positions, [images], salt=salt)
+        return request_images(request_obj.input_ids, self._config, images, salt=salt)
