@@ -23,7 +23,7 @@ def as_messages(prompt: str | Sequence[Message]) -> list[Message]:
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
 
 
-def with_parts(message: Message, part_of: Callable[[str], Mapping[str, Any]]) -> Message:
+def with_parts(message: Message, part_of: Callable[[str], Mapping[str, object]]) -> Message:
     """A message whose content is a list of parts, `part_of` each marker in its order; without any it stays text."""
     pieces = MARKERS.split(message["content"])
     if len(pieces) == 1:

@@ -115,8 +115,8 @@ def read_prompt_row(values: Mapping[str, Any], config: PromptsConfig, *, source:
 
 
 def take_images(
-    values: Mapping[str, Any], prompt_key: str, columns: Mapping[str, str]
-) -> tuple[dict[str, Any], tuple[Any, ...]]:
+    values: Mapping[str, object], prompt_key: str, columns: Mapping[str, str]
+) -> tuple[dict[str, object], tuple[object, ...]]:
     """The row without its images and videos, and these in the order of the prompt, in whose text each is a marker.
 
     They are those of the `columns` of each marker and of the content parts of messages. ValueError unless there is a
@@ -138,15 +138,15 @@ def take_images(
             fix = f"put {marker} where each {kind} stands"
             raise ValueError(f"column {name!r} has {len(given[marker])} {kind}s {there}: {fix}")
     left = {marker: iter(held) for marker, held in given.items()}
-    found = [(marker, next(left[marker]) if one is None or one is ... else one) for marker, one in inline]
-    return rest, tuple(as_video(value) if marker == "<video>" else value for marker, value in found)
+    whole = [(marker, next(left[marker]) if one is None or one is ... else one) for marker, one in inline]
+    return rest, tuple(as_video(value) if marker == "<video>" else value for marker, value in whole)
 
 
-def _listed(column: Any) -> list[Any]:
+def _listed(column: object) -> list[object]:
     return [] if column is None else list(column) if isinstance(column, list | tuple) else [column]
 
 
-def _text_of(content: Any, inline: list[tuple[str, Any]]) -> Any:
+def _text_of(content: Any, inline: list[tuple[str, object]]) -> Any:
     """A message's content as text. For each marker in it `inline` gets the marker and the image or video, or for one of
     a column None where the text has the marker, `...` where it is a content part."""
     if isinstance(content, list | tuple) and all(isinstance(part, Mapping) for part in content):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,8 +24,8 @@ FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,flv"
 
 VIDEO_PARTS = {"video": "video", "video_url": "video_url"}
 """Types of content parts that are videos, and the key of the video in each."""
-SETTINGS = {"fps": 2.0, "sample_fps": None, "nframes": None, "min_frames": 4, "max_frames": MAX_FRAMES}
-"""What a row may set of a video, and the defaults: those of qwen-vl-utils."""
+SETTINGS = {"fps": 2.0, "sample_fps": 0.0, "nframes": 0, "min_frames": 4, "max_frames": MAX_FRAMES}
+"""What a row may set of a video, and the defaults: those of qwen-vl-utils. 0 is not set."""
 
 
 @dataclass(frozen=True)
@@ -48,30 +48,31 @@ def is_video(value: object) -> bool:
     return isinstance(value, Mapping) and "video" in value
 
 
-def as_video(value: object) -> Mapping[str, Any]:
+def as_video(value: object) -> Mapping[str, object]:
     """A video of a column, or a content part, as verl's {"video": ..., "fps": ...}."""
     if not isinstance(value, Mapping) or value.keys().isdisjoint(VIDEO_PARTS):
         return {"video": value}
     return {"video" if name == "video_url" else name: part for name, part in value.items() if name != "type"}
 
 
-def load_video(value: Mapping[str, Any], *, root: str | Path | None = None) -> Video:
+def load_video(value: Mapping[str, object], *, root: str | Path | None = None) -> Video:
     """The video of a mapping that `as_video` returns, with paths from `root`. Raises ImageError.
 
     All frames of a list are taken, `sample_fps` or `fps` of them a second; of a file `nframes`, or `fps` a second but
     at least `min_frames` and at most `max_frames`.
     """
-    own = {name: setting for name, setting in value.items() if name != "video" and setting is not None}
-    for name, number in own.items():
+    settings, source = {**SETTINGS}, value["video"]
+    for name, number in value.items():
+        if name == "video" or number is None:
+            continue
         if name not in SETTINGS:
             raise ImageError(f"{name!r} of a video is not read, only {', '.join(SETTINGS)}")
         if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < math.inf:
             raise ImageError(f"its {name} must be a number above 0, this is {number!r}")
-    source = value["video"]
+        settings[name] = number
     if isinstance(source, list | tuple):
-        fps = own.get("sample_fps") or own.get("fps") or SETTINGS["fps"]
-        return _of_frames(source, float(fps), root)
-    return _decoded(file_bytes(unwrapped(source), root, max_bytes=MAX_VIDEO_BYTES), {**SETTINGS, **own})
+        return _of_frames(source, settings["sample_fps"] or settings["fps"], root)
+    return _decoded(file_bytes(unwrapped(source), root, max_bytes=MAX_VIDEO_BYTES), settings)
 
 
 def _of_frames(values: Sequence[object], fps: float, root: str | Path | None) -> Video:
@@ -93,14 +94,14 @@ def _check_frames(count: int, width: int = 1, height: int = 1) -> None:
         raise ImageError(f"the {count} frames of {width} x {height} have more than {MAX_VIDEO_PIXELS} pixels")
 
 
-def _decoded(data: bytes, settings: Mapping[str, Any]) -> Video:
+def _decoded(data: bytes, settings: Mapping[str, float]) -> Video:
     """Frames of a file at equal distances, an even number of them."""
     fix = "video files need PyAV: pip install -e '.[video]', or write each video as a list of frames"
     with raised_as(ConfigError, fix, ImportError):
         import av
     with (
         raised_as(ImageError, "the video cannot be decoded"),
-        av.open(io.BytesIO(data), options={"format_whitelist": FORMATS}) as file,
+        av.open(io.BytesIO(data), mode="r", options={"format_whitelist": FORMATS}) as file,
     ):
         stream = file.streams.video[0]
         total, rate = sum(packet.size > 0 for packet in file.demux(stream)), float(stream.average_rate or 0)
