@@ -41,7 +41,7 @@ PRESETS = {
 APART = {
     "other hardware": r"npu|ascend|rocm|amd",
     "other engines": r"veomni|automodel|torchtitan|fsdp_turbo|mindspeed|mlite|megatron_lite|trtllm",
-    "audio or video": r"data\.(video|audio)_key|omni|minicpmo",
+    "audio": r"data\.audio_key|omni|minicpmo",
 }
 IMAGES = r"data\.image_key|[-_](vl|VL)[-_]|vlm|Vision|limit_images|geo3k"
 KINDS = {

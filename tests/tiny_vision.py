@@ -18,8 +18,9 @@ from rlsys.models.vision import joined_images
 from rlsys.protocol import IMAGES, DataProto, ImageInputs, object_array
 from tests.start_tokenizer import build_tokenizer
 
-IMAGE, START, END, TWIN = 50, 51, 52, 49
-"""TWIN is embedded as IMAGE: what an image token is that the model drew."""
+IMAGE, START, END, VIDEO = 50, 51, 52, 53
+TWINS = {IMAGE: 49, VIDEO: 48}
+"""Tokens that are embedded as these: what an image or video token is that the model drew."""
 ROPE = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10000.0}
 TEXT: dict[str, Any] = {
     "vocab_size": 64,
@@ -33,7 +34,7 @@ TEXT: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-IDS = {"image_token_id": IMAGE, "video_token_id": 53, "vision_start_token_id": START, "vision_end_token_id": END}
+IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
 GRID_TOWER: dict[str, Any] = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4}
 TILE_TOWER = {
     "hidden_size": 16,
@@ -94,7 +95,7 @@ def wide(config: dict[str, Any], *, head_dim: int = 32) -> dict[str, Any]:
 MODELS = {"qwen2_5_vl": QWEN25, "qwen3_vl": QWEN3, "smolvlm": SMOL, "idefics3": IDEFICS3}
 
 
-def random_images(config: dict[str, Any], sizes: Sequence[tuple[int, int]], *, seed: int = 0) -> ImageInputs:
+def random_images(config: dict[str, Any], sizes: Sequence[tuple[int, ...]], *, seed: int = 0) -> ImageInputs:
     """One processor call's images: of grids (height, width) in patches, or each of height x width tiles."""
     draw = torch.Generator().manual_seed(seed)
     if "image_size" not in config["vision_config"]:
@@ -111,21 +112,36 @@ def random_images(config: dict[str, Any], sizes: Sequence[tuple[int, int]], *, s
     return ImageInputs(shas, (torch.zeros(1, dtype=torch.uint8).numpy(),) * len(sizes), tensors)
 
 
-def image_ids(config: dict[str, Any], size: tuple[int, int]) -> list[int]:
-    """The tokens that stand for an image: a quarter of its patches, or four for each tile."""
+def random_video(config: dict[str, Any], size: Sequence[int], *, seed: int = 0, seconds: float = 0.5) -> ImageInputs:
+    """A video of this size (steps in time, height, width) in patches, as the model takes it."""
+    video = random_images(config, [(size[0] * size[1], size[2])], seed=seed)
+    grids = [[1, *size[1:]]] * size[0] if config["model_type"] == "qwen3_vl" else [[*size]]
+    tensors = {**video.tensors, "image_grid_thw": torch.tensor(grids)}
+    return ImageInputs((f"video {seed} {size}",), video.pictures, tensors, seconds)
+
+
+def image_ids(config: dict[str, Any], size: Sequence[int]) -> list[int]:
+    """The tokens that stand for an image: a quarter of its patches, or four for each tile; or for a video."""
     grids = "image_size" not in config["vision_config"]
+    if len(size) == 3:
+        tokens = [VIDEO] * (size[1] * size[2] // 4)
+        return (
+            [7, START, *tokens, END] * size[0] if "qwen3" in config["model_type"] else [START, *tokens * size[0], END]
+        )
     return [START, *[IMAGE] * (size[0] * size[1] // 4 if grids else size[0] * size[1] * 4), END]
 
 
-SIZES: list[list[tuple[int, int]]] = [[(4, 6)], [], [(2, 4), (4, 2)], [(6, 4)]]
+SIZES: list[list[tuple[int, ...]]] = [[(4, 6)], [], [(2, 4), (4, 2)], [(6, 4)]]
+VIDEOS: list[list[tuple[int, ...]]] = [[(2, 4, 6)], [(4, 6)], [(2, 4), (2, 6, 2), (4, 2)], [(1, 2, 2), (2, 2, 6)], []]
+"""With steps in time: those after which transformers places text as all others do."""
 
 
-def vision_rows(config: dict[str, Any], sizes: Sequence[Sequence[tuple[int, int]]] = SIZES) -> DataProto:
-    """Rows whose prompts have images of these sizes with text around them, and responses of different lengths."""
+def vision_rows(config: dict[str, Any], sizes: Sequence[Sequence[tuple[int, ...]]] = SIZES) -> DataProto:
+    """Rows whose prompts have images or videos of these sizes with text around them, and responses of some lengths."""
     draw = torch.Generator().manual_seed(1)
 
     def text(count: int) -> list[int]:
-        return torch.randint(3, TWIN, (count,), generator=draw).tolist()
+        return torch.randint(3, min(TWINS.values()), (count,), generator=draw).tolist()
 
     if "image_size" in config["vision_config"]:
         sizes = [[(1, height // 2) for height, _ in row] for row in sizes]
@@ -151,18 +167,27 @@ def vision_rows(config: dict[str, Any], sizes: Sequence[Sequence[tuple[int, int]
         "position_ids": (mask.cumsum(1) - 1).clamp(min=0) * mask,
         "response_mask": mask[:, width:],
     }
-    images = [(random_images(config, row, seed=n),) if row else () for n, row in enumerate(sizes)]
+    images = [
+        tuple(
+            random_video(config, size, seed=n) if len(size) == 3 else random_images(config, [size], seed=n)
+            for size in row
+        )
+        if any(len(size) == 3 for size in row)
+        else (random_images(config, row, seed=n),) * bool(row)
+        for n, row in enumerate(sizes)
+    ]
     return DataProto.from_dict(tensors, {IMAGES: object_array(images)})
 
 
 def random_model(config: dict[str, Any], *, seed: int = 1, has_twin: bool = False) -> Any:
-    """transformers' model, with the weights of an engine of this seed but for TWIN, if it `has_twin`."""
+    """transformers' model, with the weights of an engine of this seed but for TWINS, if it `has_twin`."""
     settings = AutoConfig.for_model(**config)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = auto_model(settings).from_config(settings).eval()
     embedding = model.get_input_embeddings().weight.data
-    embedding[TWIN] = embedding[IMAGE if has_twin else TWIN]
+    for token, twin in TWINS.items():
+        embedding[twin] = embedding[token if has_twin else twin]
     return model
 
 
@@ -172,11 +197,17 @@ def reference(model: Any, rows: DataProto) -> torch.Tensor:
     scores = torch.zeros(rows.tensors["responses"].shape, dtype=model.dtype)
     columns = (rows.tensors["input_ids"], rows.tensors["attention_mask"].bool(), rows.non_tensor_batch[IMAGES])
     for row, (ids, mask, images) in enumerate(zip(*columns, strict=True)):
-        own, given, count = ids[mask], joined_images(images), int(rows.tensors["response_mask"][row].sum())
-        drawn = torch.arange(len(own)) >= len(own) - count
-        read = own.where(~drawn | (own != IMAGE), TWIN)
-        if "image_grid_thw" in given:
-            given["mm_token_type_ids"] = (read == IMAGE).long()[None]
+        own, count = ids[mask], int(rows.tensors["response_mask"][row].sum())
+        given, read = joined_images([one for one in images if not one.seconds]), own.clone()
+        for token, twin in TWINS.items():
+            read[len(own) - count :][own[len(own) - count :] == token] = twin
+        if videos := [one for one in images if one.seconds]:
+            grids = [one.tensors["image_grid_thw"] for one in videos]
+            given["pixel_values_videos"] = torch.cat([one.tensors["pixel_values"] for one in videos])
+            given["video_grid_thw"] = torch.stack([torch.cat([grid[:, 0].sum()[None], grid[0, 1:]]) for grid in grids])
+            given["second_per_grid_ts"] = torch.tensor([one.seconds for one in videos])
+        if "image_grid_thw" in given or videos:
+            given["mm_token_type_ids"] = ((read == IMAGE) + 2 * (read == VIDEO)).long()[None]
         elif images:
             given["pixel_values"] = given["pixel_values"][None]
         log_probs = model(input_ids=read[None], **given).logits[0].log_softmax(-1)
@@ -186,8 +217,8 @@ def reference(model: Any, rows: DataProto) -> torch.Tensor:
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
-    "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}"
-    "{% endfor %}{% endif %}\n{% endfor %}"
+    "{% if part.type == 'text' %}{{ part.text }}{% else %}<|vision_start|><|{{ part.type }}_pad|><|vision_end|>"
+    "{% endif %}{% endfor %}{% endif %}\n{% endfor %}"
 )
 """What a chat template of a vision-language model does with content parts, for grids."""
 

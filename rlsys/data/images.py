@@ -110,7 +110,7 @@ def _bytes_of_text(text: str, root: str | Path | None, max_bytes: int) -> bytes:
         return _base64_bytes(unquote(data)) if head.endswith(";base64") else unquote_to_bytes(data)
     name = unquote(text.removeprefix("file://")) if text.startswith("file://") else text
     if "://" in name:
-        raise ImageError(f"{name[:200]}: nothing is fetched; store the bytes, or the path of a local file")
+        raise ImageError(f"{name[:200]}: it is not fetched; store the bytes, or the path of a local file")
     path = os.path.join(root or "", name)
     if os.path.isfile(path):
         if os.path.getsize(path) > max_bytes:

@@ -24,7 +24,7 @@ FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,flv"
 
 VIDEO_PARTS = {"video": "video", "video_url": "video_url"}
 """Types of content parts that are videos, and the key of the video in each."""
-SETTINGS = {"fps": 2.0, "sample_fps": 0.0, "nframes": 0, "min_frames": 4, "max_frames": MAX_FRAMES}
+SETTINGS: Mapping[str, float] = {"fps": 2.0, "sample_fps": 0.0, "nframes": 0, "min_frames": 4, "max_frames": MAX_FRAMES}
 """What a row may set of a video, and the defaults: those of qwen-vl-utils. 0 is not set."""
 
 
@@ -61,7 +61,7 @@ def load_video(value: Mapping[str, object], *, root: str | Path | None = None) -
     All frames of a list are taken, `sample_fps` or `fps` of them a second; of a file `nframes`, or `fps` a second but
     at least `min_frames` and at most `max_frames`.
     """
-    settings, source = {**SETTINGS}, value["video"]
+    settings, source = dict[str, float](SETTINGS), value["video"]
     for name, number in value.items():
         if name == "video" or number is None:
             continue

@@ -18,7 +18,7 @@ from rlsys.rollout.batch import generate_sequences
 from rlsys.rollout.hf.engine import HFRollout
 from rlsys.types import ModelRequest, SamplingParams
 from tests.contracts.rollout_engine import Driver
-from tests.tiny_vision import MODELS, random_model, reference, vision_rows, wide
+from tests.tiny_vision import MODELS, SIZES, VIDEOS, random_model, reference, vision_rows, wide
 
 META = {"response_length": 6, "pad_token_id": 0, "temperature": 1.0, "ignore_eos": True, "seed": 3}
 LIMIT = 1e-4
@@ -42,7 +42,8 @@ class Bench:
 
     def check(self, seed: int) -> None:
         """The engine draws and scores as the model of this seed does."""
-        model, rows = random_model(self.config, seed=seed, has_twin=True), vision_rows(self.config).repeat(2)
+        sizes = SIZES if "image_size" in self.config["vision_config"] else [*SIZES, *VIDEOS]
+        model, rows = random_model(self.config, seed=seed, has_twin=True), vision_rows(self.config, sizes).repeat(2)
         answers = self.drawn(rows)
         expected = reference(model, answers)
         torch.testing.assert_close(answers.tensors["rollout_log_probs"], expected, rtol=0, atol=LIMIT)

@@ -269,7 +269,7 @@ FOREIGN = [
     bad(f"{R}.engine_kwargs.vllm.speculative_config={{method: mtp}}", "speculative_config", "one at a time"),
     bad(f"{R}.quantization=torchao", f"{R}.quantization", "fp8"),
     bad(f"{R}.quantization_config_file=a.json", "quantization_config_file", "no other format"),
-    bad("data.video_key=clips", "data.video_key", "trains on text and images"),
+    bad("data.audio_key=clips", "data.audio_key", "trains on text, images and videos"),
     bad(f"{A}.optim.num_cycles=1", "num_cycles", "falls once"),
     bad("distillation.enabled=true", "there is no teacher", "teacher_models.teacher_model.model_path=<model>"),
     bad("distillation.distillation_loss.loss_mode=k1", "gradient ignores the teacher", "use_policy_gradient=true"),

@@ -44,7 +44,7 @@ def test_the_share_of_accepted_commands_is_printed_with_the_reasons(tmp_path: Pa
     assert share == "3 of 4 commands are accepted (75%)"
     assert kinds == "by kind: FSDP 1 of 2, images 1 of 1, SFT 1 of 1"
     assert reasons[0].startswith("    1 trainer.total_epoch (command line): no such key")
-    assert apart == "not counted: 1 audio or video"
+    assert apart == "not counted: 1 audio"
 
 
 @pytest.fixture

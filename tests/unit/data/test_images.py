@@ -64,7 +64,7 @@ BAD_IMAGES: dict[str, tuple[Any, str]] = {
     "a file without bytes": ("empty.png", "no bytes"),
     "a file that is too large": ("large.png", f"more than {MAX_IMAGE_BYTES}"),
     "a pipe": ("pipe", "not a file"),
-    "an http URL": ("http://example.com/a.png", "nothing is fetched; store the bytes"),
+    "an http URL": ("http://example.com/a.png", "it is not fetched; store the bytes"),
     "an https URL in a part": ({"type": "image_url", "image_url": {"url": "https://a.b/c"}}, "not fetched"),
     "an s3 URL": ({"path": "s3://bucket/a.png"}, "not fetched"),
     "too many bytes": (b"\0" * (MAX_IMAGE_BYTES + 1), f"more than {MAX_IMAGE_BYTES}"),

@@ -16,7 +16,7 @@ from rlsys.rollout.vllm.given_images import image_features
 from rlsys.types import ModelRequest, SamplingParams
 from tests.servers import RuleBrain, Server
 from tests.timing import scaled_s
-from tests.tiny_vision import IMAGE, MODELS, vision_rows
+from tests.tiny_vision import IMAGE, MODELS, image_ids, random_images, random_video, vision_rows
 
 
 def row_of(family: str) -> tuple[list[int], tuple]:
@@ -58,9 +58,22 @@ def test_features_of_tiles_are_items_of_their_own() -> None:
 
 def test_a_record_for_sglang_is_read_as_it_was_written() -> None:
     _, images = row_of("qwen2_5_vl")
+    images = [*images, random_video(MODELS["qwen2_5_vl"], (3, 4, 2), seconds=0.1)]
     read, salt = read_image_record(image_record(images, salt="7"))
-    assert (salt, read.shas) == ("7", tuple(sha for one in images for sha in one.shas))
-    assert all(torch.equal(read.tensors[name], tensor) for name, tensor in joined_images(images).items())
+    assert (salt, read, [one.seconds for one in read]) == ("7", images, [0.0, 0.1])
+    assert all(torch.equal(joined_images(read)[name], tensor) for name, tensor in joined_images(images).items())
+
+
+def test_features_of_a_video_are_one_item_with_the_time_of_its_steps() -> None:
+    config, video = MODELS["qwen2_5_vl"], random_video(MODELS["qwen2_5_vl"], (3, 4, 2), seconds=0.1)
+    still = random_images(config, [(2, 4)])
+    ids = [7, *image_ids(config, (3, 4, 2)), 7, *image_ids(config, (2, 4))]
+    features = image_features(ids, AutoConfig.for_model(**config), [video, still], salt="7")
+    (item,) = (unpacked(text) for text in features["kwargs_data"]["video"])
+    assert features["mm_placeholders"]["video"] == [{"offset": 2, "length": 6}]
+    assert features["mm_placeholders"]["image"] == [{"offset": 11, "length": 2}]
+    assert (item["video_grid_thw"].tolist(), item["second_per_grid_ts"].item()) == ([3, 4, 2], 0.1)
+    assert torch.equal(item["pixel_values_videos"], video.tensors["pixel_values"])
 
 
 def test_a_server_that_may_normalise_pixels_again_gets_none() -> None:

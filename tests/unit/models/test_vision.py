@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers import AutoConfig
 
 from rlsys.config.schema.model import ModelConfig, OptimConfig, ShardConfig
 from rlsys.engines.fsdp.engine import FSDPEngine
@@ -16,7 +17,19 @@ from rlsys.models.vision import pack_images
 from rlsys.protocol import IMAGES, DataProto
 from tests.engine_gradients import gradients
 from tests.ranks import run_ranks
-from tests.tiny_vision import IMAGE, MODELS, QWEN3, random_model, reference, vision_rows
+from tests.tiny_vision import (
+    IMAGE,
+    MODELS,
+    QWEN3,
+    QWEN25,
+    SIZES,
+    VIDEO,
+    VIDEOS,
+    random_model,
+    random_video,
+    reference,
+    vision_rows,
+)
 from tests.unit.engines.common import nll, same, whole
 
 
@@ -33,9 +46,15 @@ def some(*families: str) -> list[Any]:
     return [pytest.param(one, marks=[] if one in families else [pytest.mark.slow]) for one in MODELS]
 
 
-@pytest.mark.parametrize("family", some("qwen3_vl", "smolvlm"))
-def test_packed_rows_have_the_log_probs_of_transformers_own_forward(family: str) -> None:
-    rows = vision_rows(MODELS[family]).repeat(2)
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        *(("qwen3_vl", VIDEOS), ("qwen2_5_vl", VIDEOS), ("smolvlm", SIZES)),
+        *(pytest.param(one, SIZES, marks=pytest.mark.slow) for one in MODELS),
+    ],
+)
+def test_packed_rows_have_the_log_probs_of_transformers_own_forward(family: str, sizes: Any) -> None:
+    rows = vision_rows(MODELS[family], sizes).repeat(2)
     expected = reference(random_model(MODELS[family]).double(), rows)
     for packed in (True, False):
         (scores,) = run_ranks(1, scored, MODELS[family], rows, packed)
@@ -48,7 +67,7 @@ def scored(config: dict[str, Any], rows: DataProto, packed: bool) -> Tensor:
 
 def grads(config: dict[str, Any], rows: int, sp_size: int = 1, **options: Any) -> dict[str, Tensor]:
     engine = engine_of(config, rows, sp_size=sp_size, **options)
-    batch = vision_rows(config).repeat(2)
+    batch = vision_rows(config, SIZES if "image_size" in config["vision_config"] else VIDEOS).repeat(2)
     share = len(batch) // engine.dp_size
     batch = batch[engine.dp_rank * share : (engine.dp_rank + 1) * share]
     engine.forward_backward(batch, nll)
@@ -125,16 +144,27 @@ def test_features_of_packed_grids_stand_where_each_row_alone_has_them(grids: Any
         ids[mask] for ids, mask in zip(rows.tensors["input_ids"], rows.tensors["attention_mask"] == 1, strict=True)
     ]
     images, lengths = rows.non_tensor_batch[IMAGES].tolist(), list(map(len, tokens))
-    packed, positions = pack_images(model, torch.cat(tokens), lengths, images)
-    twice, _ = pack_images(model, torch.cat([*tokens, *tokens]), [*lengths, *lengths], [*images, *images])
+    packed, positions = pack_images(model.config, torch.cat(tokens), lengths, images)
+    twice, _ = pack_images(model.config, torch.cat([*tokens, *tokens]), [*lengths, *lengths], [*images, *images])
     for name, tensor in packed.tensors.items():  # encoded once
         torch.testing.assert_close(twice.tensors[name], tensor)
     torch.testing.assert_close(twice.numbers, packed.numbers.repeat(2))
     first = 0
     for ids, own, length in zip(tokens, images, lengths, strict=True):
-        alone, its_positions = pack_images(model, ids, [length], [own])
+        alone, its_positions = pack_images(model.config, ids, [length], [own])
         here = (packed.places >= first) & (packed.places < first + length)
         torch.testing.assert_close(packed.places[here] - first, alone.places)
         torch.testing.assert_close(positions[:, first : first + length], its_positions)
         assert (ids[alone.places] == IMAGE).all()
         first += length
+
+
+def test_text_behind_a_video_continues_from_its_largest_position() -> None:
+    """Three steps of 2 x 1 features, 3 positions apart; whole positions are taken of 8/7."""
+    config = AutoConfig.for_model(**QWEN25)
+    ids = torch.tensor([5, *[VIDEO] * 6, 5, 5])
+    packed, positions = pack_images(config, ids, [9], [(random_video(QWEN25, (3, 4, 2), seconds=0.75),)])
+    assert packed.places.tolist() == [1, 2, 3, 4, 5, 6]
+    assert positions.tolist() == [[0, 1, 1, 4, 4, 7, 7, 8, 9], [0, 1, 2, 1, 2, 1, 2, 8, 9], [0, 1, 1, 1, 1, 1, 1, 8, 9]]
+    fine = pack_images(config, ids, [9], [(random_video(QWEN25, (3, 4, 2), seconds=2 / 7),)])[1]
+    assert fine[0].tolist() == [0, 1, 1, 2, 2, 3, 3, 4, 5]

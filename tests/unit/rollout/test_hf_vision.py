@@ -10,7 +10,7 @@ from rlsys.protocol import IMAGES, DataProto
 from rlsys.rollout.batch import generate_sequences
 from rlsys.rollout.hf.engine import HFRollout
 from rlsys.types import ModelRequest, SamplingParams
-from tests.tiny_vision import MODELS, random_model, reference, vision_rows
+from tests.tiny_vision import MODELS, SIZES, VIDEOS, random_model, reference, vision_rows
 
 META = {"response_length": 6, "pad_token_id": 0, "temperature": 1.0, "ignore_eos": True, "seed": 3}
 
@@ -18,7 +18,7 @@ META = {"response_length": 6, "pad_token_id": 0, "temperature": 1.0, "ignore_eos
 def completed(family: str, **config: Any) -> tuple[Any, DataProto, DataProto]:
     """The engine and the answers to the prompts of `vision_rows`, twice each."""
     engine = HFRollout(random_model(MODELS[family], has_twin=True), GenerationConfig(**config))
-    rows = vision_rows(MODELS[family]).repeat(2)
+    rows = vision_rows(MODELS[family], VIDEOS if family.startswith("qwen") else SIZES).repeat(2)
     prompts = rows.select(["prompts", "attention_mask"], [IMAGES])
     prompts.meta_info = dict(META)
     answers = generate_sequences(engine, prompts)
@@ -53,7 +53,7 @@ def test_a_request_that_continues_draws_what_the_whole_one_would() -> None:
 
 def test_equal_prompts_with_different_images_are_read_apart() -> None:
     engine, rows, _ = completed("qwen2_5_vl")
-    prompt, image = rows.tensors["prompts"][0], rows.non_tensor_batch[IMAGES][0]
+    prompt, image = rows.tensors["prompts"][1], rows.non_tensor_batch[IMAGES][1]
     other = vision_rows(MODELS["qwen2_5_vl"], [[], [(4, 6)]]).non_tensor_batch[IMAGES][1]
     ids, params = tuple(prompt[prompt > 0].tolist()), SamplingParams(1, seed=5)
     first, second = engine.generate([ModelRequest(ids, params, images=images) for images in (image, other)])
