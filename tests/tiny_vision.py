@@ -243,8 +243,8 @@ def write_model(folder: Path, config: dict[str, Any] = QWEN25) -> Path:
     return folder
 
 
-def write_rows(file: Path, count: int = 8) -> Path:
-    """Questions about one or two pictures of random pixels, as a parquet file; every fourth has none."""
+def write_rows(file: Path, count: int = 8, *, videos: bool = False) -> Path:
+    """Questions about one to three pictures of random pixels, as a parquet file; every fourth has none, or a video."""
     draw = np.random.default_rng(0)
 
     def picture(width: int) -> dict[str, Any]:
@@ -252,9 +252,11 @@ def write_rows(file: Path, count: int = 8) -> Path:
         Image.fromarray(draw.integers(0, 256, (16, width, 3), dtype=np.uint8)).save(data, "PNG")
         return {"bytes": data.getvalue(), "path": None}
 
+    texts = ["<video> " * videos, "<image> ", "<image> <image> ", "<image> <image> <image> "]
     rows = [
         {
-            "prompt": [{"role": "user", "content": "<image> " * (number % 4) + f"{number}+1="}],
+            "prompt": [{"role": "user", "content": texts[number % 4] + f"{number}+1="}],
+            "videos": [{"video": [picture(16)] * 3, "fps": 1.5}] * (videos and number % 4 == 0),
             "images": [picture(16 + 8 * (number % 2)) for _ in range(number % 4)],
             "data_source": "toy",
             "reward_model": {"style": "rule", "ground_truth": str(number)},

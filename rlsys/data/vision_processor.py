@@ -124,7 +124,7 @@ class VisionProcessor:
         wanted = [self.video_token if isinstance(one, Video) else self.image_token for one in pictures]
         if pieces[1::2] != wanted:
             there = f"{len(pieces) // 2} placeholders {' or '.join(tokens)} in the rendered prompt"
-            raise ValueError(f"{there}, not the {len(pictures)} of the images and videos in their order")
+            raise ValueError(f"{there}, not {len(pictures)} in the order of the images and videos")
         made = [
             part
             for is_video, some in groupby(pictures, lambda one: isinstance(one, Video))

@@ -19,10 +19,12 @@ NEEDS_VLLM, NEEDS_SGLANG = (
 )
 
 
-def arguments(place: Path, *more: str, config: dict[str, Any] = MODELS["qwen2_5_vl"]) -> list[str]:
+def arguments(
+    place: Path, *more: str, config: dict[str, Any] = MODELS["qwen2_5_vl"], videos: bool = False
+) -> list[str]:
     """Arguments of a run of two steps in `place`/out."""
     (place / "grader.py").write_text(GRADER)
-    rows = write_rows(place / "rows.parquet")
+    rows = write_rows(place / "rows.parquet", videos=videos)
     return [
         f"actor_rollout_ref.model.path={write_model(place / 'model', config)}",
         f"data.train_files={rows}",
@@ -49,8 +51,8 @@ def metrics_of(place: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (place / "out" / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_on_images_validates_and_leaves_a_model_with_its_processor(tmp_path: Path) -> None:
-    assert main(arguments(tmp_path, "trainer.backend=local")) == 0
+def test_a_run_on_images_and_videos_validates_and_leaves_a_model_with_its_processor(tmp_path: Path) -> None:
+    assert main(arguments(tmp_path, "trainer.backend=local", videos=True)) == 0
     lines = metrics_of(tmp_path)
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert max(line["parity/max_abs"] for line in lines) < 1e-4
@@ -108,6 +110,7 @@ def test_episodes_on_images_have_the_log_probs_of_the_trainer(tmp_path: Path) ->
             "actor_rollout_ref.rollout.servers.lora_name = actor: servers may apply adapters to the language model",
         ),
         (["algorithm.adv_estimator=gae"], "algorithm.adv_estimator=grpo"),
+        (["actor_rollout_ref.rollout.workflow=MultiTurnWorkflow"], "row 0: workflows take no videos"),
         (["data.mm_processor_kwargs={max_pixel: 4}"], "max_pixel is not among"),
     ],
 )
@@ -115,7 +118,7 @@ def test_what_takes_no_images_is_refused_before_a_worker_starts(
     tmp_path: Path, settings: list[str], why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:
-        code: object = main(arguments(tmp_path, "trainer.backend=local", *settings))
+        code: object = main(arguments(tmp_path, "trainer.backend=local", *settings, videos=True))
     except SystemExit as end:
         code = end.code
     assert code in (1, 2)
