@@ -53,7 +53,7 @@ def read_image_record(text: str) -> tuple[list[ImageInputs], str]:
 def request_images(ids: Sequence[int], config: Any, images: Sequence[ImageInputs], *, salt: str) -> object:
     """The `image_data` of a request; what SGLang computed of an image serves requests of the same `salt` only.
 
-    SGLang's images may have steps in time, so videos are images to it.
+    A video is an item of as many images as it has steps in time: in one grid SGLang's encoder would mix them.
     """
     from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalProcessorOutput
 
@@ -66,7 +66,7 @@ def request_images(ids: Sequence[int], config: Any, images: Sequence[ImageInputs
     for name, pixels, grid, places in zip(names, parts, grids, packed.places.split(counts), strict=True):
         item = MultimodalDataItem(modality=Modality.IMAGE, feature=pixels, offsets=[(int(places[0]), int(places[-1]))])
         item.hash = int.from_bytes(hashlib.sha256(f"{salt}/{name}".encode()).digest()[:7], "big")
-        item.set("image_grid_thw", grid[None])
+        item.set("image_grid_thw", torch.tensor([[1, *grid.tolist()[1:]]] * int(grid[0])))
         items.append(item)
     shift = positions.max() + 1 - len(ids)
     return MultimodalProcessorOutput(
