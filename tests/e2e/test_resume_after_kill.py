@@ -153,7 +153,7 @@ def test_killed_while_batches_are_made_again_for_dynamic_sampling(runs: Runs) ->
 def test_killed_while_a_thread_writes_the_checkpoint_of_the_step_before(runs: Runs) -> None:
     """What is written beside the next step is what a run without async_save writes; a kill leaves the one before."""
     overrides = ("actor_rollout_ref.actor.checkpoint.async_save=true",)
-    thread = "rlsys.engines.checkpoint:Saving._write"
+    thread = "rlsys.engines.checkpoint:Saving._run"
     first = [Patches(Kill(BEGIN_SAVE, when="after")), Patches(Kill(thread)), Patches(Kill(thread, when="after"))]
     later = [Kill(FINISH_SAVE), Kill(ENGINE_COMMIT), Kill(FINISH_SAVE, when="after"), Kill(COMMIT, when="after")]
     saved = Patches(Kill(POINTER, when="after"))

@@ -98,7 +98,8 @@ def test_checksums_on_a_gpu_are_those_on_a_cpu(seed: int) -> None:
     plain[0][0].add_(1)
     assert again()[0] != on_cpu[0]
     assert again()[1:] == on_cpu[1:]
-    floats = [box for box in plain if box[0].dtype == torch.float32 and box[0].numel()]
+    own = torch.contiguous_format
+    floats = [(v.clone(memory_format=own), *at) for v, *at in plain if v.dtype == torch.float32 and v.numel()]
     floats[0][0][(0,) * floats[0][0].ndim] = torch.nan
     for dtype in (torch.bfloat16, torch.float16):
         cast = prepared_checksums(floats, [dtype] * len(floats))

@@ -4,8 +4,6 @@ keys, a gated GELU, scaled embeddings, and windows with a rotary base of their o
 from dataclasses import replace
 from functools import partial
 
-import torch.nn.functional as F
-
 from rlsys.models.megatron.blocks import ATTENTION, GATED_MLP, ONLY, QK_NORM, Settings, attention_settings, rope_args
 from rlsys.models.megatron.family import Family
 from rlsys.models.megatron.rules import Rule, whole
@@ -20,6 +18,8 @@ POST_NORMS = (
 
 def settings(hf_config: HFConfig) -> Settings:
     """Keyword arguments of Megatron's transformer configuration."""
+    from torch.nn import functional as F  # the planner reads this table without torch
+
     return {
         **attention_settings(hf_config),
         "qk_layernorm": True,
