@@ -22,7 +22,6 @@ from rlsys.models.megatron.blocks import (
 )
 from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
 from rlsys.models.megatron.rules import Dims, Rule, ShardFn, ShardIndex, extents, padded_rows, whole
-from rlsys.models.vision import has_images
 from rlsys.types import Box, HFConfig, Shard
 from rlsys.utils.errors import ConfigError
 
@@ -258,6 +257,8 @@ def family_of(hf_config: HFConfig) -> Family:
 def decoder_family(config: "PretrainedConfig") -> tuple[Family, HFConfig]:
     """The family of the decoder of a transformers configuration and what it reads; ConfigError as of `family_of`, or
     for an encoder that `ImageTower` does not hold."""
+    from rlsys.models.vision import has_images  # the planner reads families without torch
+
     if hasattr(config, "vision_config") and not has_images(config):
         raise ConfigError(f"Megatron does not hold the image encoder of {config.model_type}: set strategy=fsdp")
     hf_config = config.get_text_config().to_dict() | {"tie_word_embeddings": config.tie_word_embeddings}
