@@ -12,7 +12,7 @@ trains on whatever finishes first and admits prompts by AReaL's formula, (k + ve
 started; --kinds chooses among these four: free, full, repeat, first. A run is ended after --steps steps beyond
 the first 2 k + 2, in which its window fills, and before it runs empty, or after --deadline-s; one that is in --out
 already is kept, so that each may have a call of its own. Printed are tokens per second of those steps, their ratio to
-synchronous, mean and largest age, idle shares, the seconds of a push with their share of a step, the trainer's
+synchronous, mean and largest age, idle shares, the seconds of a push, the share of a step that waits for it, the trainer's
 microseconds for each token, and the number of steps.
 """
 
@@ -149,7 +149,7 @@ def measure(args: argparse.Namespace, kind: str, k: int, more: list[str]) -> dic
         return sum(line.get(name, 0.0) for line in lines)
 
     seconds, tokens = total("perf/time_per_step"), total("perf/total_num_tokens")
-    means = ("training/staleness", "perf/trainer_idle", "perf/rollout_idle", "timing_s/update_weights")
+    means = ("training/staleness", "perf/trainer_idle", "perf/rollout_idle", "weights/seconds")
     return {
         "steps": len(lines),
         "push_share": total("timing_s/update_weights") / seconds,
@@ -197,7 +197,7 @@ def main() -> int:
         one["ratio"] = one["tokens_per_s"] / results["free 0"]["tokens_per_s"]
         shown = f"{one['tokens_per_s']:8.0f}   {one['ratio']:5.2f}   {one['staleness']:8.2f}   {one['max_age']:3.0f}"
         idle = f"{one['trainer_idle']:12.2f}   {one['rollout_idle']:12.2f}"
-        push = f"{one['update_weights']:9.4f}   {one['push_share']:5.3f}"
+        push = f"{one['seconds']:9.4f}   {one['push_share']:5.3f}"
         print(f"{kind:>6} k={k}   {shown}   {idle}   {push}   {one['us_a_token']:2.0f}   {one['steps']:5}", flush=True)
     (args.out / "async.json").write_text(json.dumps(results, indent=1))
     return 0
