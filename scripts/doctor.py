@@ -50,6 +50,7 @@ EXTRAS = {
     "wandb": "Weights & Biases in trainer.logger",
     "bitsandbytes": "AdamW whose states have 8 bits",
     "vision": "images in rows, read by Pillow",
+    "video": "files of videos in rows, read by PyAV",
     "mlflow": "MLflow in trainer.logger",
     "docs": "the documentation site (mkdocs)",
     "dev": "the tests, linters and type checker",

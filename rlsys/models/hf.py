@@ -9,11 +9,17 @@ from pickle import UnpicklingError
 from typing import Any, Literal
 
 import torch
-import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForTokenClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from rlsys.config.schema.model import ModelConfig
 from rlsys.interfaces import StoredTensor
@@ -130,10 +136,10 @@ def _construct(config: PretrainedConfig, head: Head, options: Mapping[str, Any])
 def auto_model(config: PretrainedConfig, head: Head = "lm") -> Any:
     """transformers' auto class of a model; ConfigError for a scalar head on a vision-language model."""
     if head == "lm":
-        return transformers.AutoModelForImageTextToText if has_images(config) else transformers.AutoModelForCausalLM
+        return AutoModelForImageTextToText if has_images(config) else AutoModelForCausalLM
     if has_images(config):
         raise ConfigError(f"{config.model_type} has no scalar head: use a text model, or an estimator without a critic")
-    return transformers.AutoModelForTokenClassification
+    return AutoModelForTokenClassification
 
 
 def _fill_buffers(model: PreTrainedModel) -> None:

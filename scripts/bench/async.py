@@ -12,8 +12,8 @@ trains on whatever finishes first and admits prompts by AReaL's formula, (k + ve
 started; --kinds chooses among these four: free, full, repeat, first. A run is ended after --steps steps beyond
 the first 2 k + 2, in which its window fills, and before it runs empty, or after --deadline-s; one that is in --out
 already is kept, so that each may have a call of its own. Printed are tokens per second of those steps, their ratio to
-synchronous, mean and largest age, idle shares, the seconds of a push, the share of a step that waits for it, the trainer's
-microseconds for each token, and the number of steps.
+synchronous, mean and largest age, idle shares, the seconds of a push, the share of a step that waits for it, the
+trainer's microseconds for each token, and the number of steps.
 """
 
 import argparse
