@@ -28,9 +28,8 @@ def cpu_checksum(values: Tensor, start: Sequence[int], full_shape: Sequence[int]
         return 0
     shape, full, begin = tuple(values.shape) or (1,), tuple(full_shape) or (1,), tuple(start) or (0,)
     words, first_word = _words(values.detach().reshape(-1, shape[-1]), begin[-1])
-    rows = _row_weights(begin[:-1], shape[:-1], full[:-1])
-    by_row = np.einsum("rw,w->r", words.numpy(), _weights(WORD_STREAM, first_word, first_word + words.shape[1]))
-    return int(np.einsum("r,r->", by_row, rows)) % MODULUS
+    by_row = np.einsum("rw,w->r", words.numpy(), _word_weights(first_word, first_word + words.shape[1]))
+    return int(np.einsum("r,r->", by_row, _row_weights(begin[:-1], shape[:-1], full[:-1]))) % MODULUS
 
 
 def _words(rows: Tensor, start: int) -> tuple[Tensor, int]:
@@ -46,6 +45,7 @@ def _words(rows: Tensor, start: int) -> tuple[Tensor, int]:
     return rows.view(torch.int64), start // per_word
 
 
+@lru_cache(maxsize=64)
 def _row_weights(start: tuple[int, ...], shape: tuple[int, ...], full: tuple[int, ...]) -> np.ndarray:
     """Weights of the rows of a box, by the rows' numbers in the whole tensor."""
     numbers = np.zeros(shape, dtype=np.int64)
@@ -57,8 +57,8 @@ def _row_weights(start: tuple[int, ...], shape: tuple[int, ...], full: tuple[int
 
 
 @lru_cache(maxsize=64)
-def _weights(stream: int, first: int, stop: int) -> np.ndarray:
-    return _odd_hash(stream, np.arange(first, stop))
+def _word_weights(first: int, stop: int) -> np.ndarray:
+    return _odd_hash(WORD_STREAM, np.arange(first, stop))
 
 
 def _odd_hash(stream: int, numbers: np.ndarray) -> np.ndarray:
