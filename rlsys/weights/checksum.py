@@ -16,6 +16,8 @@ from torch import Tensor
 from rlsys.weights.checksum_cpu import MODULUS, BoxValues, cpu_checksum
 
 LAUNCH_BYTES = 256 << 20
+LOAD_BYTES = 16
+"""The widest load of a thread."""
 
 
 def box_checksum(values: Tensor, start: Sequence[int], full_shape: Sequence[int]) -> int:
@@ -131,18 +133,21 @@ class PreparedCudaChecksums:
     """
 
     def __init__(self, boxes: Sequence[BoxValues], dtypes: Sequence[torch.dtype]) -> None:
+        from rlsys.weights import kernels
+
         self.device, self.num_boxes = boxes[0][0].device, len(boxes)
-        rows: dict[tuple[int, torch.dtype | None], list[tuple[int, ...]]] = defaultdict(list)
+        pieces: dict[tuple[int, torch.dtype | None, int], list[tuple[int, ...]]] = defaultdict(list)
         for number, ((values, start, full_shape), dtype) in enumerate(zip(boxes, dtypes, strict=True)):
             cast = None if values.dtype == dtype else dtype
             for part in row_blocks(values, start, full_shape) if values.numel() else ():
                 word = values.element_size() if cast else part.word_bytes
+                aligned = gcd(LOAD_BYTES, part.address, part.width, part.pitch) == LOAD_BYTES
                 width, pitch, column = part.width // word, part.pitch // word, part.first_column // word
-                row = (part.address, part.rows * width, width, pitch, part.first_row, column, number)
-                rows[word, cast].append(row)
+                piece = (part.address, part.rows, width, pitch, part.first_row, column, number)
+                pieces[word, cast, LOAD_BYTES // word if aligned and word > 2 else 1].append(piece)
         self._tables = [
-            (*kind, max(row[1] for row in table), torch.tensor(table, dtype=torch.int64).to(self.device))
-            for kind, table in rows.items()
+            (*kind, *(part.to(self.device) for part in kernels.cut_tiles(group, kind[-1])))
+            for kind, group in pieces.items()
         ]
 
     def launch(self) -> Tensor:
@@ -150,8 +155,8 @@ class PreparedCudaChecksums:
         from rlsys.weights import kernels
 
         sums = torch.zeros(self.num_boxes, dtype=torch.int64, device=self.device)
-        for word_bytes, cast, most_words, table in self._tables:
-            kernels.sum_rows(table, sums, word_bytes=word_bytes, most_words=most_words, cast=cast)
+        for word_bytes, cast, lane_words, table, owners in self._tables:
+            kernels.sum_tiles(table, owners, sums, word_bytes=word_bytes, cast=cast, lane_words=lane_words)
         return sums
 
     def __call__(self) -> list[int]:

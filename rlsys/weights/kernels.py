@@ -1,5 +1,7 @@
 """Kernels for many blocks of memory at once: copies between any memory a GPU can read, checksums, and FP8."""
 
+from collections.abc import Sequence
+
 import torch
 import triton  # pyrefly: ignore
 import triton.language as tl  # pyrefly: ignore
@@ -10,9 +12,9 @@ from rlsys.weights import checksum_cpu
 
 BLOCK = 2048
 NUM_WARPS = 8
-SUM_BLOCK = tl.constexpr(1024)
-WORDS_OF_A_PROGRAM = 1 << 16
-MOST_PROGRAMS = 1024
+SUM_LOADS, SUM_ROWS, SUM_WARPS = tl.constexpr(4), tl.constexpr(256), tl.constexpr(NUM_WARPS)
+SUM_STAGES = tl.constexpr(3)
+"""Rows that are on their way to shared memory while one is summed, and that one."""
 QUANTISED_BLOCK = tl.constexpr(fp8.BLOCK)
 SMALLEST, RECIPROCAL = tl.constexpr(fp8.SMALLEST), tl.constexpr(1 / fp8.LARGEST)
 ROW_STREAM = tl.constexpr(checksum_cpu.ROW_STREAM)
@@ -68,44 +70,65 @@ def _odd(stream: tl.constexpr, number):
 
 
 @triton.jit
-def _sum_rows(table, sums, given: tl.constexpr, cast: tl.constexpr, words: tl.constexpr, per_word: tl.constexpr):
-    """Programs (piece, part): (address, words, words of a row, pitch, first row, first column, which sum) a piece.
+def _sum_tiles(
+    table, owners, sums, given: tl.constexpr, cast: tl.constexpr, words: tl.constexpr, lane_words: tl.constexpr
+):
+    """A program sums a tile, a row a warp: weights of columns are made once, those of rows for SUM_LOADS loads each.
 
     What is `given` counts as the words that it becomes once it is `cast`.
     """
-    piece = table + tl.program_id(0).to(tl.int64) * 7
+    lanes: tl.constexpr = 32 * lane_words
+    per_word: tl.constexpr = 64 // words.primitive_bitwidth
+    piece = table + tl.load(owners + tl.program_id(0)).to(tl.int64) * 8
     source = tl.load(piece).to(tl.pointer_type(given))
-    count = tl.load(piece + 1).to(tl.int32)
-    width = tl.load(piece + 2).to(tl.int32)
-    pitch = tl.load(piece + 3)
-    first_row = tl.load(piece + 4)
-    first_column = tl.load(piece + 5)
-    total = tl.zeros((SUM_BLOCK,), tl.uint64)
-    begin = tl.program_id(1) * SUM_BLOCK
-    for at in range(begin, count, tl.num_programs(1) * SUM_BLOCK):
-        lane = at + tl.arange(0, SUM_BLOCK)
-        line = lane // width
-        column = lane - line * width
-        value = tl.load(source + line.to(tl.int64) * pitch + column, mask=lane < count, other=0)
-        value = value.to(cast).to(words, bitcast=True).to(tl.uint64)
-        place = first_column + column
-        word = value << ((place % per_word) * (64 // per_word)).to(tl.uint64)
-        total += word * _odd(WORD_STREAM, place // per_word) * _odd(ROW_STREAM, first_row + line)
-    if begin < count:
-        tl.atomic_add(sums + tl.load(piece + 6), tl.sum(total, 0).to(tl.int64, bitcast=True))
+    source = tl.multiple_of(source, lane_words * given.primitive_bitwidth // 8)
+    rows = tl.load(piece + 1).to(tl.int32)
+    width = tl.multiple_of(tl.load(piece + 2).to(tl.int32), lane_words)
+    pitch = tl.multiple_of(tl.load(piece + 3), lane_words)
+    tile = tl.program_id(0) - tl.load(piece + 7).to(tl.int32)
+    across = tl.cdiv(width, lanes * SUM_LOADS)
+    column = tile % across * lanes * SUM_LOADS + tl.arange(0, lanes)
+    weights = ()
+    for load in tl.static_range(SUM_LOADS):
+        place = tl.load(piece + 5) + column + load * lanes
+        weights += (_odd(WORD_STREAM, place // per_word) << (place % per_word * (64 // per_word)).to(tl.uint64),)
+    top = tile // across * SUM_ROWS
+    total = tl.zeros((SUM_WARPS, lanes), tl.uint64)
+    for at in tl.range(top, tl.minimum(top + SUM_ROWS, rows), SUM_WARPS, num_stages=SUM_STAGES):
+        line = at + tl.arange(0, SUM_WARPS)
+        start = source + line.to(tl.int64)[:, None] * pitch + column[None, :]
+        values = ()
+        for load in tl.static_range(SUM_LOADS):
+            inside = (line < rows)[:, None] & (column + load * lanes < width)[None, :]
+            values += (tl.load(start + load * lanes, mask=inside, other=0),)
+        of_row = tl.zeros((SUM_WARPS, lanes), tl.uint64)
+        for load in tl.static_range(SUM_LOADS):
+            of_row += values[load].to(cast).to(words, bitcast=True).to(tl.uint64) * weights[load][None, :]
+        total += of_row * _odd(ROW_STREAM, tl.load(piece + 4) + line)[:, None]
+    tl.atomic_add(sums + tl.load(piece + 6), tl.sum(total).to(tl.int64, bitcast=True))
 
 
-def sum_rows(table: Tensor, sums: Tensor, *, word_bytes: int, most_words: int, cast: torch.dtype | None) -> None:
-    """Add each piece's checksum to its sum; `table` int64 (N, 7) as `_sum_rows` says, the longest `most_words` long.
+def cut_tiles(pieces: Sequence[Sequence[int]], lane_words: int) -> tuple[Tensor, Tensor]:
+    """The arguments `table` (N, 8) and `owners` (T,) of `sum_tiles` for N pieces.
 
-    Words are below 2**31 a piece; with `cast` they are float32 elements that count as cast to it.
+    A piece: (address, rows, words of a row, pitch, first row, first column, number of its sum); rows start and end at
+    multiples of `lane_words`.
     """
+    table = torch.tensor(pieces, dtype=torch.int64)
+    across = -(-table[:, 2] // (32 * lane_words * SUM_LOADS.value))
+    counts = across * -(-table[:, 1] // SUM_ROWS.value)
+    owners = torch.repeat_interleave(torch.arange(len(table), dtype=torch.int32), counts)
+    return torch.cat([table, (counts.cumsum(0) - counts)[:, None]], 1), owners
+
+
+def sum_tiles(
+    table: Tensor, owners: Tensor, sums: Tensor, *, word_bytes: int, cast: torch.dtype | None, lane_words: int
+) -> None:
+    """Add the checksum of each piece to its sum; with `cast` words are float32 elements that count as cast to it."""
     words = WORDS[cast.itemsize if cast else word_bytes]
     given, becomes = (tl.float32, CASTS[cast]) if cast else (words, words)
-    parts = min(max(most_words // WORDS_OF_A_PROGRAM, 1), MOST_PROGRAMS)
     with torch.cuda.device_of(table):
-        per_word = 64 // words.primitive_bitwidth
-        _sum_rows[(len(table), parts)](table, sums, given, becomes, words, per_word, num_warps=NUM_WARPS)
+        _sum_tiles[(len(owners),)](table, owners, sums, given, becomes, words, lane_words, num_warps=NUM_WARPS)
 
 
 @triton.jit

@@ -298,6 +298,8 @@ def run_case(ranks: Ranks, case: str, world: int, local: float, peer: float, arg
     verify = len(plan.checksum_ids[1]) < args.checksums
     verified_s = min(push_ours(ranks, plans, version, verify=verify)[0] for version in (97, 98, 99))
     check(ranks, world, 2)
+    kinds = {"bfloat16": torch.bfloat16, "float32": torch.float32} if verify and args.device == "cuda" else {}
+    sum_s = {name: max(ranks.all("trainer", "sum_s", [(given,)] * world)) for name, given in kinds.items()}
     ranks.all("trainer", "write", [(1,)] * world)
     limit, worst = limit_s(plan, world, local, peer)
     waited_s, engine_s = (statistics.median(column) for column in zip(*times, strict=True))
@@ -322,6 +324,8 @@ def run_case(ranks: Ranks, case: str, world: int, local: float, peer: float, arg
         "engine_s": engine_s,
         "limit_s": limit,
         "with_checksums_s": verified_s if verify else None,
+        "sum_s": sum_s,
+        "read_s": max(held) / (2 * local),
         "extra_bytes": max(extra),
     }
     if not args.no_peers and time.monotonic() < args.end_s:
@@ -347,6 +351,11 @@ def summary(result: dict[str, Any]) -> str:
     ]
     if result["with_checksums_s"] is not None:
         lines.append(f"   with checksums {result['with_checksums_s'] * 1e3:.1f} ms")
+    for given, seconds in result["sum_s"].items():
+        ratio = seconds / result["read_s"] / (2 if given == "float32" else 1)
+        lines.append(
+            f"   sums of the trainer's {given}: {seconds * 1e3:.2f} ms = {ratio:.2f}x a plain copy's bandwidth"
+        )
     if fp8 := result.get("fp8"):
         ratio = fp8["s"] / result["t_s"]
         verified = f"with checksums {fp8['with_checksums_s'] * 1e3:.1f} ms"

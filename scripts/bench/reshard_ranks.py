@@ -28,6 +28,7 @@ sys.path[:0] = [str(ROOT)] if str(ROOT) not in sys.path else []
 
 from rlsys.types import Box, Shard, WeightLayout  # noqa: E402
 from rlsys.weights.batched_copy import BatchedCopy, bits_of  # noqa: E402
+from rlsys.weights.checksum import PreparedCudaChecksums  # noqa: E402
 from rlsys.weights.executors.cuda_ipc import (  # noqa: E402
     ImportedTensors,
     IpcExporter,
@@ -227,6 +228,22 @@ class Rank:
     def method(self) -> str:
         """How the copies are carried out."""
         return "kernel" if any(copy.uses_kernel for copy in self.importer.copies) else "foreach"
+
+    def sum_s(self, given: torch.dtype) -> float:
+        """Seconds of the kernels that sum all that this rank holds, kept as `given` and cast to its own dtype."""
+        shards, shapes = self.holder.layout.shards, self.holder.layout.full_shapes
+        kept = {name: tensor.to(given) for name, tensor in self.holder.tensors.items()}
+        boxes = [(shard_view(kept, shard), shard.box.start, shapes[shard.box.tensor]) for shard in shards]
+        sums = PreparedCudaChecksums(boxes, [self.holder.tensors[shard.local].dtype for shard in shards])
+        best_s = 9e9
+        for _ in range(5):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            sums.launch()
+            end.record()
+            self.wait()
+            best_s = min(best_s, begin.elapsed_time(end) / 1e3)
+        return best_s
 
     # --- ceilings
     def export_block(self, num_bytes: int) -> IpcHandle:

@@ -111,7 +111,7 @@ def boxes_of(rng: random.Random) -> Iterator[tuple[torch.Tensor, list[int], list
     """Parts of tensors of any dtype and shape, transposed ones, scalars and empty ones among them."""
     for number in range(60):
         full = [rng.randint(1, 12) for _ in range(rng.randint(0, 4))]
-        full = [70, 1 << 14] if number == 0 else [40, 1100] if number < 6 else full
+        full = [70, 1 << 14] if number == 0 else [530, 1100] if number < 6 else full
         bits = torch.randint(0, 256, (*full, 8), dtype=torch.uint8)
         whole = bits.view(torch.int64).view(full).to(torch.int16).view(torch.bfloat16)
         if dtype := rng.choice([None, torch.float32, torch.uint8, torch.float64]):
