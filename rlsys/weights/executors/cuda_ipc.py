@@ -317,8 +317,8 @@ class IpcExecutor(Executor):
     """The version that the trainer exports and its checksums, once all engines have it; None between hosts."""
     joined = False
     """Whether the trainer's ranks are in a process group."""
-    has_ended = True
-    """Whether the last push succeeded, so that the engines have the last handles."""
+    last_push_failed = False
+    """Whether engines may lack the handles that the trainer gave last."""
 
     def connect(self, sources: Layouts, destinations: Layouts, remaining_s: RemainingTime) -> None:
         self.plans = split_plan(make_plan(sources, destinations), sources)
@@ -335,9 +335,9 @@ class IpcExecutor(Executor):
 
     def push(self, version: int, remaining_s: RemainingTime) -> tuple[int, str]:
         self.pushed = None
-        if not self.has_ended:
+        if self.last_push_failed:
             self.step(self.source, remaining_s, "renew")
-        self.has_ended = False
+        self.last_push_failed = True
         exported: list[ExportedVersion] = self.send(version, remaining_s)
         new_handles = {rank: part.handle for rank, part in enumerate(exported) if part.handle is not None}
         self.handles |= new_handles
@@ -348,7 +348,7 @@ class IpcExecutor(Executor):
         else:
             num_bytes = self.receive(version, remaining_s, new_handles, checksums)
             self.pushed = version, checksums
-        self.has_ended = True
+        self.last_push_failed = False
         return num_bytes, self.plans.digest(checksums)
 
     def _relay(self, version: int, new_handles: Mapping[int, IpcHandle], remaining_s: RemainingTime) -> int:
