@@ -1,7 +1,8 @@
 """Checkpoints of a run, in verl's layout: global_step_N/{actor,critic}/..., data.pt, latest_checkpointed_iteration.txt.
 
 A checkpoint is written beside its final folder, made durable, and renamed; only then does the pointer name it. So a
-crash at any moment leaves the pointer on a complete checkpoint.
+crash at any moment leaves the pointer on a complete checkpoint. Copies may be at an address that fsspec reads and
+writes, such as s3://bucket/run.
 """
 
 import json

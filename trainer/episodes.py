@@ -28,7 +28,7 @@ from rlsys.agent.tools import Tool, tools_of_file
 from rlsys.config import EvalConfig, PPOConfig
 from rlsys.config.introspect import replaced
 from rlsys.config.pools import generates_ahead
-from rlsys.config.schema.agent import AgentConfig, MultiTurnConfig
+from rlsys.config.schema.rollout import AgentConfig, MultiTurnConfig
 from rlsys.data.chat import Message, with_parts
 from rlsys.data.dataset import PromptDataset
 from rlsys.data.stream import RowStream

@@ -12,12 +12,17 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from math import inf
 from pathlib import Path
+from random import Random
 
+from rlsys.fleet.fleet import RolloutFleet
 from rlsys.interfaces import State
 from rlsys.protocol import DataProto
-from rlsys.utils.errors import result_within
+from rlsys.types import ModelRequest, SamplingParams
+from rlsys.utils.errors import ConfigError, result_within
 from trainer.overlap import OverlapMeter
 from trainer.prompt_groups import OpenAnswers, PromptGroup
+
+NUM_ROWS, NUM_TOKENS, MAX_PROMPT_TOKENS = 16, 8, 16
 
 
 class EpochSource:
@@ -96,3 +101,25 @@ class EpochSource:
         complete = self._answers.advance(limits)
         self._answers.finish(complete, self._answers.grade(complete))
         self._groups.add(self._meter.new_counts())
+
+
+def check_repeatable(fleet: RolloutFleet, vocab_size: int) -> None:
+    """Complete one fixed batch twice on every replica; ConfigError unless tokens and log-probs are the same bits."""
+    random, num_rows = Random(0), min(NUM_ROWS, fleet.chunk_rows or 1)
+    rows = [
+        ModelRequest(
+            tuple(random.randrange(vocab_size) for _ in range(random.randint(1, MAX_PROMPT_TOKENS))),
+            SamplingParams(NUM_TOKENS, ignore_eos=True, seed=row),
+        )
+        for row in range(num_rows)
+    ]
+    num_copies = 2 * int(fleet.metrics()["rollout/replicas_ready"])
+    copies = [fleet.submit(rows, together=True) for _ in range(num_copies)]
+    answers = [[row.result() for row in copy] for copy in copies]
+    bits = [[(one.output_tokens, one.output_logprobs) for one in copy] for copy in answers]
+    if different := sum(copy != bits[0] for copy in bits):
+        raise ConfigError(
+            f"trainer.reproducible=true: {different} of {num_copies} answers to the same batch have other bits, as it "
+            "is repeated and completed by several replicas; set trainer.reproducible=false, or "
+            "actor_rollout_ref.rollout.full_determinism=true on replicas of one kind of device"
+        )

@@ -14,7 +14,6 @@ from rlsys.algorithms.groups import group_ids_of
 from rlsys.config.schema.trainer import TrainingConfig
 from rlsys.protocol import DataProto, response_lengths
 from rlsys.telemetry import metrics as compute
-from rlsys.telemetry.best_effort import BestEffort
 from rlsys.telemetry.log import get_logger
 from rlsys.telemetry.memory import MemoryRecord, by_stage, memory_metrics, memory_table
 from rlsys.telemetry.progress import Counts, Progress
@@ -22,7 +21,7 @@ from rlsys.telemetry.recorder import StageRecorder, StageReport
 from rlsys.telemetry.report import RunReport
 from rlsys.telemetry.trace import Event, Timeline, add_arguments, arrows
 from rlsys.telemetry.tracker_adapters import TrackedRun
-from rlsys.telemetry.trackers import Tracking
+from rlsys.telemetry.trackers import BestEffort, Tracking
 from rlsys.utils.atomic import write_whole
 
 log = get_logger(__name__)

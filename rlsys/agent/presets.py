@@ -22,7 +22,7 @@ from rlsys.agent.template import ChatTemplate
 from rlsys.agent.tool_process import CREATE
 from rlsys.agent.tools import Tool, load_target, target_of, tool_of, tools_of_class
 from rlsys.agent.trace import TraceRow
-from rlsys.config.schema.agent import AgentConfig, MultiTurnConfig
+from rlsys.config.schema.rollout import AgentConfig, MultiTurnConfig
 from rlsys.protocol import ImageInputs
 from rlsys.protocol.rows import pad_rows
 from rlsys.rewards.math import compute_score_anywhere

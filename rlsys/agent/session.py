@@ -17,7 +17,7 @@ from rlsys.agent.template import ChatTemplate, Messages, Tools, call_id, tool_ca
 from rlsys.agent.tool_calls import ToolCall, parse_tool_calls
 from rlsys.agent.tool_pool import EpisodeTools, result_text
 from rlsys.agent.trace import Span, Trace
-from rlsys.config.schema.agent import AgentConfig, MultiTurnConfig
+from rlsys.config.schema.rollout import AgentConfig, MultiTurnConfig
 from rlsys.data.chat import Message
 from rlsys.rewards.pool.pool import RewardResult, failed
 from rlsys.types import Finish, ModelRequest, ModelResponse, SamplingParams

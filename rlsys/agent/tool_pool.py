@@ -11,7 +11,7 @@ from typing import Any
 from rlsys.agent.episode_log import EpisodeLog
 from rlsys.agent.tool_process import CREATE, LOST
 from rlsys.agent.tools import Tool
-from rlsys.config.schema.agent import AgentConfig, MultiTurnConfig
+from rlsys.config.schema.rollout import AgentConfig, MultiTurnConfig
 from rlsys.rewards.pool.pool import Grader, RewardItem, RewardPool, RewardResult, failed
 
 PROCESS = str(Path(__file__).with_name("tool_process.py"))

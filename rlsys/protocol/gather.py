@@ -9,8 +9,7 @@ from torch import Tensor
 
 from rlsys.protocol.columns import concat_arrays, tensors_of
 from rlsys.protocol.data import DataProto
-from rlsys.protocol.disk import read_stream, write_stream
-from rlsys.protocol.wire import decode, encode
+from rlsys.protocol.wire import decode, encode, read_stream, write_stream
 
 
 def all_gather_data_proto(data: DataProto, process_group: dist.ProcessGroup) -> None:

@@ -1,18 +1,40 @@
 """Where metrics go: always `metrics.jsonl`, and the trackers named in `trainer.logger`.
 
-The configuration has checked the names and that their libraries are installed (rlsys/config/checks).
+The configuration has checked the names and that their libraries are installed (rlsys/config/checks). What only watches
+a run never ends it: a full disk or a lost server costs records, not training.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 from rlsys.config.vocabulary import ALWAYS_WRITTEN
-from rlsys.telemetry.best_effort import BestEffort
 from rlsys.telemetry.jsonl import JsonlWriter
-from rlsys.telemetry.log import redact_tree
+from rlsys.telemetry.log import get_logger, redact_tree
 from rlsys.telemetry.tracker_adapters import ADAPTERS, Generation, TrackedRun, Tracker
 from rlsys.utils.errors import ConfigError
+
+T = TypeVar("T")
+log = get_logger(__name__)
+
+
+class BestEffort:
+    """Calls recorders; an error of one is counted in `num_errors`, logged the first time, and answered with None."""
+
+    def __init__(self) -> None:
+        self.num_errors = 0
+        self._reported: set[str] = set()
+
+    def __call__(self, recorder: str, call: Callable[[], T]) -> T | None:
+        try:
+            return call()
+        except Exception as error:  # a recorder may raise anything; training continues and the count shows it
+            self.num_errors += 1
+            if recorder not in self._reported:
+                self._reported.add(recorder)
+                log.warning("%s failed, its record is incomplete: %r", recorder, error)
+            return None
 
 
 class Tracking:

@@ -115,7 +115,7 @@ def run_episodes(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     from rlsys.agent.template import ChatTemplate
     from rlsys.agent.tool_pool import ToolPool
     from rlsys.agent.tools import tools_of_file
-    from rlsys.config.schema.agent import AgentConfig, MultiTurnConfig
+    from rlsys.config.schema.rollout import AgentConfig, MultiTurnConfig
     from rlsys.data.start_assets import START_MODEL
     from rlsys.types import SamplingParams
 

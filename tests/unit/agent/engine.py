@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 from rlsys.agent.session import SessionSettings
 from rlsys.agent.template import ChatTemplate
 from rlsys.agent.tool_pool import ToolPool
-from rlsys.config.schema.agent import AgentConfig, MultiTurnConfig
+from rlsys.config.schema.rollout import AgentConfig, MultiTurnConfig
 from rlsys.protocol import ImageInputs
 from rlsys.types import Finish, ModelRequest, ModelResponse, SamplingParams
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rlsys.agent.session import Session
 from rlsys.agent.template import ChatTemplate, call_id
 from rlsys.agent.trace import Trace
-from rlsys.config.schema.agent import AgentConfig
+from rlsys.config.schema.rollout import AgentConfig
 from tests.unit.agent.engine import RandomEngine, settings_for
 from tests.unit.agent.templates import APPENDING, tokenizer_with
 

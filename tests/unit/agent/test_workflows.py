@@ -20,7 +20,7 @@ from rlsys.agent.runner import EpisodeRunner, EpisodeStart, episode_metrics
 from rlsys.agent.session import Score
 from rlsys.agent.template import ChatTemplate
 from rlsys.agent.tools import tool_of
-from rlsys.config.schema.agent import AgentConfig, MultiTurnConfig
+from rlsys.config.schema.rollout import AgentConfig, MultiTurnConfig
 from rlsys.protocol import DataProto, object_array
 from rlsys.types import GenerationHyperparameters, ModelRequest, SamplingParams
 from rlsys.utils.errors import ConfigError, RolloutError

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from rlsys.algorithms.filters import informative_groups, overlong_penalty, pf_ppo_rows
-from rlsys.algorithms.normalize import normalize
+from rlsys.algorithms.groups import normalize
 from rlsys.config.schema.algorithm import NormConfig, OverlongConfig, PFPPOConfig
 
 

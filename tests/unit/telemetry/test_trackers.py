@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from rlsys.telemetry.best_effort import BestEffort
 from rlsys.telemetry.jsonl import JsonlWriter, read_jsonl
 from rlsys.telemetry.tracker_adapters import TrackedRun
-from rlsys.telemetry.trackers import Tracking
+from rlsys.telemetry.trackers import BestEffort, Tracking
 from rlsys.utils.errors import ConfigError
 from tests.timing import scaled_s
 
@@ -87,7 +86,7 @@ def test_kill_9_leaves_whole_lines(tmp_path: Path) -> None:
     code = f"""
 import sys; sys.path.insert(0, {str(ROOT)!r})
 from pathlib import Path
-from rlsys.telemetry.best_effort import BestEffort
+from rlsys.telemetry.trackers import BestEffort
 from rlsys.telemetry.jsonl import JsonlWriter
 writer = JsonlWriter(Path({str(tmp_path / "m.jsonl")!r}))
 step = 0
@@ -113,7 +112,7 @@ def test_full_disk_is_an_error_and_the_torn_line_is_removed(tmp_path: Path) -> N
 import sys; sys.path.insert(0, {str(ROOT)!r})
 import resource, signal
 from pathlib import Path
-from rlsys.telemetry.best_effort import BestEffort
+from rlsys.telemetry.trackers import BestEffort
 from rlsys.telemetry.jsonl import JsonlWriter
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 writer = JsonlWriter(Path({str(tmp_path / "m.jsonl")!r}))

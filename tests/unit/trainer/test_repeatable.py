@@ -13,7 +13,7 @@ from rlsys.types import ModelRequest, ResponseDelta
 from rlsys.utils.errors import ConfigError
 from tests.contracts.rollout_engine import VOCABULARY, tiny_model
 from tests.unit.trainer.asynchronous import DEADLINES
-from trainer.repeatable import check_repeatable
+from trainer.epochs import check_repeatable
 
 
 class InThisProcess:
