@@ -2,15 +2,17 @@
 
     python scripts/bench/head_to_head.py --shape 0.5B --out runs/h2h                     # rlsys, and peers if installed
     python scripts/bench/head_to_head.py --shape 1.5B --systems rlsys-sglang rlsys-vllm --steps 12 --repeats 3
+    python scripts/bench/head_to_head.py --systems trl rlsys-vllm --steps 8 --skip 2 --repeats 2 --seconds 480
     python scripts/bench/head_to_head.py --dry-run            # the command of every system, and nothing is started
     python scripts/bench/head_to_head.py --shape tiny --systems rlsys-hf --steps 3 --skip 1 --repeats 1 --prompts 4
 
 Random weights with a byte-level tokenizer, 64 prompts of 64 to 192 characters, 8 answers each, forced to `--new` tokens
 or `--natural`, a cheap reward that differs within a group; packs of 16,384 tokens, no recomputation, bfloat16 over
-float32 masters in all systems (`rlsys-auto` chooses its own sizes). verl runs with free_cache_engine=False, fsdp2 and
-fused kernels, TRL in the vLLM of its process with and without sleep (`trl`, `trl-sleep`). A peer runs in this
-interpreter or the one of `--python NAME=PATH`; where it cannot be imported it is left out, and named. The table is
-over all runs whose results lie in `--out`, so that a call may make one run.
+float32 masters in all systems (`rlsys-auto` chooses its own sizes, `rlsys-compile` compiles its layers). verl runs with
+free_cache_engine=False, fsdp2 and fused kernels, TRL in the vLLM of its process with and without sleep (`trl`,
+`trl-sleep`). A peer runs in this interpreter or the one of `--python NAME=PATH`; where it cannot be imported it is left
+out, and named. Loading is counted apart, as the time to the first finished step. The table is over all runs whose
+results lie in `--out`, so that a call may make one run; one that is cut at its deadline counts with the steps it made.
 """
 
 import argparse
@@ -26,7 +28,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from scripts.model_shapes import SHAPES
 
 ROOT = Path(__file__).resolve().parents[2]
+LEAST_RUN_S = 60.0
 PHASES = ("wall", "gen", "old_log_prob", "update_actor", "update_weights", "switch", "rest")
 POLICY, ANSWERS = "actor_rollout_ref", 8
 WORDS = ("what is the sum of", "product value when a train", "leaves city at noon and how many", "apples are left")
@@ -131,12 +134,18 @@ def command_of(system: str, args: argparse.Namespace, folder: Path) -> list[str]
     engine = system.split("-")[-1]
     sizes = [] if "auto" in system else [*SIZES]
     name = f"{POLICY}.rollout.name={engine}"
-    return [python, "-m", "trainer.main_ppo", *common(args), *sizes, name, "trainer.logger=[jsonl]", out, *args.more]
+    compiled = [f"{POLICY}.actor.fsdp_config.use_torch_compile=true"] * ("compile" in system)
+    words = [*common(args), *sizes, *compiled, name, "trainer.logger=[jsonl]", out, *args.more]
+    return [python, "-m", "trainer.main_ppo", *words]
+
+
+def is_peer(system: str) -> bool:
+    return not system.startswith("rlsys")
 
 
 def is_there(system: str, args: argparse.Namespace) -> bool:
     peer = system.split("-")[0]
-    return peer == "rlsys" or f"{peer}=" in " ".join(args.python) or importlib.util.find_spec(peer) is not None
+    return not is_peer(system) or f"{peer}=" in " ".join(args.python) or importlib.util.find_spec(peer) is not None
 
 
 @contextmanager
@@ -174,9 +183,10 @@ def run(system: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             time.sleep(0.02)
             lines = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
             arrived += [time.perf_counter() - started_s] * (lines - len(arrived))
-        if job.poll() is None:
-            os.killpg(job.pid, signal.SIGTERM)
-            job.wait(30)
+        for ending in (signal.SIGTERM, signal.SIGKILL):
+            with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                os.killpg(job.pid, ending)
+                job.wait(15)
     kept = read_steps(metrics, arrived, args.skip)
     if job.returncode or not kept:
         print(f"{system}: exit code {job.returncode}, {len(arrived)} steps:", file=sys.stderr)
@@ -207,15 +217,23 @@ def phases(line: Mapping[str, Any], wall: float) -> dict[str, float]:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """Lowest / median / highest over the steps of all repeats, a column for each system."""
-    systems = list(dict.fromkeys(result["system"] for result in results if result["steps"]))
+    """Lowest / median / highest over the steps of all repeats and, of the others, the median over the first's.
+
+    A column for each system, those of rlsys first.
+    """
+    systems = sorted(dict.fromkeys(result["system"] for result in results if result["steps"]), key=is_peer)
     rows = [["seconds", *systems], ["---"] * (len(systems) + 1)]
     of = {
         name: [step for result in results if result["system"] == name for step in result["steps"]] for name in systems
     }
     for phase in PHASES:
         values = [[step[phase] for step in of[name]] for name in systems]
-        rows.append([phase, *(f"{min(v):.2f} / {statistics.median(v):.2f} / {max(v):.2f}" for v in values)])
+        medians = [statistics.median(v) for v in values]
+        ratios = [
+            f" = {median / medians[0]:.2f}x" if number and medians[0] else "" for number, median in enumerate(medians)
+        ]
+        cells = zip(values, medians, ratios, strict=True)
+        rows.append([phase, *(f"{min(v):.2f} / {median:.2f} / {max(v):.2f}{ratio}" for v, median, ratio in cells)])
     for key, digits in (("first_s", 0), ("peak_gib", 1)):
         cells = []
         for name in systems:
@@ -241,6 +259,7 @@ def main() -> int:
     parser.add_argument("--natural", action="store_true", help="answers end where the model ends them")
     parser.add_argument("--python", action="append", default=[], metavar="PEER=PATH")
     parser.add_argument("--deadline-s", type=float, default=400.0, help="longest one run may take")
+    parser.add_argument("--seconds", type=float, default=86400.0, help="longest all runs may take")
     parser.add_argument("--dry-run", action="store_true", help="print the commands")
     parser.add_argument("--out", type=Path, default=Path("runs/head_to_head"))
     parser.add_argument("more", nargs="*", metavar="key=value", help="settings of rlsys only")
@@ -258,10 +277,16 @@ def main() -> int:
         print(f"not installed, and so not measured: {', '.join(missing)}", flush=True)
     saved = args.out / "head_to_head.json"
     results = json.loads(saved.read_text()) if saved.exists() else []
+    end_s, longest_s = time.monotonic() + args.seconds, args.deadline_s
     for repeat in range(args.repeats):
         turn = repeat % len(here)
         for system in here[turn:] + here[:turn]:
+            args.deadline_s = min(longest_s, end_s - time.monotonic())
+            if args.deadline_s < LEAST_RUN_S:
+                print(f"repeat {repeat + 1}, {system}: no time is left")
+                continue
             results.append(run(system, args, args.out / f"{repeat}-{system}-{time.time_ns()}"))
+            saved.write_text(json.dumps(results))
             walls = [round(step["wall"], 2) for step in results[-1]["steps"]]
             print(
                 f"repeat {repeat + 1}, {system}: first step after {results[-1]['first_s']} s, then {walls}", flush=True

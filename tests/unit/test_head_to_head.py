@@ -80,3 +80,7 @@ def test_the_table_has_lowest_median_and_highest_of_all_repeats_by_phase(tmp_pat
     assert "| wall | 7.00 / 8.50 / 11.00 |" in lines
     assert "| update_actor | 3.00 / 3.00 / 3.00 |" in lines
     assert lines[-2:] == ["| first_s | 11 |", "| peak_gib | 81.0 |"]
+    ours = {**runs[0], "system": "rlsys-vllm", "steps": [{**step, "wall": 4.25} for step in runs[0]["steps"]]}
+    lines = table([*runs, failed, ours]).splitlines()
+    assert lines[0] == "| seconds | rlsys-vllm | trl |"
+    assert "| wall | 4.25 / 4.25 / 4.25 | 7.00 / 8.50 / 11.00 = 2.00x |" in lines
