@@ -1,17 +1,23 @@
 """The rollout engines: one record each, which the schema, the checks, the planner and the trainer read."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pkgutil import resolve_name
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rlsys.utils.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rlsys.config.schema.rollout import GenerationConfig
 
 ENGINE_SETTINGS = (
     *("gpu_memory_utilization", "kv_cache_gib", "enforce_eager", "enable_chunked_prefill", "enable_prefix_caching"),
     *("cuda_graph_max_bs", "cudagraph_capture_sizes", "disable_log_stats", "free_cache_engine"),
 )
 """Keys of the rollout section that only some engines read."""
+FLOAT8_BLOCKS = 128, 64
+"""Rows and columns of the blocks of weights that can share a scale in FP8, the faster first."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,39 @@ def rollout_backends() -> tuple[RolloutBackend, ...]:
 def rollout_backend(name: str) -> RolloutBackend:
     """The engine of this name; one that is not registered yet is assumed to support every setting."""
     return _BACKENDS.get(name) or RolloutBackend(name, None, dims="dte", settings=ENGINE_SETTINGS, batch_invariant=True)
+
+
+def float8_block(hf_config: Mapping[str, object], rollout: "GenerationConfig", *, is_pushed: bool = True) -> int:
+    """The largest block that divides the widths of all layers as a rank of an engine holds them.
+
+    Inputs of a layer are quantised by blocks too, and blocks may not span the parts of a fused matrix. ConfigError if
+    none does, or, where weights are not pushed, not the one that vLLM makes of a checkpoint. Source: vLLM's
+    `per_token_group_quant_fp8` and `validate_fp8_block_shape`.
+    """
+    text, tp = hf_config.get("text_config"), rollout.tensor_model_parallel_size
+    both = {**hf_config, **(text if isinstance(text, dict) else {})}
+    size = {name: value for name, value in both.items() if isinstance(value, int)}.get
+    hidden, heads, expert = size("hidden_size", 0), size("num_attention_heads", 1), size("moe_intermediate_size", 0)
+    mlps = (
+        size("intermediate_size", 0),
+        size("shared_expert_intermediate_size", 0),
+        size("n_shared_experts", 0) * expert,
+    )
+    widths = [hidden, expert // (1 if rollout.expert_parallel_size > 1 else tp), *(width // tp for width in mlps)]
+    if latent := size("kv_lora_rank", 0):
+        nope, rope, value = (size(f"{part}_head_dim", 0) for part in ("qk_nope", "qk_rope", "v"))
+        widths += [latent, size("q_lora_rank", 0), *(heads // tp * n for n in (nope + rope, nope + value, value))]
+    else:
+        head = size("head_dim", hidden // heads)
+        widths += [heads // tp * head, max(size("num_key_value_heads", heads) // tp, 1) * head]
+    blocks = FLOAT8_BLOCKS if is_pushed else FLOAT8_BLOCKS[:1]
+    if (block := next((each for each in blocks if not any(width % each for width in widths)), 0)) == 0:
+        odd = ", ".join(str(width) for width in sorted(set(widths)) if width % blocks[-1])
+        why = f"layers of this model are {odd} wide on a rank, no multiples of {blocks[-1]}, as blocks need"
+        why += "" if is_pushed else ", of which vLLM makes them of a checkpoint"
+        key = "actor_rollout_ref.rollout.quantization"
+        raise ConfigError(f"{key}={rollout.quantization}: {why}; set {key}=null")
+    return block
 
 
 def worker_class(name: str) -> Any:

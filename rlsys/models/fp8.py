@@ -10,20 +10,26 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from rlsys.config.engines import FLOAT8_BLOCKS
 from rlsys.interfaces import StoredTensor
 from rlsys.types import HFConfig
 from rlsys.utils.errors import CheckpointError
 
 SCALE = "_scale_inv"
 """What the name of a weight's scales ends with."""
-FP8, FP8_NAME, BLOCK = torch.float8_e4m3fn, "float8_e4m3fn", 128
+FP8, FP8_NAME, BLOCK = torch.float8_e4m3fn, "float8_e4m3fn", FLOAT8_BLOCKS[0]
 SMALLEST, LARGEST = 1e-4, torch.finfo(FP8).max
 """Of magnitudes: of a block of zeros, and of an element."""
 
 
-def scale_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape of the scales of a matrix, one for each block of 128 x 128."""
-    return tuple(-(-size // BLOCK) for size in shape)
+def scale_shape(shape: Sequence[int], block: int = BLOCK) -> tuple[int, ...]:
+    """The shape of the scales of a matrix, one for each block of so many rows and columns."""
+    return tuple(-(-size // block) for size in shape)
+
+
+def block_of(shape: Sequence[int], scales: Sequence[int]) -> int:
+    """Rows and columns of the blocks of a matrix whose scales have this shape."""
+    return next(block for block in FLOAT8_BLOCKS if scale_shape(shape, block) == tuple(scales))
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from functools import lru_cache, partial
 from math import prod
 from typing import TYPE_CHECKING
 
+from rlsys.config.engines import float8_block
 from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.models.megatron.family import Head, family_of
 from rlsys.models.megatron.parallel import RankPlace
@@ -143,17 +144,18 @@ def _decoder(config: str, head: Head) -> Decoder:
     )
 
 
-def served_bytes(decoder: Decoder, rollout: GenerationConfig, *, c: int) -> int:
+def served_bytes(hf_config: HFConfig, rollout: GenerationConfig, *, c: int) -> int:
     """Bytes of the weights on a rank of a rollout engine; data-parallel ranks share only the experts."""
+    decoder = decoder_of(hf_config)
     experts, copies = decoder.in_experts, rollout.data_parallel_size
     held = (copies * (decoder.parameters - experts) + experts) // rollout.replica_size
     matrices = (copies * decoder.in_dense + experts) // rollout.replica_size if rollout.quantization else 0
-    return c * (held - matrices) + float8_bytes(matrices)
+    return c * (held - matrices) + matrices + (scale_bytes(matrices, hf_config, rollout) if matrices else 0)
 
 
-def float8_bytes(elements: int) -> int:
-    """Bytes of matrices in FP8: a byte an element, and a float32 scale for each block of 128 x 128."""
-    return elements + WIDE * elements // 128**2
+def scale_bytes(elements: int, hf_config: HFConfig, rollout: GenerationConfig) -> int:
+    """Bytes of the scales of matrices in FP8, a float32 for each block."""
+    return WIDE * elements // float8_block(hf_config, rollout) ** 2
 
 
 def _attention_widths(hf_config: HFConfig, sizes: Mapping[str, int]) -> tuple[int, int]:

@@ -178,12 +178,12 @@ def _training_stages(job: PlanInputs, roles: list[DeviceRole], engine: ro.Bytes)
     stages.append(Stage("update_weights", ro.together([synced, {STAGING: _staging(job, roles[0].role)}])))
     stages.append(Stage("save_checkpoint", ro.together([synced, {STAGING: _export(job)}])))
     if rollout.quantization:
-        kept = {FP8_WEIGHTS: _float8_bytes(roles[0].role)}
+        kept = {FP8_WEIGHTS: _float8_bytes(roles[0].role, job)}
         stages[1:] = [Stage(stage.name, ro.together([stage.bytes, kept])) for stage in stages[1:]]
     return tuple(sorted(stages, key=lambda stage: ORDER.index(stage.name)))
 
 
-def _float8_bytes(role: ro.Role) -> int:
+def _float8_bytes(role: ro.Role, job: PlanInputs) -> int:
     """Of the matrices of a trainer rank; all scales are on every rank."""
     d, whole = role.model, role.model.in_dense + role.model.in_experts
     if isinstance(role, ro.FsdpRole):
@@ -191,7 +191,7 @@ def _float8_bytes(role: ro.Role) -> int:
     else:
         here = role.held_here
         held = d.in_dense * here.num_layers // (d.num_layers * role.sizes.tp) + here.experts
-    return held + fp.float8_bytes(whole) - whole
+    return held + fp.scale_bytes(whole, job.machine.actor, job.cfg.actor_rollout_ref.rollout)
 
 
 def _rollout_stages(engine: ro.Bytes) -> tuple[Stage, ...]:
@@ -205,7 +205,7 @@ def _engine(job: PlanInputs, beside: ro.Bytes) -> ro.Bytes:
     """The rollout's engine while it generates, started where `beside` was already."""
     rollout, d = job.cfg.actor_rollout_ref.rollout, fp.decoder_of(job.machine.actor)
     c = width_of(rollout.dtype, job.device)
-    weights = fp.served_bytes(d, rollout, c=c)
+    weights = fp.served_bytes(job.machine.actor, rollout, c=c)
     if (cache_share_of := rollout_backend(rollout.name).cache_share_of) is not None:
         there = job.machine.device_bytes - (sum(beside.values()) if cache_share_of == "free" else 0)
         share = int(there * rollout.gpu_memory_utilization) - weights

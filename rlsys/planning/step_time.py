@@ -194,7 +194,7 @@ def _cache_rows(job: PlanInputs, d: fp.Decoder, cluster: GpuCluster) -> float:
     c, tp = width_of(rollout.dtype, "cuda"), rollout.tensor_model_parallel_size
     if rollout_backend(rollout.name).cache_share_of is None:
         return inf
-    room = rollout.gpu_memory_utilization * cluster.gpu.memory_bytes - fp.served_bytes(d, rollout, c=c)
+    room = rollout.gpu_memory_utilization * cluster.gpu.memory_bytes - fp.served_bytes(job.machine.actor, rollout, c=c)
     return room * min(tp, d.cache_heads) / (c * d.cached * (lengths.mean_prompt + lengths.mean_response))
 
 
@@ -230,7 +230,7 @@ def _push(job: PlanInputs, cluster: GpuCluster) -> dict[str, float]:
     """Each rollout rank takes its share of the weights; a node of actors first takes what it lacks, once."""
     rollout, pools, node = job.cfg.actor_rollout_ref.rollout, job.plan.pools, job.cfg.trainer.n_gpus_per_node
     d, c = fp.decoder_of(job.machine.actor), width_of(rollout.dtype, "cuda")
-    size, taken = c * d.parameters, fp.served_bytes(d, rollout, c=c)
+    size, taken = c * d.parameters, fp.served_bytes(job.machine.actor, rollout, c=c)
     sent = cluster.all_to_all_s(taken, pools.total_ranks)
     if pools.colocated and job.cfg.trainer.nnodes > 1:
         sent = cluster.all_to_all_s(size / node, pools.total_ranks) + cluster.all_to_all_s(taken, node)

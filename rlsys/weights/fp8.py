@@ -1,4 +1,4 @@
-"""A trainer's weights for engines that serve FP8: float8 elements, and a float32 scale for each block of 128 x 128.
+"""A trainer's weights for engines that serve FP8: float8 elements, and a float32 scale for each block.
 
 The largest magnitude of each block is agreed among the trainer's ranks, so that each quantises only what it holds,
 also of blocks that its shards cut. Arithmetic as of vLLM's `per_block_cast_to_fp8`, of weights rounded to bfloat16.
@@ -16,29 +16,30 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rlsys.interfaces import TrainEngine
-from rlsys.models.fp8 import BLOCK, FP8, FP8_NAME, LARGEST, SCALE, SMALLEST, scale_shape
+from rlsys.models.fp8 import FP8, FP8_NAME, LARGEST, SCALE, SMALLEST, block_of
 from rlsys.types import Box, Shard, WeightLayout
 from rlsys.utils.boxes import slices
 from rlsys.weights.layout import device_of, shard_view, whole_box
 
 
 class Fp8Weights:
-    """What a trainer rank gives to engines that hold the matrices of `shapes` in FP8: a TrainEngine for executors.
+    """What a trainer rank gives to engines that hold some matrices in FP8: a TrainEngine for executors.
 
+    `shapes` are those of the matrices and of their scales, which say how large blocks are.
     `local_tensors` is collective over the default process group, where there is one. The elements, a byte for each, and
     all scales keep their memory, which the next call overwrites.
     """
 
     def __init__(self, engine: TrainEngine, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self.engine, layout = engine, engine.weight_layout()
-        self.shapes = {name + SCALE: scale_shape(shape) for name, shape in sorted(shapes.items())}
+        self.shapes = {name: shape for name, shape in sorted(shapes.items()) if name.endswith(SCALE)}
         self._matrices = [shard for shard in layout.shards if shard.box.tensor in shapes]
         self._elements, self._elements_shapes = _stacked((shard.box for shard in self._matrices), FP8_NAME)
         self._scales, self._scales_shapes = _stacked((whole_box(*each) for each in self.shapes.items()), SCALE)
         self.layout = replace(
             layout,
             shards=(*(s for s in layout.shards if s.box.tensor not in shapes), *self._elements, *self._scales),
-            full_shapes={**layout.full_shapes, **shapes, **self.shapes},
+            full_shapes={**layout.full_shapes, **shapes},
             dtypes={**layout.dtypes, **dict.fromkeys(shapes, FP8_NAME), **dict.fromkeys(self.shapes, "float32")},
         )
         self._own, self._all_scales, self._addresses = dict[str, Tensor](), torch.empty(0, device="meta"), [-1]
@@ -85,8 +86,9 @@ class Fp8Weights:
 
 
 def float8_shapes(engines: Sequence[WeightLayout]) -> dict[str, tuple[int, ...]]:
-    """The matrices that engines hold as float8 elements."""
-    return {name: each.full_shapes[name] for each in engines for name, kind in each.dtypes.items() if kind == FP8_NAME}
+    """The matrices that engines hold as float8 elements, and their scales."""
+    held = [(each.full_shapes, name) for each in engines for name, kind in each.dtypes.items() if kind == FP8_NAME]
+    return {part: shapes[part] for shapes, name in held for part in (name, name + SCALE)}
 
 
 def _stacked(boxes: Iterable[Box], name: str) -> tuple[list[Shard], dict[str, tuple[int, ...]]]:
@@ -111,20 +113,25 @@ class MatrixBox:
     elements: Tensor
 
     @property
+    def block(self) -> int:
+        """Rows and columns of a block."""
+        return block_of(self.shape, self.scales.shape)
+
+    @property
     def before(self) -> list[int]:
         """Rows and columns of its first block that are before it."""
-        return [at % BLOCK for at in self.box.start]
+        return [at % self.block for at in self.box.start]
 
     @property
     def touched(self) -> Tensor:
         """The scales (R, C) of the blocks that it touches."""
-        ends = zip(self.box.start, self.box.shape, strict=True)
-        return self.scales[tuple(slice(at // BLOCK, -(-(at + n) // BLOCK)) for at, n in ends)]
+        ends, block = zip(self.box.start, self.box.shape, strict=True), self.block
+        return self.scales[tuple(slice(at // block, -(-(at + n) // block)) for at, n in ends)]
 
     def row(self) -> tuple[int, ...]:
         """Its row of `kernels.quantise_blocks`, with the number of its blocks in place of its first block."""
-        ends = zip(self.box.start, self.box.shape, self.shape, strict=True)
-        is_cut = any(at % BLOCK or ((at + n) % BLOCK and at + n < full) for at, n, full in ends)
+        ends, block = zip(self.box.start, self.box.shape, self.shape, strict=True), self.block
+        is_cut = any(at % block or ((at + n) % block and at + n < full) for at, n, full in ends)
         memory = self.values.data_ptr(), *self.values.stride(), *self.box.shape, *self.before, self.elements.data_ptr()
         touched = self.touched
         return is_cut, touched.numel(), touched.shape[1], *memory, touched.data_ptr(), touched.stride(0)
@@ -134,24 +141,24 @@ class BlockTables:
     """Boxes that stay in place, for one launch a pass over the blocks of all; those are last that boxes share."""
 
     def __init__(self, boxes: Iterable[MatrixBox]) -> None:
-        kinds: dict[tuple[torch.dtype, bool], list[tuple[int, ...]]] = defaultdict(list)
+        kinds: dict[tuple[int, torch.dtype, bool], list[tuple[int, ...]]] = defaultdict(list)
         for box in boxes:
             row, device = box.row(), box.values.device
             aligned = row[5] == 1 and not any(row[at] % 16 for at in (3, 4, 7, 9, 10))
-            kinds[box.values.dtype, aligned].append(row)
-        self._tables = list[tuple[Tensor, Tensor, int, torch.dtype, bool]]()
-        for (dtype, aligned), rows in kinds.items():
+            kinds[box.block, box.values.dtype, aligned].append(row)
+        self._tables = list[tuple[Tensor, Tensor, int, tuple[int, torch.dtype, bool]]]()
+        for kind, rows in kinds.items():
             table = torch.tensor(sorted(rows))
             counts = table[:, 1].clone()
             table[:, 1], whole = counts.cumsum(0) - counts, int(counts[table[:, 0] == 0].sum())
             owners = torch.repeat_interleave(counts).int()
-            self._tables.append((table.to(device), owners.to(device), whole, dtype, aligned))
+            self._tables.append((table.to(device), owners.to(device), whole, kind))
 
     def __call__(self, *, divides: bool) -> None:
         from rlsys.weights import kernels
 
-        for table, owners, whole, dtype, aligned in self._tables:
-            kernels.quantise_blocks(table, owners, whole, dtype, aligned=aligned, divides=divides)
+        for table, owners, whole, (block, dtype, aligned) in self._tables:
+            kernels.quantise_blocks(table, owners, whole, dtype, block=block, aligned=aligned, divides=divides)
 
 
 def prepared_quantiser(boxes: Sequence[MatrixBox], scales: Tensor) -> Callable[[bool], None]:
@@ -175,10 +182,10 @@ def prepared_quantiser(boxes: Sequence[MatrixBox], scales: Tensor) -> Callable[[
 def _quantise_on_cpu(boxes: Sequence[MatrixBox], *, divides: bool) -> None:
     """Raise the scales of all blocks to their largest magnitudes; or divide the elements by them."""
     for box in boxes:
-        before, touched = box.before, box.touched
-        rows, columns = ((n, -(n + size) % BLOCK) for n, size in zip(before, box.box.shape, strict=True))
+        before, touched, block = box.before, box.touched, box.block
+        rows, columns = ((n, -(n + size) % block) for n, size in zip(before, box.box.shape, strict=True))
         whole = pad(box.values.to(torch.bfloat16), (*columns, *rows))
-        blocks = whole.view(touched.shape[0], BLOCK, touched.shape[1], BLOCK)
+        blocks = whole.view(touched.shape[0], block, touched.shape[1], block)
         if divides:
             quotients = (blocks * (1.0 / touched)[:, None, :, None]).to(FP8)
             box.elements.copy_(quotients.flatten(2).flatten(0, 1)[slices(before, box.box.shape)])

@@ -15,7 +15,6 @@ NUM_WARPS = 8
 SUM_LOADS, SUM_ROWS, SUM_WARPS = tl.constexpr(4), tl.constexpr(256), tl.constexpr(NUM_WARPS)
 SUM_STAGES = tl.constexpr(3)
 """Rows that are on their way to shared memory while one is summed, and that one."""
-QUANTISED_BLOCK = tl.constexpr(fp8.BLOCK)
 SMALLEST, RECIPROCAL = tl.constexpr(fp8.SMALLEST), tl.constexpr(1 / fp8.LARGEST)
 ROW_STREAM = tl.constexpr(checksum_cpu.ROW_STREAM)
 WORD_STREAM = tl.constexpr(checksum_cpu.WORD_STREAM)
@@ -132,7 +131,9 @@ def sum_tiles(
 
 
 @triton.jit
-def _quantise_blocks(table, owners, whole, words: tl.constexpr, aligned: tl.constexpr, divides: tl.constexpr):
+def _quantise_blocks(
+    table, owners, whole, words: tl.constexpr, side: tl.constexpr, aligned: tl.constexpr, divides: tl.constexpr
+):
     """A program raises the scale of a block to its largest magnitude, and divides the first `whole` blocks at once.
 
     With `divides` it divides one of the others, by the scale that ranks agreed on.
@@ -147,9 +148,9 @@ def _quantise_blocks(table, owners, whole, words: tl.constexpr, aligned: tl.cons
     left = tl.multiple_of(tl.load(box + 9), step)
     elements = tl.multiple_of(tl.load(box + 10).to(tl.pointer_type(tl.float8e4nv)), step)
     scale_at = tl.load(box + 11).to(tl.pointer_type(tl.float32)) + block // across * tl.load(box + 12) + block % across
-    lanes = tl.arange(0, QUANTISED_BLOCK)
-    row = (block // across * QUANTISED_BLOCK + lanes - tl.load(box + 8))[:, None]
-    column = (block % across * QUANTISED_BLOCK + lanes - left)[None, :]
+    lanes = tl.arange(0, side)
+    row = (block // across * side + lanes - tl.load(box + 8))[:, None]
+    column = (block % across * side + lanes - left)[None, :]
     inside = (row >= 0) & (row < tl.load(box + 6)) & (column >= 0) & (column < columns)
     source = values + row * pitch + (column if aligned else column * tl.load(box + 5))
     value = tl.load(source, mask=inside, other=0).to(tl.bfloat16).to(tl.float32)
@@ -165,9 +166,10 @@ def _quantise_blocks(table, owners, whole, words: tl.constexpr, aligned: tl.cons
 
 
 def quantise_blocks(
-    table: Tensor, owners: Tensor, whole: int, dtype: torch.dtype, *, aligned: bool, divides: bool
+    table: Tensor, owners: Tensor, whole: int, dtype: torch.dtype, *, block: int, aligned: bool, divides: bool
 ) -> None:
-    """One pass over the blocks of boxes, a row of `table` each (N, 13); `owners` is the box of every block.
+    """One pass over the blocks of boxes, a row of `table` each (N, 13); `owners` is the box of every block, of `block`
+    rows and columns.
 
     A row: (whether others share blocks, number of its first block, blocks across; address and two strides of its
     values, rows, columns, rows and columns of its first block before it; address of its elements; address and pitch of
@@ -176,4 +178,4 @@ def quantise_blocks(
     words = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[dtype]
     if programs := len(owners) - (whole if divides else 0):
         with torch.cuda.device_of(table):
-            _quantise_blocks[(programs,)](table, owners, whole, words, aligned, divides, num_warps=NUM_WARPS)
+            _quantise_blocks[(programs,)](table, owners, whole, words, block, aligned, divides, num_warps=NUM_WARPS)

@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PretrainedConfig, Qwen2Config, Qwen3MoeConfig
+from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3MoeConfig
 
+from rlsys.config.engines import float8_block
+from rlsys.config.schema.rollout import GenerationConfig
+from rlsys.models.fp8 import SCALE
 from rlsys.rollout.engine_weights import EngineWeights
 from rlsys.rollout.hf.engine import HFRollout
-from rlsys.rollout.hf_files import hf_tensors
+from rlsys.rollout.hf_files import hf_tensors, model_config
 from rlsys.weights.fp8 import Fp8Weights, float8_shapes
 from rlsys.weights.layout import shard_view, view_of
 from rlsys.weights.plan import make_plan
@@ -27,6 +30,13 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
 }
 EXPERTS = {"head_dim": 64, "moe_intermediate_size": 256, "num_experts": 4, "num_experts_per_tok": 2}
+SMOLLM2 = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
+CASES = [
+    pytest.param(Qwen2Config, {}, 128, id="dense"),
+    pytest.param(Qwen3MoeConfig, EXPERTS, 128, id="experts"),
+    pytest.param(LlamaConfig, SMOLLM2, 64, id="blocks of 64"),
+    pytest.param(Qwen3MoeConfig, EXPERTS | {"moe_intermediate_size": 192}, 64, id="experts in blocks of 64"),
+]
 
 
 def take_any_kernel() -> None:
@@ -44,8 +54,8 @@ def take_any_kernel() -> None:
     layers.Fp8MoEMethod.process_weights_after_loading = process
 
 
-def loaded_by_vllm(path: Path) -> set[str]:
-    """The matrices that vLLM has in FP8; a plan must write what its loader makes of the same elements and scales."""
+def loaded_by_vllm(path: Path, block: int) -> set[str]:
+    """The matrices that vLLM has in blocks of FP8; a plan must write what its loader makes of elements and scales."""
     from vllm import EngineArgs
     from vllm.config import set_current_vllm_config
     from vllm.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
@@ -56,7 +66,7 @@ def loaded_by_vllm(path: Path) -> set[str]:
 
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(os.getppid()), "VLLM_CPU_KVCACHE_SPACE": "1"}
     take_any_kernel()
-    arguments = float8_arguments(SIZES["num_hidden_layers"], is_pushed=True) | {"moe_backend": "auto"}
+    arguments = float8_arguments(SIZES["num_hidden_layers"], block, is_pushed=True) | {"moe_backend": "auto"}
     engine_args = EngineArgs(
         str(path), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=32, enforce_eager=True, **arguments
     )
@@ -70,7 +80,7 @@ def loaded_by_vllm(path: Path) -> set[str]:
                 method.process_weights_after_loading(layer)
         keep_loadable(model)
         tensors, aliases = hf_tensors(path, dtype="bfloat16")
-        weights = EngineWeights(tensors, aliases, lambda: model, lambda: None)
+        weights = EngineWeights(tensors, aliases, lambda: model, lambda: None, block)
         learn_engine_layout(weights, keep=False)
         layout = weights.layout(rank=0, host="")
         trainer = Fp8Weights(HFRollout.from_path(path), float8_shapes([layout]))  # type: ignore[arg-type]
@@ -83,17 +93,19 @@ def loaded_by_vllm(path: Path) -> set[str]:
         weights.load([(name, by_name[name]) for name in layout.full_shapes])
     assert not layout.loader
     assert all(torch.equal(written[name], tensor) for name, tensor in weights.parameters().items())
-    return set(float8_shapes([layout]))
+    return {name for name in float8_shapes([layout]) if not name.endswith(SCALE)}
 
 
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
-@pytest.mark.parametrize(("kind", "sizes"), [(Qwen2Config, {}), (Qwen3MoeConfig, EXPERTS)], ids=["dense", "experts"])
+@pytest.mark.parametrize(("kind", "sizes", "block"), CASES)
 def test_vllm_loads_what_is_quantised(
-    kind: type[PretrainedConfig], sizes: dict[str, Any], toy: Toy, tmp_path: Path
+    kind: type[PretrainedConfig], sizes: dict[str, Any], block: int, toy: Toy, tmp_path: Path
 ) -> None:
-    matrices = run_ranks(1, loaded_by_vllm, with_model(toy, tmp_path, kind, **SIZES, **sizes).model)[0]
-    projections = 3 * (EXPERTS["num_experts"] if sizes else 1)
+    path = with_model(toy, tmp_path, kind, **SIZES | sizes).model
+    assert float8_block(model_config(path).to_dict(), GenerationConfig()) == block
+    matrices = run_ranks(1, loaded_by_vllm, path, block)[0]
+    projections = 3 * sizes.get("num_experts", 1)
     assert len(matrices) == (4 + projections) * SIZES["num_hidden_layers"]
     assert all(name.endswith("proj.weight") for name in matrices), "not embeddings, heads or routers"

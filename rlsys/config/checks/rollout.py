@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator
 
+from rlsys.config.checks.files import model_facts
 from rlsys.config.checks.findings import note, wrong
-from rlsys.config.engines import ENGINE_SETTINGS, rollout_backend
+from rlsys.config.engines import ENGINE_SETTINGS, float8_block, rollout_backend
 from rlsys.config.introspect import leaves
 from rlsys.config.schema.jobs import EvalConfig, PPOConfig
+from rlsys.utils.errors import ConfigError
 
 KEY = "actor_rollout_ref.rollout"
 KEPT = "external servers keep the parallel sizes they were started with"
@@ -108,10 +110,17 @@ def _aligned(cfg: PPOConfig | EvalConfig, name: str) -> Iterator[str]:
 
 def _quantised(cfg: PPOConfig | EvalConfig, name: str) -> Iterator[str]:
     """Whether the engine serves FP8 weights."""
-    if cfg.actor_rollout_ref.rollout.quantization and (name != "vllm" or cfg.trainer.device == "cpu"):
+    if not cfg.actor_rollout_ref.rollout.quantization:
+        return
+    if name != "vllm" or cfg.trainer.device == "cpu":
         is_external = rollout_backend(name).is_external
         why = "external servers serve what they were started with" if is_external else "only vllm serves it, on GPUs"
         yield wrong(cfg, f"{KEY}.quantization", why, None)
+    try:
+        facts, is_pushed = model_facts(cfg.actor_rollout_ref.model.path), not isinstance(cfg, EvalConfig)
+        float8_block(facts, cfg.actor_rollout_ref.rollout, is_pushed=is_pushed)
+    except ConfigError as error:
+        yield str(error)
 
 
 def check_sampling(cfg: PPOConfig) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from rlsys.rollout.engine_weights import EngineWeights
 from rlsys.types import Box, Shard, WeightLayout
 from rlsys.weights.endpoints import WeightReceiver, WeightSender
 from rlsys.weights.executors.in_process import reshard_local
-from rlsys.weights.fp8 import Fp8Weights, MatrixBox, prepared_quantiser
+from rlsys.weights.fp8 import Fp8Weights, MatrixBox, float8_shapes, prepared_quantiser
 from rlsys.weights.layout import shard_view, view_of, whole_box
 from rlsys.weights.plan import make_plan
 from rlsys.weights.sharding_manager import ExecutorName, ShardingManager
@@ -27,6 +28,7 @@ from workers.colocated import learn_engine_layout
 
 SHAPES = {"embed": (50, 200), "q": (256, 200), "k": (128, 200), "v": (150, 200), "norm": (200,), "o": (200, 534)}
 MATRICES = ("q", "k", "v", "o")
+BLOCKS, SIZES = pytest.mark.parametrize("block", [64, 128]), st.sampled_from([64, 128])
 
 
 def model(seed: int) -> dict[str, Tensor]:
@@ -34,14 +36,15 @@ def model(seed: int) -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=generator) * 10 ** (seed % 3) for name, shape in SHAPES.items()}
 
 
-def quantised(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    scales, elements = torch.zeros(scale_shape(matrix.shape)), torch.empty(matrix.shape, dtype=torch.float8_e4m3fn)
+def quantised(matrix: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    scales = torch.zeros(scale_shape(matrix.shape, block))
+    elements = torch.empty(matrix.shape, dtype=torch.float8_e4m3fn)
     prepared_quantiser([MatrixBox(matrix, whole_box("", matrix.shape), matrix.shape, scales, elements)], scales)(False)
     return elements, scales
 
 
-def quantised_model(full: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    parts = {name: quantised(tensor) for name, tensor in full.items() if name in MATRICES}
+def quantised_model(full: Mapping[str, Tensor], block: int) -> dict[str, Tensor]:
+    parts = {name: quantised(tensor, block) for name, tensor in full.items() if name in MATRICES}
     plain = {name: tensor for name, tensor in full.items() if name not in MATRICES}
     return plain | {n: each[0] for n, each in parts.items()} | {n + SCALE: each[1] for n, each in parts.items()}
 
@@ -74,18 +77,18 @@ class Trainer:
 class Engine:
     """An engine with a fused matrix of which only the loader is known."""
 
-    def __init__(self) -> None:
-        fp8 = torch.float8_e4m3fn
+    def __init__(self, block: int) -> None:
+        fp8, self.block = torch.float8_e4m3fn, block
         self.parameters = {
             "tok.weight": torch.zeros(64, 200, dtype=torch.bfloat16),
             "qkv.weight": torch.zeros(534, 200, dtype=fp8),
-            "qkv.scale": torch.zeros(5, 2),
+            "qkv.scale": torch.zeros(scale_shape((534, 200), block)),
             "out.weight": torch.zeros(200, 534, dtype=fp8),
-            "out.scale": torch.zeros(2, 5),
+            "out.scale": torch.zeros(scale_shape((200, 534), block)),
             "norm.weight": torch.zeros(200, dtype=torch.bfloat16),
         }
         expected = {name: torch.empty(shape, dtype=torch.bfloat16, device="meta") for name, shape in SHAPES.items()}
-        self.weights = EngineWeights(expected, {}, lambda: self, lambda: None)
+        self.weights = EngineWeights(expected, {}, lambda: self, lambda: None, block)
         self.version = -1
         learn_engine_layout(self.weights, keep=False)
 
@@ -97,7 +100,7 @@ class Engine:
         for name, tensor in tensors:
             stem, kind = name.removesuffix(SCALE), "scale" if name.endswith(SCALE) else "weight"
             if stem in first:
-                start = first[stem] // (128 if kind == "scale" else 1)
+                start = first[stem] // (self.block if kind == "scale" else 1)
                 self.parameters[f"qkv.{kind}"][start : start + len(tensor)].copy_(tensor)
             else:
                 target = self.parameters[{"embed": "tok", "o": "out", "norm": "norm"}[stem] + f".{kind}"]
@@ -120,22 +123,24 @@ class Engine:
 
 def assert_serves(engine: Engine, full: Mapping[str, Tensor]) -> None:
     held = {name: tensor.clone() for name, tensor in engine.parameters.items()}
-    engine.load_weights(iter(quantised_model(full).items()))
+    engine.load_weights(iter(quantised_model(full, engine.block).items()))
     for name, tensor in engine.parameters.items():
         assert torch.equal(held[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
 
-def test_the_loader_shows_which_matrices_are_float8() -> None:
-    layout = Engine().weight_layout()
+@BLOCKS
+def test_the_loader_shows_which_matrices_are_float8(block: int) -> None:
+    layout = Engine(block).weight_layout()
     kinds = dict.fromkeys(("embed", "norm"), "bfloat16") | dict.fromkeys(MATRICES, "float8_e4m3fn")
     assert layout.dtypes == kinds | {name + SCALE: "float32" for name in MATRICES}
-    assert layout.full_shapes == SHAPES | {name + SCALE: scale_shape(SHAPES[name]) for name in MATRICES}
+    assert layout.full_shapes == SHAPES | {name + SCALE: scale_shape(SHAPES[name], block) for name in MATRICES}
     assert layout.loader == ()
 
 
+@BLOCKS
 @pytest.mark.parametrize("executor", ["shm", "ipc", "nccl", "disk", "gather"])
-def test_every_executor_brings_elements_and_scales(executor: ExecutorName, tmp_path: Path) -> None:
-    trainer, engine = Trainer(), Engine()
+def test_every_executor_brings_elements_and_scales(executor: ExecutorName, block: int, tmp_path: Path) -> None:
+    trainer, engine = Trainer(), Engine(block)
     ends = ThreadGroup([WeightSender(trainer)]), ThreadGroup([WeightReceiver(engine)])  # pyrefly: ignore
     disk = tmp_path if executor == "disk" else None
     manager = ShardingManager(*ends, executor=executor, disk_root=disk, deadline_s=scaled_s(60.0))
@@ -152,10 +157,11 @@ def test_every_executor_brings_elements_and_scales(executor: ExecutorName, tmp_p
 
 def pushed_locally(seed: int) -> None:
     """What an engine beside each rank holds; of several ranks each has a part and gathers the rest."""
-    trainer, engine = Trainer(dist.get_rank(), dist.get_world_size()), Engine()
-    trainer.take(full := model(seed))
-    reshard_local(trainer, engine, version=seed)  # pyrefly: ignore
-    assert_serves(engine, full)
+    for block in (64, 128):
+        trainer, engine = Trainer(dist.get_rank(), dist.get_world_size()), Engine(block)
+        trainer.take(full := model(seed))
+        reshard_local(trainer, engine, version=seed)  # pyrefly: ignore
+        assert_serves(engine, full)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -163,17 +169,24 @@ def test_engines_beside_the_trainer_hold_elements_and_scales(ranks: int) -> None
     run_ranks(ranks, pushed_locally, 1)
 
 
-def of_rank(seed: int) -> tuple[WeightLayout, dict[str, Tensor]]:
-    trainer = Trainer(dist.get_rank(), dist.get_world_size())
-    trainer.take(model(seed))
-    weights = Fp8Weights(trainer, {name: SHAPES[name] for name in MATRICES})  # pyrefly: ignore
-    return weights.weight_layout(), {name: t.view(torch.uint8) for name, t in weights.local_tensors().items()}
+def of_rank(engines: list[WeightLayout]) -> list[tuple[WeightLayout, dict[str, Tensor]]]:
+    trainer, given = Trainer(dist.get_rank(), dist.get_world_size()), []
+    trainer.take(model(1))
+    for engine in engines:
+        weights = Fp8Weights(trainer, float8_shapes([engine]))  # pyrefly: ignore
+        tensors = {name: tensor.view(torch.uint8) for name, tensor in weights.local_tensors().items()}
+        given.append((weights.weight_layout(), tensors))
+    return given
 
 
 def test_shards_that_cut_blocks_give_the_bits_of_the_whole() -> None:
-    engine = Engine()
-    whole = quantised_model(model(1))
-    ranks = run_ranks(3, of_rank, 1)
+    engines = [Engine(block) for block in (64, 128)]
+    by_rank = run_ranks(3, of_rank, [engine.weight_layout() for engine in engines])
+    for engine, ranks in zip(engines, zip(*by_rank, strict=True), strict=True):
+        assert_parts_of(quantised_model(model(1), engine.block), ranks, engine)
+
+
+def assert_parts_of(whole: Mapping[str, Tensor], ranks: Sequence[Any], engine: Engine) -> None:
     for layout, tensors in ranks:
         for shard in layout.shards:
             if shard.box.tensor in MATRICES or shard.box.tensor.endswith(SCALE):
@@ -186,12 +199,13 @@ def test_shards_that_cut_blocks_give_the_bits_of_the_whole() -> None:
     assert sent < 0.51 * matrices
 
 
-def by_hand(matrix: Tensor) -> tuple[Tensor, Tensor]:
+def by_hand(matrix: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """One block after the other."""
-    scales, elements = torch.empty(scale_shape(matrix.shape)), torch.empty(matrix.shape, dtype=torch.float8_e4m3fn)
+    scales = torch.empty([-(-size // block) for size in matrix.shape])
+    elements = torch.empty(matrix.shape, dtype=torch.float8_e4m3fn)
     for row in range(scales.shape[0]):
         for column in range(scales.shape[1]):
-            part = slice(row * 128, row * 128 + 128), slice(column * 128, column * 128 + 128)
+            part = tuple(slice(at * block, at * block + block) for at in (row, column))
             values = matrix[part].to(torch.bfloat16).float()
             scales[row, column] = max(float(values.abs().max()), 1e-4)
             scales[row, column] /= 448.0
@@ -213,23 +227,24 @@ def matrices(draw: st.DrawFn) -> Tensor:
 
 
 @settings(max_examples=40)
-@given(matrices())
-@example(torch.zeros(130, 129))
-@example(torch.full((5, 200), -1e-5))
-@example(torch.full((129, 1), 3e-39))
-def test_blocks_are_quantised_as_one_by_one(matrix: Tensor) -> None:
-    for own, wanted in zip(quantised(matrix), by_hand(matrix), strict=True):
+@given(matrices(), SIZES)
+@example(torch.zeros(130, 129), 128)
+@example(torch.full((5, 200), -1e-5), 64)
+@example(torch.full((129, 1), 3e-39), 128)
+@example(torch.full((64, 65), 2.0), 64)
+def test_blocks_are_quantised_as_one_by_one(matrix: Tensor, block: int) -> None:
+    for own, wanted in zip(quantised(matrix, block), by_hand(matrix, block), strict=True):
         assert torch.equal(own.view(torch.uint8), wanted.view(torch.uint8))
 
 
 @pytest.mark.vllm
 @pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
 @settings(max_examples=60, deadline=None)
-@given(matrices())
-def test_the_arithmetic_is_that_of_vllm(matrix: Tensor) -> None:
+@given(matrices(), SIZES)
+def test_the_arithmetic_is_that_of_vllm(matrix: Tensor, block: int) -> None:
     from vllm.utils.deep_gemm import per_block_cast_to_fp8
 
     with torch.compiler.set_stance("force_eager"):
-        theirs = per_block_cast_to_fp8(matrix.to(torch.bfloat16))
-    for own, wanted in zip(quantised(matrix), theirs, strict=True):
+        theirs = per_block_cast_to_fp8(matrix.to(torch.bfloat16), [block, block])
+    for own, wanted in zip(quantised(matrix, block), theirs, strict=True):
         assert torch.equal(own.view(torch.uint8), wanted.view(torch.uint8))
