@@ -1,22 +1,26 @@
 """Tokens per second of our engine around vLLM or SGLang, of the same SGLang used directly, and of the engine alone.
 
     python scripts/bench/decode.py sglang models/SmolLM2 --rows 512 --tokens 256
+    python scripts/bench/decode.py vllm 7B --fp8 --rows 256     # random weights of that shape, in FP8 and bfloat16
 
 Eight answers to each prompt, sampled to their full length. Ours come with both log-probabilities, as DataProto rows;
-the engine alone is a process of its own with the same options (`scripts/bench/step.py`).
+every engine has a process of its own, the engine alone with the same options (`scripts/bench/step.py`).
 """
 
 import argparse
 import random
 import sys
-from concurrent.futures import wait
-from functools import partial
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, wait
+from multiprocessing import get_context
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
+from scripts.model_shapes import SHAPES  # noqa: E402
+
 PROMPT_TOKENS, ANSWERS = 100, 8
 WARM, TIMED = 1, 3
 
@@ -34,45 +38,30 @@ def best_rate(num_tokens: int, work: Any) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("engine", choices=["vllm", "sglang"])
-    parser.add_argument("model", type=Path)
+    parser.add_argument("model", help="a folder, or a shape of scripts/model_shapes.py")
     parser.add_argument("--rows", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--deadline-s", type=float, default=300.0, help="longest the engine alone may take")
+    parser.add_argument("--deadline-s", type=float, default=300.0, help="longest that an engine may take")
     parser.add_argument("--fp8", action="store_true", help="ours with rollout.quantization=fp8 too (vllm on a GPU)")
+    parser.add_argument("--out", type=Path, default=Path("runs/decode"), help="where random weights are written")
     args = parser.parse_args()
     import torch
     from step import offline  # pyrefly: ignore[missing-import]
     from transformers import AutoConfig
 
-    from rlsys.types import ModelRequest, SamplingParams
-
     cuda = torch.cuda.is_available()
-    vocab_size = AutoConfig.from_pretrained(args.model, local_files_only=True).get_text_config().vocab_size
+    path = random_weights(args.model, args.out) if args.model in SHAPES else Path(args.model)
+    vocab_size = AutoConfig.from_pretrained(path, local_files_only=True).get_text_config().vocab_size
     draw = random.Random(0)
     prompts = [tuple(draw.randrange(3, vocab_size) for _ in range(PROMPT_TOKENS)) for _ in range(args.rows // ANSWERS)]
-    rows = [prompt for prompt in prompts for _ in range(ANSWERS)]
-    make = partial(_engine, args.engine, args.model, len(rows), PROMPT_TOKENS + args.tokens, cuda=cuda)
-
-    def ours(turn: int) -> None:
-        engine.generate(
-            [
-                ModelRequest(ids, SamplingParams(args.tokens, ignore_eos=True, seed=turn * len(rows) + row))
-                for row, ids in enumerate(rows)
-            ]
-        )
-
-    rates = {}
+    rows, rates = [prompt for prompt in prompts for _ in range(ANSWERS)], dict[str, float]()
+    for quantization in ("fp8", None) if args.fp8 else (None,):
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            measured = pool.submit(ours, args.engine, path, rows, args.tokens, quantization)
+            rates |= measured.result(args.deadline_s)
     if args.fp8:
-        engine = make(quantization="fp8")
-        rates["ours in FP8"] = best_rate(len(rows) * args.tokens, ours)
-        engine.close()
-    engine = make()
-    rates["ours"] = best_rate(len(rows) * args.tokens, ours)
-    if args.engine == "sglang":
-        for name, logprob in (("directly", False), ("directly, with log-probabilities", True)):
-            rates[name] = best_rate(len(rows) * args.tokens, _asked_directly(engine, rows, args.tokens, logprob))
-    engine.close()
-    work = {"model": str(args.model), "tp": 1, "rows": len(rows), "prompts": len(prompts), "cuda": cuda}
+        print(f"ours, FP8 / bfloat16: {rates['ours in FP8'] / rates['ours']:.2f}", flush=True)
+    work = {"model": str(path), "tp": 1, "rows": len(rows), "prompts": len(prompts), "cuda": cuda}
     work |= {"prompt_tokens": PROMPT_TOKENS, "answer_tokens": args.tokens, "max_num_seqs": len(rows)}
     work["vocab_size"] = vocab_size
     alone = offline(args.engine, work, args.deadline_s)
@@ -82,12 +71,49 @@ def main() -> int:
     return 0
 
 
-def _engine(
-    kind: str, model: Path, num_rows: int, length: int, *, cuda: bool, quantization: Literal["fp8"] | None = None
-) -> Any:
+def random_weights(shape: str, out: Path) -> Path:
+    """The folder of a model of a known shape, written once."""
+    import torch
+    from train_step import write_checkpoint  # pyrefly: ignore[missing-import]
+
+    folder = (out / shape).resolve()
+    if not (folder / "model.safetensors.index.json").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_checkpoint(shape, folder, "cuda" if torch.cuda.is_available() else "cpu")
+    return folder
+
+
+def ours(
+    kind: str, model: Path, rows: Sequence[tuple[int, ...]], num_tokens: int, quantization: Literal["fp8"] | None
+) -> dict[str, float]:
+    """Rates of our engine, and of the same SGLang asked directly."""
+    from rlsys.types import ModelRequest, SamplingParams
+
+    engine = _engine(kind, model, len(rows), PROMPT_TOKENS + num_tokens, quantization)
+
+    def work(turn: int) -> None:
+        engine.generate(
+            [
+                ModelRequest(ids, SamplingParams(num_tokens, ignore_eos=True, seed=turn * len(rows) + row))
+                for row, ids in enumerate(rows)
+            ]
+        )
+
+    rates = {"ours in FP8" if quantization else "ours": best_rate(len(rows) * num_tokens, work)}
+    if kind == "sglang" and not quantization:
+        for name, logprob in (("directly", False), ("directly, with log-probabilities", True)):
+            rates[name] = best_rate(len(rows) * num_tokens, _asked_directly(engine, rows, num_tokens, logprob))
+    engine.close()
+    return rates
+
+
+def _engine(kind: str, model: Path, num_rows: int, length: int, quantization: Literal["fp8"] | None) -> Any:
+    import torch
+
     from rlsys.config.schema.rollout import GenerationConfig
     from rlsys.rollout.base import EngineContext
 
+    cuda = torch.cuda.is_available()
     config = GenerationConfig(
         max_num_seqs=num_rows, max_model_len=length, enforce_eager=not cuda, quantization=quantization
     )
@@ -101,7 +127,7 @@ def _engine(
     return SGLangRollout(model, config, context)
 
 
-def _asked_directly(engine: Any, rows: list[tuple[int, ...]], num_tokens: int, logprob: bool) -> Any:
+def _asked_directly(engine: Any, rows: Sequence[tuple[int, ...]], num_tokens: int, logprob: bool) -> Any:
     """The same SGLang, sampling itself, request by request."""
     running = engine._engine_thread
     params = {"temperature": 1.0, "max_new_tokens": num_tokens, "ignore_eos": True}

@@ -1,6 +1,8 @@
 """FP8 weights in vLLM on a GPU: the bits of vLLM's own quantiser, pushes in place, whole runs on one and two GPUs."""
 
 import importlib.util
+import json
+import os
 import random
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlsys.config.schema.rollout import GenerationConfig
-from rlsys.models.fp8 import FP8, scale_shape
+from rlsys.models.fp8 import FP8, SCALE, scale_shape
 from rlsys.rollout.base import EngineContext
 from rlsys.types import Box
 from rlsys.weights.endpoints import WeightReceiver, WeightSender
@@ -26,31 +29,35 @@ from trainer.main_ppo import main
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_VLLM, reason="needs vLLM"), pytest.mark.timeout(900)]
-SIZES: dict[str, Any] = {
-    "hidden_size": 512,
-    "intermediate_size": 640,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "tie_word_embeddings": True,
+LAYERS = 4
+SIZES: dict[int, dict[str, Any]] = {
+    128: {"hidden_size": 512, "intermediate_size": 640, "num_attention_heads": 8, "num_key_value_heads": 2},
+    64: {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3},
 }
+"""Models by the blocks that they need; the second is of SmolLM2-135M's widths."""
+BLOCKS = pytest.mark.parametrize("block", SIZES)
+
+
+def sizes_of(block: int) -> dict[str, Any]:
+    return {**SIZES[block], "num_hidden_layers": LAYERS, "tie_word_embeddings": True}
 
 
 def bits_of(tensor: Tensor) -> bytes:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def quantised(parts: list[tuple[Tensor, Box]], shape: tuple[int, ...]) -> tuple[list[Tensor], Tensor]:
+def quantised(parts: list[tuple[Tensor, Box]], shape: tuple[int, ...], block: int) -> tuple[list[Tensor], Tensor]:
     """The elements of the parts of a matrix, and its scales."""
-    scales = torch.empty(scale_shape(shape), device="cuda")
+    scales = torch.empty(scale_shape(shape, block), device="cuda")
     elements = [torch.empty(values.shape, dtype=FP8, device="cuda") for values, _ in parts]
     boxes = [MatrixBox(values, box, shape, scales, own) for (values, box), own in zip(parts, elements, strict=True)]
     prepared_quantiser(boxes, scales)(False)
     return elements, scales
 
 
+@BLOCKS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_kernel_quantises_as_vllm_does(dtype: torch.dtype) -> None:
+def test_the_kernel_quantises_as_vllm_does(dtype: torch.dtype, block: int) -> None:
     from vllm.utils.deep_gemm import per_block_cast_to_fp8
 
     draw, unequal = random.Random(3), 0
@@ -60,14 +67,14 @@ def test_the_kernel_quantises_as_vllm_does(dtype: torch.dtype) -> None:
         matrix = torch.randn(shape, device="cuda") * 10.0 ** draw.randint(-6, 4)
         matrix[draw.randrange(shape[0]) :: 3] = draw.choice([0.0, -0.0, 1e-40, 1e30])
         matrix = matrix.to(dtype)
-        elements, scales = per_block_cast_to_fp8(matrix.to(torch.bfloat16))
-        (own,), own_scales = quantised([(matrix, Box("w", (0, 0), shape))], shape)
+        elements, scales = per_block_cast_to_fp8(matrix.to(torch.bfloat16), [block, block])
+        (own,), own_scales = quantised([(matrix, Box("w", (0, 0), shape))], shape, block)
         unequal += int((own.view(torch.uint8) != elements.view(torch.uint8)).sum())
         unequal += int((own_scales != scales).sum())
         row, column = (unit * draw.randint(0, size // unit) for size in shape)
         rows, columns = ((0, row), (row, shape[0])), ((0, column), (column, shape[1]))
         places = [(a, c, matrix[a:b, c:d]) for a, b in rows for c, d in columns if a < b and c < d]
-        split, split_scales = quantised([(m, Box("w", (a, c), tuple(m.shape))) for a, c, m in places], shape)
+        split, split_scales = quantised([(m, Box("w", (a, c), tuple(m.shape))) for a, c, m in places], shape, block)
         for (a, c, part), parts_own in zip(places, split, strict=True):
             wanted = own[a : a + part.shape[0], c : c + part.shape[1]]
             assert bits_of(parts_own) == bits_of(wanted), number
@@ -75,11 +82,27 @@ def test_the_kernel_quantises_as_vllm_does(dtype: torch.dtype) -> None:
     assert not unequal
 
 
-def model_of(seed: int) -> Qwen2ForCausalLM:
+def model_of(seed: int, block: int) -> Qwen2ForCausalLM:
     """Weights far from those of another seed."""
     torch.manual_seed(seed)
-    config = Qwen2Config(vocab_size=500, max_position_embeddings=512, eos_token_id=2, **SIZES)
+    config = Qwen2Config(vocab_size=500, max_position_embeddings=512, eos_token_id=2, **sizes_of(block))
     return Qwen2ForCausalLM(config).to(torch.bfloat16).eval()
+
+
+def save_in_blocks(seed: int, block: int, path: Path) -> None:
+    """An FP8 checkpoint in the published form, its matrices quantised by vLLM's own function."""
+    from vllm.utils.deep_gemm import per_block_cast_to_fp8
+
+    model = model_of(seed, block)
+    model.save_pretrained(path)
+    tensors = load_file(path / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("proj.weight")]:
+        elements, scales = per_block_cast_to_fp8(tensors[name].cuda(), [block, block])
+        tensors |= {name: elements.cpu(), name + SCALE: scales.cpu()}
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    blocks = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [block, block]}
+    written = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**written, "quantization_config": blocks}))
 
 
 def engine_of(path: Path, quantization: str | None, load_format: Any) -> Any:
@@ -99,15 +122,15 @@ def held_by(engine: Any) -> dict[str, bytes]:
     return {name: bits_of(tensor) for name, tensor in engine.weights.parameters().items()}
 
 
-def pushed(path: Path, quantization: str | None) -> list[dict[str, Any]]:
+def pushed(path: Path, quantization: str | None, block: int) -> list[dict[str, Any]]:
     """What an engine holds after each of two updates, how far its answers are from the model's, and the seconds."""
     engine, results = engine_of(path, quantization, "dummy"), []
-    trainer = Trainer(model_of(1).cuda())
+    trainer = Trainer(model_of(1, block).cuda())
     ends = ThreadGroup([WeightSender(trainer)]), ThreadGroup([WeightReceiver(engine)])  # type: ignore[arg-type]
     manager = ShardingManager(*ends, executor="ipc", deadline_s=120.0)
     manager.connect()
     for seed in (1, 2):
-        model = model_of(seed).cuda()
+        model = model_of(seed, block).cuda()
         trainer.rollout.model.load_state_dict(model.state_dict())
         seconds = [manager.push(seed).seconds for _ in range(3)]
         result = {"apart": apart(model, engine.generate(requests_of(8))), "held": held_by(engine)}
@@ -118,28 +141,33 @@ def pushed(path: Path, quantization: str | None) -> list[dict[str, Any]]:
     return results
 
 
-def quantised_by_vllm(path: Path) -> dict[str, bytes]:
-    engine = engine_of(path, "fp8", "auto")
+def loaded_by_vllm(path: Path, quantization: str | None) -> dict[str, bytes]:
+    os.environ["VLLM_USE_DEEP_GEMM"] = "0"
+    engine = engine_of(path, quantization, "auto")
     held = held_by(engine)
     engine.close()
     return held
 
 
-def test_pushes_bring_the_bits_that_vllm_makes_of_a_checkpoint(tmp_path: Path) -> None:
+@BLOCKS
+def test_pushes_bring_the_bits_that_vllm_makes_of_a_checkpoint(block: int, tmp_path: Path) -> None:
     for seed in (1, 2):
-        model_of(seed).save_pretrained(tmp_path / str(seed))
-    fp8, plain = (run_ranks(1, pushed, tmp_path / "1", kind, backend=BACKEND)[0] for kind in ("fp8", None))
+        model_of(seed, block).save_pretrained(tmp_path / str(seed))
+        save_in_blocks(seed, block, tmp_path / f"{seed} in FP8")
+    fp8, plain = (run_ranks(1, pushed, tmp_path / "1", kind, block, backend=BACKEND)[0] for kind in ("fp8", None))
     for seed, result in enumerate(fp8, start=1):
-        wanted = run_ranks(1, quantised_by_vllm, tmp_path / str(seed), backend=BACKEND)[0]
+        wanted = run_ranks(1, loaded_by_vllm, tmp_path / f"{seed} in FP8", None, backend=BACKEND)[0]
         assert_same(result["held"], wanted)
+        if block == 128:
+            assert_same(result["held"], run_ranks(1, loaded_by_vllm, tmp_path / str(seed), "fp8", backend=BACKEND)[0])
         layout = result["layout"]
         assert layout.loader == ()
         kinds = [name for name, kind in layout.dtypes.items() if kind == "float8_e4m3fn"]
-        assert len(kinds) == 7 * SIZES["num_hidden_layers"]
+        assert len(kinds) == 7 * LAYERS
         print(f"update {seed}: log-probs {result['apart']:.4f} apart, in bfloat16 {plain[seed - 1]['apart']:.4f}")
         assert result["apart"] < 0.1
     for kind, result in (("fp8", fp8[1]), ("bfloat16", plain[1])):
-        print(f"push of {result['sent'] / 1e6:.1f} MB in {kind}: {1e3 * result['seconds']:.2f} ms")
+        print(f"push in {kind}, blocks of {block}, {result['sent'] / 1e6:.1f} MB: {1e3 * result['seconds']:.2f} ms")
 
 
 def assert_same(held: Mapping[str, bytes], wanted: Mapping[str, bytes]) -> None:
@@ -147,16 +175,16 @@ def assert_same(held: Mapping[str, bytes], wanted: Mapping[str, bytes]) -> None:
     assert not [name for name in wanted if held[name] != wanted[name]]
 
 
-@pytest.mark.parametrize("gpus", [1, 2])
-def test_a_run_serves_fp8(gpus: int, toy: Toy, tmp_path: Path) -> None:  # noqa: F811
+@pytest.mark.parametrize(("gpus", "block"), [(1, 64), (1, 128), (2, 128)])
+def test_a_run_serves_fp8(gpus: int, block: int, toy: Toy, tmp_path: Path) -> None:  # noqa: F811
     if torch.cuda.device_count() < gpus:
         pytest.skip(f"needs {gpus} GPUs")
-    model = with_model(toy, tmp_path / "model", Qwen2Config, **SIZES)
+    model = with_model(toy, tmp_path / "model", Qwen2Config, **sizes_of(block))
     rollout = "actor_rollout_ref.rollout"
     argv = model.overrides(
         tmp_path / "out",
         *(f"{rollout}.name=vllm", f"{rollout}.quantization=fp8", f"{rollout}.gpu_memory_utilization=0.2"),
-        *(f"{rollout}.enforce_eager=true", f"{rollout}.checkpoint_engine.backend=ipc"),
+        *(f"{rollout}.enforce_eager={block == 128}", f"{rollout}.checkpoint_engine.backend=ipc"),
         *("actor_rollout_ref.actor.strategy=fsdp", f"trainer.n_gpus_per_node={gpus}"),
         *(f"{rollout}.validate_weight=true", f"{rollout}.parity.freq=1", f"{rollout}.parity.policy=stop"),
         f"reward.custom_reward_function.path={model.grader}",

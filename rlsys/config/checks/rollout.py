@@ -116,6 +116,7 @@ def _quantised(cfg: PPOConfig | EvalConfig, name: str) -> Iterator[str]:
         is_external = rollout_backend(name).is_external
         why = "external servers serve what they were started with" if is_external else "only vllm serves it, on GPUs"
         yield wrong(cfg, f"{KEY}.quantization", why, None)
+        return
     try:
         facts, is_pushed = model_facts(cfg.actor_rollout_ref.model.path), not isinstance(cfg, EvalConfig)
         float8_block(facts, cfg.actor_rollout_ref.rollout, is_pushed=is_pushed)

@@ -24,6 +24,8 @@ ODD_MODELS = {
     "layers": {"num_hidden_layers": "four"},
     "flat": {"hidden_size": 0},
     "endless": {"vocab_size": 9, "eos_token_id": [3, 9]},
+    "narrow": {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 1536},
+    "uneven": {"hidden_size": 512, "num_attention_heads": 8, "intermediate_size": 1120},
 }
 
 
@@ -262,6 +264,7 @@ FOREIGN = [
     bad([f"{R}.quantization=fp8", f"{R}.name=sglang"], f"{R}.quantization", "only vllm serves it"),
     bad([f"{R}.quantization=fp8", f"{R}.name=vllm", "trainer.device=cpu"], f"{R}.quantization", "on GPUs"),
     bad([f"{R}.quantization=fp8", f"{R}.name=vllm_remote"], f"{R}.quantization", "were started with"),
+    bad([f"{R}.quantization=fp8", f"{R}.name=vllm", f"{M}.path=uneven"], "are 1120 wide", "multiples of 64", "=null"),
     bad(f"{R}.engine_kwargs.sglang.dp_size=2", "engine_kwargs.sglang.dp_size", "set rollout.data_parallel_size"),
     bad(f"{R}.engine_kwargs.sglang.tp_size=2", "engine_kwargs.sglang.tp_size", "tensor_model_parallel_size"),
     bad(f"{R}.engine_kwargs.sglang.nnodes=2", "engine_kwargs.sglang.nnodes", "over nodes too"),
@@ -650,6 +653,11 @@ OTHER_JOBS = [
     bad("data.path=./gone.parquet", "data.val_files", "file not found", schema=EvalConfig),
     bad("data.response_key=x", "data.response_key", "main_eval", schema=EvalConfig),
     bad("rollout.name=trtllm", f"{R}.name", "hf", schema=EvalConfig),
+    bad(
+        [f"{R}.quantization=fp8", f"{R}.name=vllm", f"{M}.path=narrow"],
+        *("are 192, 576 wide", "no multiples of 128", "of which vLLM makes them of a checkpoint"),
+        schema=EvalConfig,
+    ),
 ]
 
 YAML = {

@@ -6,12 +6,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from rlsys.config.engines import float8_block
+from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.models.megatron.family import family_of
 from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
 from rlsys.planning import footprint as fp
 from rlsys.rollout.hf.engine import HFRollout
 from rlsys.rollout.hf.kv_cache import ColumnCache
 from rlsys.types import ModelRequest, SamplingParams
+from rlsys.utils.errors import ConfigError
 from scripts.model_shapes import SHAPES
 
 TINY = fp.decoder_of(SHAPES["tiny"])
@@ -113,3 +116,26 @@ def test_the_cache_is_that_of_the_rollout() -> None:
         layer.lazy_initialization(keys, keys)
     held = sum(buffer.nbytes for layer in cache.columns for buffer in layer.buffers)
     assert fp.cache_bytes(TINY, 3, 20, c=4) == held
+
+
+@pytest.mark.parametrize(
+    ("shape", "tp", "ep", "block"),
+    [
+        ("135M", 1, 1, 64),  # hidden 576, keys 192
+        ("0.5B", 1, 1, 128),
+        ("0.5B", 2, 1, 64),  # queries 448
+        ("30B-A3B", 4, 1, 64),  # an expert's 768 in four
+        ("30B-A3B", 4, 4, 128),
+        ("671B", 16, 1, 128),
+        ("671B", 32, 1, 64),  # an expert's 2048 in 32
+    ],
+)
+def test_float8_blocks_divide_what_a_rank_holds(shape: str, tp: int, ep: int, block: int) -> None:
+    rollout = GenerationConfig(tensor_model_parallel_size=tp, expert_parallel_size=ep)
+    assert float8_block(SHAPES[shape], rollout) == block
+    assert float8_block({"text_config": SHAPES[shape], "hidden_size": 7}, rollout) == block
+
+
+def test_what_no_block_divides_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"96 wide on a rank, no multiples of 64.*quantization=null"):
+        float8_block(SHAPES["30B-A3B"], GenerationConfig(tensor_model_parallel_size=8))

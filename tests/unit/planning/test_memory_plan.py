@@ -174,6 +174,13 @@ def test_fp8_rollouts_halve_the_engine_and_stay_with_the_trainer(engine: list[st
     assert fp8["start"].bytes.get("fp8 weights", 0) == 0
 
 
+def test_scales_of_smaller_blocks_are_counted() -> None:
+    matrices = 30 * (2 * 576**2 + 2 * 192 * 576 + 3 * 1536 * 576)
+    argv = ("actor_rollout_ref.rollout.name=vllm", "trainer.device=cuda", "trainer.n_gpus_per_node=1")
+    plan = stages(planned(config(*argv, "actor_rollout_ref.rollout.quantization=fp8"), SMOLLM2))
+    assert plan["update_actor"].bytes["fp8 weights"] == matrices + 4 * matrices // 64**2
+
+
 def test_copies_of_the_attention_share_the_experts_alone() -> None:
     d, sizes = fp.decoder_of(SHAPES["30B-A3B"]), {"tensor_model": 2, "data": 4, "expert": 8}
     argv = [f"actor_rollout_ref.rollout.{name}_parallel_size={size}" for name, size in sizes.items()]
