@@ -18,8 +18,7 @@ from rlsys.agent.interactions import InteractionWorkflow
 from rlsys.agent.message_images import image_part, png_url
 from rlsys.agent.presets import Workflow, load_workflow
 from rlsys.agent.programs import command_workflow, function_workflow
-from rlsys.agent.rounds import Rounds
-from rlsys.agent.runner import FAILED, EpisodeResult, EpisodeRunner, EpisodeStart, episode_metrics
+from rlsys.agent.runner import FAILED, EpisodeResult, EpisodeRunner, EpisodeStart, Rounds, episode_metrics
 from rlsys.agent.session import Grade, Row, Score, SessionSettings
 from rlsys.agent.template import ChatTemplate
 from rlsys.agent.tool_config import read_entries, tools_of_yaml

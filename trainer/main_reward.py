@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from itertools import islice
 
-from rlsys.data.bad_rows import parse_rows
+from rlsys.data.dataset import parse_rows
 from rlsys.data.files import read_rows
 from rlsys.rewards.pool.pool import Grader, RewardItem, RewardPool, RewardResult
 from rlsys.telemetry.jsonl import JsonObject

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from rlsys.algorithms.parity import Parity, compare_log_probs
+from rlsys.algorithms.mismatch import Parity, compare_log_probs
 from rlsys.config.schema.rollout import ParityConfig
 from rlsys.data.collate import collate_prompts
 from rlsys.data.dataset import PromptDataset

@@ -1,30 +1,33 @@
 """Prompts to train on: rows of files, checked, tokenised and cut to length before any worker starts.
 
 A prompt is a list of messages or a text. The chat template renders it (a text as one user message); without a template
-the contents are used as they are.
+the contents are used as they are. Bad rows are either refused at once or skipped and counted (data.bad_rows).
 """
 
 import logging
 from array import array
 from collections import UserList
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from itertools import islice
 from os.path import dirname
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
-from rlsys.config.schema.data import PromptsConfig, RowsConfig, TrainingRowsConfig
+from rlsys.config.schema.data import BadRows, PromptsConfig, RowsConfig, TrainingRowsConfig
 from rlsys.config.vocabulary import GRIDS, TILES
-from rlsys.data.bad_rows import parse_rows
 from rlsys.data.chat import encode_prompt, truncate
 from rlsys.data.cursor import permutation
 from rlsys.data.files import BadRow, Row, read_rows
-from rlsys.data.rows import PromptRow, read_prompt_row
+from rlsys.data.rows import MissingColumns, PromptRow, read_prompt_row
 from rlsys.utils.errors import ConfigError, DataError, raised_as
 from rlsys.utils.hub import is_rows_id, open_rows
 from rlsys.utils.plugins import load_from_file
+
+NUM_SHOWN = 5
+T = TypeVar("T")
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,6 +44,49 @@ class VerlDataset(Protocol):
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
+
+
+def parse_rows(
+    rows: Iterable[Row | BadRow], parse: Callable[[Row], T], *, bad_rows: BadRows, num_threads: int = 1
+) -> tuple[list[T], list[BadRow]]:
+    """`parse` of every row, in order, and the rows for which it raised ValueError.
+
+    With "refuse" the first bad row raises DataError; with "skip" only a source without any good row does.
+    """
+    good: list[T] = []
+    bad: list[BadRow] = []
+    for result in _results(rows, parse, num_threads):
+        if not isinstance(result, BadRow):
+            good.append(result)
+            continue
+        if bad_rows == "refuse":
+            raise DataError(f"{result}{result.fix}")
+        bad.append(result)
+    if bad:
+        shown = "\n  ".join(map(str, bad[:NUM_SHOWN]))
+        more = f"\n  and {len(bad) - NUM_SHOWN} more" if len(bad) > NUM_SHOWN else ""
+        log.warning("skipped %d bad rows, kept %d:\n  %s%s", len(bad), len(good), shown, more)
+        if not good:
+            raise DataError(f"no row can be used; the first bad row: {bad[0]}")
+    return good, bad
+
+
+def _results(rows: Iterable[Row | BadRow], parse: Callable[[Row], T], num_threads: int) -> Iterator[T | BadRow]:
+    def result(row: Row | BadRow) -> T | BadRow:
+        if isinstance(row, BadRow):
+            return row
+        try:
+            return parse(row)
+        except MissingColumns as error:
+            return BadRow(row.file, row.place, str(error), fix="")
+        except ValueError as error:
+            return BadRow(row.file, row.place, str(error))
+
+    if num_threads <= 1:
+        yield from map(result, rows)
+        return
+    with ThreadPoolExecutor(num_threads) as pool:
+        yield from pool.map(result, rows)
 
 
 class PromptDataset:

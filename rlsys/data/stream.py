@@ -6,9 +6,8 @@ from itertools import islice
 from typing import Any
 
 from rlsys.config.schema.data import TrainingRowsConfig
-from rlsys.data.bad_rows import parse_rows
 from rlsys.data.cursor import BatchRows, permutation
-from rlsys.data.dataset import PromptDataset
+from rlsys.data.dataset import PromptDataset, parse_rows
 from rlsys.data.files import Row
 from rlsys.data.rows import PromptRow
 from rlsys.interfaces import State

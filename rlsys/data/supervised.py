@@ -9,9 +9,8 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from rlsys.config.schema.data import DPODataConfig, RMDataConfig, SFTDataConfig, SupervisedDataConfig
-from rlsys.data.bad_rows import parse_rows
 from rlsys.data.chat import Message, as_messages, encode_conversation, kept_positions
-from rlsys.data.dataset import VerlDataset, sample_rows, source_rows
+from rlsys.data.dataset import VerlDataset, parse_rows, sample_rows, source_rows
 from rlsys.data.rows import ANSWERS, QUESTIONS, Need, check_columns, plain_values, read_messages, read_prompt
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from rlsys.ipc.framing import Buffer, WireError
 from rlsys.protocol import columns as cols
-from rlsys.protocol.memory import take_rows
+from rlsys.protocol.columns import take_rows
 from rlsys.protocol.received import OwnBatch, ReceivedBatch
 from rlsys.protocol.wire import decode, encode, read_file, write_file
 from rlsys.utils.errors import raised_as

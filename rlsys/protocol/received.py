@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from tensordict import TensorDict
 
-from rlsys.protocol.memory import copy_rows
+from rlsys.protocol.columns import copy_rows
 
 _COPYING = threading.Lock()
 

@@ -171,7 +171,7 @@ class Side:
         """All that is not timed; `ours` are the trainer's log-probabilities."""
         import torch
 
-        from rlsys.algorithms.parity import compare_log_probs
+        from rlsys.algorithms.mismatch import compare_log_probs
 
         rows = self.rows(answers)
         seen, mask = rows.tensors["rollout_log_probs"], rows.tensors["response_mask"]

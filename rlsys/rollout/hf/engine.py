@@ -23,9 +23,8 @@ from rlsys.protocol import DataProto, images_of
 from rlsys.rollout.base import DEFAULT_CONFIG, DEFAULT_CONTEXT, BaseRolloutEngine, EngineContext, LoadFormat
 from rlsys.rollout.batch import score_sequences
 from rlsys.rollout.engine_weights import copy_by_name, whole_layout
-from rlsys.rollout.hf.decode import DecodeLoop
+from rlsys.rollout.hf.decode import DecodeLoop, LeftPadded, prompt_passes
 from rlsys.rollout.hf.kv_cache import ATTENTION, ColumnCache
-from rlsys.rollout.hf.prompts import LeftPadded, prompt_passes
 from rlsys.rollout.hf_files import end_ids, model_config
 from rlsys.rollout.sampling.hook import RowSampler
 from rlsys.types import WeightLayout

@@ -15,8 +15,7 @@ import torch
 from rlsys.agent.collate import collate_episodes
 from rlsys.agent.interactions import InteractionWorkflow
 from rlsys.agent.presets import MathRLVRWorkflow, RLVRWorkflow, load_workflow
-from rlsys.agent.rounds import Rounds
-from rlsys.agent.runner import EpisodeRunner, EpisodeStart, episode_metrics
+from rlsys.agent.runner import EpisodeRunner, EpisodeStart, Rounds, episode_metrics
 from rlsys.agent.session import Score
 from rlsys.agent.template import ChatTemplate
 from rlsys.agent.tools import tool_of

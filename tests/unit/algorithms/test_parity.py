@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from rlsys.algorithms.parity import compare_log_probs
+from rlsys.algorithms.mismatch import compare_log_probs
 
 MASK = torch.tensor([[1, 1, 0], [1, 0, 0]])
 

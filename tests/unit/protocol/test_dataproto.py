@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 
 from rlsys.protocol import DataProto, DataProtoConfig, object_array, union_numpy_dict, union_tensor_dict
-from rlsys.protocol.memory import HUGE_BYTES
+from rlsys.protocol.columns import HUGE_BYTES
 from tests.timing import scaled_s
 
 

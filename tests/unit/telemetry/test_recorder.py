@@ -4,8 +4,7 @@ import pickle
 
 import pytest
 
-from rlsys.telemetry.memory import memory_metrics
-from rlsys.telemetry.recorder import StageRecorder, StageReport, merged
+from rlsys.telemetry.memory import StageRecorder, StageReport, memory_metrics, merged
 
 
 def test_stages_of_two_workers_merge() -> None:
