@@ -13,7 +13,7 @@ from rlsys.single_controller.base import ClassWithInitArgs, WorkerGroup
 from rlsys.single_controller.colocate import create_colocated_worker_cls
 from rlsys.single_controller.resource_pool import ResourcePoolManager
 from rlsys.telemetry.log import get_logger
-from rlsys.telemetry.memory import StageReport, merged
+from rlsys.telemetry.recorder import StageReport, merged
 from rlsys.utils.errors import CheckpointError
 from rlsys.weights.executors.base import WeightGroup
 from trainer.backend import WorkerBackend

@@ -15,8 +15,9 @@ from rlsys.config.schema.trainer import TrainingConfig
 from rlsys.protocol import DataProto, response_lengths
 from rlsys.telemetry import metrics as compute
 from rlsys.telemetry.log import get_logger
-from rlsys.telemetry.memory import MemoryRecord, StageRecorder, StageReport, by_stage, memory_metrics, memory_table
+from rlsys.telemetry.memory import MemoryRecord, by_stage, memory_metrics, memory_table
 from rlsys.telemetry.progress import Counts, Progress
+from rlsys.telemetry.recorder import StageRecorder, StageReport
 from rlsys.telemetry.report import RunReport
 from rlsys.telemetry.trace import Event, Timeline, add_arguments, arrows
 from rlsys.telemetry.tracker_adapters import TrackedRun

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from rlsys.config.schema.algorithm import GradingConfig
 from rlsys.config.schema.data import PromptsConfig
 from rlsys.data.chat import MARKERS, Message
-from rlsys.data.images import IMAGE_PARTS, VIDEO_PARTS, as_video
+from rlsys.data.images import IMAGE_PARTS
+from rlsys.data.videos import VIDEO_PARTS, as_video
 
 if TYPE_CHECKING:
     from rlsys.protocol import ImageInputs

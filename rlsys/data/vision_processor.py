@@ -12,7 +12,8 @@ from transformers import AutoConfig, AutoImageProcessor
 from rlsys.config.checks.files import model_facts
 from rlsys.config.vocabulary import GRIDS, TILES, TIMESTAMPS
 from rlsys.data.chat import MARKERS, Message, as_messages, encode_text, render, with_parts
-from rlsys.data.images import ImageError, Video, image_hash, is_video, load_image, load_video, png_bytes
+from rlsys.data.images import ImageError, image_hash, load_image, png_bytes
+from rlsys.data.videos import Video, is_video, load_video
 from rlsys.models.vision import num_features, placeholder_ids
 from rlsys.protocol import ImageInputs
 from rlsys.utils.errors import ConfigError, raised_as

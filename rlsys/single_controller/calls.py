@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlsys.telemetry.memory import StageReport, merged
+from rlsys.telemetry.recorder import StageReport, merged
 from rlsys.utils.errors import SPOKEN_ERRORS, DeadlineError, FailedWorker, WorkerError
 
 POLL_S = 1.0

@@ -14,7 +14,7 @@ from typing import Any
 from rlsys.single_controller.calls import CallSpec, Failure, Header
 from rlsys.single_controller.rows import is_rows
 from rlsys.single_controller.worker import Worker
-from rlsys.telemetry.memory import StageRecorder
+from rlsys.telemetry.recorder import StageRecorder
 
 TRACE_CHARS = 4000
 

@@ -18,7 +18,7 @@ from rlsys.single_controller.dispatch import (
     split_call,
 )
 from rlsys.single_controller.rows import is_future
-from rlsys.telemetry.memory import StageReport
+from rlsys.telemetry.recorder import StageReport
 
 
 class ClassWithInitArgs:

@@ -19,8 +19,9 @@ from transformers import AutoTokenizer
 from rlsys.config.schema.data import PromptsConfig
 from rlsys.data.collate import collate_prompts
 from rlsys.data.dataset import PromptDataset
-from rlsys.data.images import ImageError, as_video, load_video
+from rlsys.data.images import ImageError
 from rlsys.data.rows import take_images
+from rlsys.data.videos import as_video, load_video
 from rlsys.data.vision_processor import VisionProcessor
 from rlsys.models.vision import num_features
 from rlsys.protocol import IMAGES, DataProto

@@ -4,7 +4,8 @@ import pickle
 
 import pytest
 
-from rlsys.telemetry.memory import StageRecorder, StageReport, memory_metrics, merged
+from rlsys.telemetry.memory import memory_metrics
+from rlsys.telemetry.recorder import StageRecorder, StageReport, merged
 
 
 def test_stages_of_two_workers_merge() -> None:

@@ -8,7 +8,7 @@ import pytest
 from rlsys.config.schema.trainer import DeadlinesConfig
 from rlsys.single_controller.base import ClassWithInitArgs
 from rlsys.single_controller.resource_pool import ResourcePoolManager
-from rlsys.telemetry.memory import StageReport
+from rlsys.telemetry.recorder import StageReport
 from trainer.groups import Role, WorkerGroups, stage_deadlines, start_groups
 
 

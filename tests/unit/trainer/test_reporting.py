@@ -15,7 +15,7 @@ import sys; sys.path.insert(0, {str(ROOT)!r})
 import resource, signal
 from rlsys.config.schema.trainer import TrainingConfig
 from rlsys.telemetry.log import setup_logging
-from rlsys.telemetry.memory import StageRecorder
+from rlsys.telemetry.recorder import StageRecorder
 from trainer.reporting import Reporter
 setup_logging()
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
