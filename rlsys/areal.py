@@ -72,11 +72,12 @@ class ParallelStrategy:
         if self.world_size != (num_ranks := make_ranks(kw.get("device", "cpu")).world_size):
             raise ValueError(f"the job has {num_ranks} ranks, {self} another number")
 
-    def fsdp(self) -> dict[str, int]:
+    def fsdp(self, dtype: object = "auto") -> dict[str, object]:
         """Arguments of FSDPEngine. ValueError for sizes that FSDP does not have."""
-        if max(self.tensor_parallel_size, self.pipeline_parallel_size, self.expert_parallel_size) > 1:
-            raise ValueError("FSDP has data and context parallelism only; for the other sizes take MegatronEngine")
-        return {"sp_size": self.context_parallel_size}
+        if max(self.pipeline_parallel_size, self.expert_parallel_size) > 1:
+            raise ValueError("FSDP has data, tensor and context parallelism; for the other sizes take MegatronEngine")
+        shard = {"dtype": str(dtype), "tensor_parallel_size": self.tensor_parallel_size}
+        return {"sp_size": self.context_parallel_size, "shard": ShardConfig.model_validate(shard)}
 
     def megatron(self) -> dict[str, MegatronConfig]:
         """Arguments of MegatronEngine."""
@@ -100,7 +101,7 @@ class FSDPEngineOfAReaL(fsdp.FSDPEngine):
         rank = 32 if kw.pop("use_lora", False) else 0
         if rank and "optim" not in kw:
             raise ValueError("use_lora=True trains adapters; set optim=OptimConfig(lr=...), too")
-        kw |= parallel_strategy.fsdp() | {"shard": ShardConfig.model_validate({"dtype": str(dtype)})}
+        kw |= parallel_strategy.fsdp(dtype)
         super().__init__(ModelConfig(path=model_path, lora_rank=rank), **kw)
 
 

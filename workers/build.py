@@ -14,6 +14,7 @@ from rlsys.config.schema.model import ModelConfig, PolicyModelConfig, ShardConfi
 from rlsys.config.schema.types import MicroBatches
 from rlsys.engines import rng
 from rlsys.engines.fsdp.engine import FSDPEngine
+from rlsys.engines.fsdp.sharding import tensor_parallel_plan
 from rlsys.engines.mesh import ensure_process_group
 from rlsys.interfaces import TrainEngine
 from rlsys.models.flops import peak_flops
@@ -84,7 +85,9 @@ def check_model(key: str, model: ModelConfig, section: ShardConfig | MegatronSha
             family.check(hf_config, RankPlace(ParallelSizes.from_config(section)))
         else:
             config, packed = read_config(model), model.use_remove_padding
-            build(config, head=head, packed=packed, trust_remote_code=model.trust_remote_code)
+            built = build(config, head=head, packed=packed, trust_remote_code=model.trust_remote_code)
+            if section.tensor_parallel_size > 1:
+                tensor_parallel_plan(built, model, section.tensor_parallel_size)
 
 
 def _trained(

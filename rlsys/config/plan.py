@@ -6,9 +6,10 @@ from pathlib import Path
 from types import MappingProxyType
 
 from rlsys.config.pools import Pools, resolve_pools
-from rlsys.config.schema.actor import TrainedRoleConfig
+from rlsys.config.schema.actor import ActorConfig, CriticConfig
 from rlsys.config.schema.base import Section
 from rlsys.config.schema.jobs import PPOConfig, SupervisedConfig, TrainedConfig
+from rlsys.config.schema.model import ShardConfig
 from rlsys.config.schema.trainer import RunConfig, TrainingConfig
 from rlsys.config.schema.types import MicroBatches
 from rlsys.utils.errors import ConfigError
@@ -64,9 +65,9 @@ class BatchPlan:
 
 
 def shared_by(role: TrainedConfig) -> int:
-    """Ranks that work on the same samples: they share sequences, and with Megatron matrices and layers too."""
-    if role.strategy != "megatron":
-        return role.ulysses_sequence_parallel_size
+    """Ranks that work on the same samples: they share sequences, matrices, and with Megatron layers too."""
+    if isinstance(role.shard, ShardConfig):
+        return role.ulysses_sequence_parallel_size * role.shard.tensor_parallel_size
     sizes = role.megatron
     return sizes.tensor_model_parallel_size * sizes.pipeline_model_parallel_size * sizes.context_parallel_size
 
@@ -76,7 +77,7 @@ def plan_batches(cfg: PPOConfig) -> BatchPlan:
     answers, pools = cfg.actor_rollout_ref.rollout.n, resolve_pools(cfg)
     samples = cfg.data.train_batch_size * answers
 
-    def plan_of(role: TrainedRoleConfig) -> RolePlan:
+    def plan_of(role: ActorConfig | CriticConfig) -> RolePlan:
         return RolePlan(
             samples=samples,
             mini_batch_samples=role.ppo_mini_batch_size * answers,

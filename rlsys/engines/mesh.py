@@ -37,19 +37,22 @@ class EngineRanks:
 
 @dataclass(frozen=True)
 class Ranks(EngineRanks):
-    """The groups of FSDPEngine. Ranks of one sequence-parallel group are neighbours."""
+    """The groups of FSDPEngine; `mesh` is FSDP2's, and `copy_size` ranks hold one copy of the parameters.
+
+    Ranks that split matrices are neighbours, and of their groups those that share sequences.
+    """
 
     mesh: DeviceMesh
+    tp_mesh: DeviceMesh | None
+    tp_size: int
+    copy_size: int
+    shard_size: int
     sp_size: int
     sp_group: dist.ProcessGroup | None
 
     @property
     def shard_rank(self) -> int:
         return self.mesh.get_local_rank("shard")
-
-    @property
-    def shard_size(self) -> int:
-        return self.mesh["shard"].size()
 
 
 def ensure_process_group(device: str, *, timeout_s: float = 600.0) -> None:
@@ -81,35 +84,41 @@ def _loopback_store(rank: int, world_size: int, timeout: timedelta) -> dist.TCPS
     return dist.TCPStore(address, port, world_size, True, timeout, master_listen_fd=listener.detach())
 
 
-def make_ranks(device: str, *, fsdp_size: int = -1, sp_size: int = 1) -> Ranks:
+def make_ranks(device: str, *, fsdp_size: int = -1, sp_size: int = 1, tp_size: int = 1) -> Ranks:
     """The groups of an engine over all ranks of the default process group; ConfigError if the sizes do not divide.
 
-    `fsdp_size` ranks share one copy of the parameters (-1, or more than there are: all), `sp_size` ranks each sequence.
+    `fsdp_size` ranks share one copy of the parameters (-1, or more than there are: all), `tp_size` of them each matrix,
+    and `sp_size` such groups each sequence.
     """
     ensure_process_group(device)
-    rank, world, sp = dist.get_rank(), dist.get_world_size(), sp_size
-    shard = world if fsdp_size in (-1, 0) else min(fsdp_size, world)
-    if sp < 1 or world % sp:
-        raise ConfigError(f"ulysses_sequence_parallel_size={sp} does not divide the {world} ranks")
-    if shard < 1 or world % shard:
-        raise ConfigError(f"fsdp_size={fsdp_size} does not divide the {world} ranks")
-    own = own_device(device)
-    grid = torch.arange(world)
-    copies = grid if shard == world else grid.view(-1, shard)
-    mesh = DeviceMesh(own.type, copies, mesh_dim_names=("replicate", "shard")[-copies.ndim :])
-    lanes = DeviceMesh(own.type, grid.view(-1, sp), mesh_dim_names=("dp", "sp")) if sp > 1 else None
+    rank, world, sp, tp = dist.get_rank(), dist.get_world_size(), sp_size, tp_size
+    copy = world if fsdp_size in (-1, 0) else min(fsdp_size, world)
+    if sp < 1 or tp < 1 or world % (sp * tp):
+        raise ConfigError(
+            f"ulysses_sequence_parallel_size={sp} x tensor_parallel_size={tp} does not divide {world} ranks"
+        )
+    if copy < 1 or world % copy or copy % tp:
+        raise ConfigError(f"fsdp_size={fsdp_size} does not divide the {world} ranks, or tensor_parallel_size={tp} it")
+    own, grid, names = own_device(device), torch.arange(world), ("replicate", "shard", "tp")
+    dims = slice(int(copy == world), 3 if tp > 1 else 2)
+    mesh = DeviceMesh(own.type, grid.view((-1, copy // tp, tp)[dims]), mesh_dim_names=names[dims])
+    lanes = DeviceMesh(own.type, grid.view(-1, sp, tp), mesh_dim_names=("dp", "sp", "tp")) if sp * tp > 1 else None
     return Ranks(
         device=own,
         rank=rank,
         world_size=world,
-        dp_rank=rank // sp,
-        dp_size=world // sp,
-        is_collect=rank % sp == 0,
+        dp_rank=rank // (sp * tp),
+        dp_size=world // (sp * tp),
+        is_collect=rank % (sp * tp) == 0,
         reports_loss=True,
         loss_group=lanes.get_group("dp") if lanes else None,
-        mesh=mesh,
+        mesh=mesh[names[dims.start : 2]] if tp > 1 else mesh,
+        tp_mesh=mesh["tp"] if tp > 1 else None,
+        tp_size=tp,
+        copy_size=copy,
+        shard_size=copy // tp,
         sp_size=sp,
-        sp_group=lanes.get_group("sp") if lanes else None,
+        sp_group=lanes.get_group("sp") if lanes and sp > 1 else None,
     )
 
 

@@ -7,9 +7,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from rlsys.models.attention import Packing
-from rlsys.models.logprobs import token_stats
+from rlsys.models.logprobs import VocabularyPart, token_stats
 from rlsys.models.packing import TokenRows, left_aligned, padded_to
 from rlsys.models.ulysses import sum_over
 from rlsys.models.vision import embed
@@ -23,7 +24,8 @@ class TokenModel(nn.Module):
     """`model` is a causal LM, or a backbone with a scalar `score` head; it is called through this module only.
 
     `packed` lays the rows end to end, otherwise they are padded on the right to the longest. `group` spreads the tokens
-    of a pack over its ranks (Ulysses); every rank gets all results.
+    of a pack over its ranks (Ulysses); every rank gets all results. An output weight that is a DTensor when it is used
+    is split over the vocabulary.
     """
 
     chunk_elements: int | None = None
@@ -52,7 +54,11 @@ class TokenModel(nn.Module):
             return numbers, places[numbers] - begin
 
         head = self.model.get_output_embeddings().weight if self.is_lm else lambda x: self.model.score(x).sum(dim=-1)
-        options = {"temperature": temperature, "topk": topk, "chunk_elements": self.chunk_elements}
+        options: dict[str, object] = {"temperature": temperature, "topk": topk, "chunk_elements": self.chunk_elements}
+        if isinstance(head, DTensor):
+            mesh, head = head.device_mesh, head.to_local()
+            options["part"] = VocabularyPart(mesh.get_local_rank() * len(head), mesh.get_group())
+            hidden = DTensor.from_local(hidden, mesh, [Replicate()]).to_local(grad_placements=[Partial()])
         return token_numbers(hidden, rows, outputs, head, own, self.group, **options)
 
     def _hidden(self, rows: TokenRows) -> tuple[Tensor, tuple[int, int]]:

@@ -99,7 +99,7 @@ def _training_layouts(cfg: PPOConfig, machine: Machine, cluster: GpuCluster) -> 
     for share, ulysses in product(sorted({ranks, *(n * cluster.node_size for n in SIZES[:4])}), SIZES[:4]):
         if share <= ranks and not (ranks % share or facts["num_attention_heads"] % ulysses) and divides(ulysses):
             settings = {"strategy": "fsdp", "ulysses_sequence_parallel_size": ulysses}
-            sharding = {"fsdp_size": share if share < ranks else -1}
+            sharding = {"fsdp_size": share if share < ranks else -1, "tensor_parallel_size": 1}
             name = f"FSDP{share}" + f" x {ranks // share}" * (share < ranks) + f", Ulysses {ulysses}" * (ulysses > 1)
             yield from _offloaded(name, settings, "", sharding)
     if (family := find_family(facts)) is None:

@@ -363,6 +363,7 @@ def _role(
         on_host=settings.offload_policy and job.device == "cuda",
         lora_rank=lora.rank if lora is not None else 0,
         optim=optim,
+        tp=settings.tensor_parallel_size,
     )
 
 

@@ -48,7 +48,7 @@ class Computing:
 
 @dataclass(frozen=True)
 class FsdpRole:
-    """A role on FSDP2: `ranks` share one copy; with `lora_rank` only adapters are trained."""
+    """A role on FSDP2: `ranks` share one copy, `tp` of them each matrix; with `lora_rank` only adapters are trained."""
 
     model: fp.Decoder
     how: Computing
@@ -59,6 +59,13 @@ class FsdpRole:
     on_host: bool = False
     lora_rank: int = 0
     optim: OptimConfig = field(default_factory=OptimConfig)
+    tp: int = 1
+
+    @cached_property
+    def _split(self) -> fp.Decoder:
+        """The model with its matrices as a rank sees them in a pass."""
+        sizes = ("outer", "layer", "vocab", "q", "kv", "ffn")
+        return replace(self.model, **{name: getattr(self.model, name) // self.tp for name in sizes})
 
     @property
     def _adapters(self) -> int:
@@ -87,7 +94,7 @@ class FsdpRole:
 
     def scoring(self, size: Pass) -> Bytes:
         """A forward pass at its highest, in a layer or in the head."""
-        d, c = self.model, self.how.c
+        d, c = self._split, self.how.c
         images, encoding = fp.image_bytes(d, size.images, c=c, trained=False)
         inside = images + max(encoding, fp.layer_passing_bytes(d, size.tokens, c=c, backward=False))
         head = images + fp.head_hidden_bytes(d, size.tokens, size.responses, c=c, backward=False)
@@ -98,7 +105,7 @@ class FsdpRole:
 
     def training(self, size: Pass) -> Bytes:
         """Forward and backward at their highest: in the head, in the last layer, or when the rest is reduced."""
-        d, c, how = self.model, self.how.c, self.how
+        d, c, how = self._split, self.how.c, self.how
         grads = 0 if self.on_host else self.master * self._num_trained // self.ranks
         saved = fp.layer_saved_bytes(d, size.tokens, c=c, fused=False)
         encodes = bool(self.lora_rank) or not d.encoder.frozen
@@ -107,7 +114,7 @@ class FsdpRole:
         extra = (saved if how.recompute else 0) + fp.layer_passing_bytes(d, size.tokens, c=c, backward=True)
         head = fp.head_hidden_bytes(d, size.tokens, size.responses, c=c, backward=True)
         full = not self.lora_rank
-        added = fp.WIDE / self.ranks if size.count > 1 else 0  # reduced gradients that are added to those there
+        added = fp.WIDE * self.tp / self.ranks if size.count > 1 else 0  # reduced, to be added to those there
         layer_comm = int((c + fp.WIDE * self._prefetched + added) * d.layer) if full else 0
         outer_comm = int((c + fp.WIDE + added) * d.outer) if full else 0
         head_grad = c * d.vocab * d.hidden if full and self.lm else 0
@@ -124,7 +131,7 @@ class FsdpRole:
 
     @property
     def _prefetched(self) -> int:
-        return 2 if self.ranks > 1 else 1
+        return 2 if self.ranks > self.tp else 1
 
 
 @dataclass(frozen=True)
@@ -241,8 +248,8 @@ def _logits(role: Role, size: Pass, *, backward: bool) -> int:
     """Bytes of logits at their highest; a value head has none."""
     if not role.lm:
         return 0
-    how = role.how
-    trained, tp = (not role.lora_rank, 1) if isinstance(role, FsdpRole) else (role.adapters is None, role.sizes.tp)
+    how, tp = role.how, role.tp if isinstance(role, FsdpRole) else role.sizes.tp
+    trained = not role.lora_rank if isinstance(role, FsdpRole) else role.adapters is None
     sizes = {"c": how.c, "device": how.device, "backward": backward, "entropy": how.entropy}
     return fp.logits_bytes(role.model, size.responses, trained=trained, tp=tp, **sizes)
 

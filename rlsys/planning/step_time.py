@@ -106,9 +106,11 @@ def step_seconds(cfg: PPOConfig, phases: Sequence[Phase]) -> float:
 def _passes(job: PlanInputs, role: Role, size: Pass, cluster: GpuCluster, *, trains: bool) -> dict[str, float]:
     """All micro-batches of a rank, and with `trains` the reduction of gradients and the optimizer."""
     d, c, row = role.model, role.how.c, job.lengths.mean_prompt + job.lengths.mean_response
-    kind, tp, pp, vp, held, flops = "fsdp", 1, 1, 1, d.parameters, cluster.gpu.flops
+    fused, pp, vp, flops = isinstance(role, MegatronRole), 1, 1, cluster.gpu.flops
+    tp = role.sizes.tp if isinstance(role, MegatronRole) else role.tp
+    held = d.parameters / tp
     if isinstance(role, MegatronRole):
-        kind, tp, pp, vp = "megatron", role.sizes.tp, role.sizes.pp, role.sizes.vp
+        pp, vp = role.sizes.pp, role.sizes.vp
         held = role.held_here.parameters
         is_fp8 = role.trained and role.lm and job.cfg.actor_rollout_ref.actor.megatron.fp8
         flops = cluster.gpu.fp8_flops if is_fp8 else flops
@@ -117,7 +119,7 @@ def _passes(job: PlanInputs, role: Role, size: Pass, cluster: GpuCluster, *, tra
     head = 2.0 * size.responses * d.vocab * d.hidden / tp if role.lm else 0.0
     passes = 1 + again + 2 * trains
     compute = (blocks * passes + head * (1 + 2 * trains)) / (MATMUL * flops)
-    saved = layers * fp.layer_saved_bytes(d, size.tokens, c=c, fused=kind == "megatron", tp=tp, shared_norms=tp > 1)
+    saved = layers * fp.layer_saved_bytes(d, size.tokens, c=c, fused=fused, tp=tp, shared_norms=fused)
     logits = fp.WIDE * size.responses * d.vocab / tp if role.lm else 0.0
     weights = held * (c * passes + 2 * fp.WIDE * trains)
     memory = (READS * (1 + again + trains) * (saved + logits) + weights) / (MEMORY * cluster.gpu.memory_rate)
@@ -126,9 +128,10 @@ def _passes(job: PlanInputs, role: Role, size: Pass, cluster: GpuCluster, *, tra
     else:
         gathered = d.parameters * (c * (1 + trains) + role.master * trains)
         shared = d.num_layers * 2 * size.tokens * c * (d.q + d.kv)
-        sent = max(0.0, cluster.ring_s(gathered, role.ranks) - compute - memory)
+        sent = max(0.0, cluster.ring_s(gathered / tp, role.ranks // tp, tp) - compute - memory)
+        sent += d.num_layers * 4 * (1 + again + trains) * cluster.ring_s(size.tokens * c * d.hidden, tp)
         sent += passes * cluster.all_to_all_s(shared, sequence_ranks(job.cfg.actor_rollout_ref.actor))
-    busy, host = compute + memory + sent, LAYER_S[kind] * layers * passes
+    busy, host = compute + memory + sent, LAYER_S["megatron" if fused else "fsdp"] * layers * passes
     times = {"compute": compute, "memory": memory, "communication": sent, "host": hypot(busy, host) - busy}
     seconds = {cause: size.count * one for cause, one in times.items()}
     seconds |= {"bubble": (pp - 1) / vp * hypot(busy, host)}

@@ -105,6 +105,7 @@ def check_step(ranks: list[dict[str, Any]], model: str, head: str) -> None:
         ("fsdp", "llama-1-kv", 2, Case(rows=3, sp_size=2)),
         ("fsdp", "qwen2-tied", 4, Case(rows=3, sp_size=4)),
         ("fsdp", "gpt-oss", 2, Case(rows=3, sp_size=2)),
+        ("fsdp", "qwen3-window", 4, Case(rows=3, sp_size=2, tp_size=2)),
         ("megatron", "llama-1-kv", 2, Case(rows=3, megatron=ParallelSizes(tp=2))),
         ("megatron", "gemma3", 2, Case(rows=3, megatron=ParallelSizes(cp=2))),
         ("megatron", "gemma3", 2, Case(max_tokens=15, megatron=TP2_SP, gradient_checkpointing=True)),
@@ -115,6 +116,21 @@ def test_sequences_or_heads_over_more_ranks_than_key_value_heads(
     factory: Factory, model: str, world: int, case: Case
 ) -> None:
     check_step(run_ranks(world, one_step, factory, model, "lm", case), model, "lm")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "head", "world", "case"),
+    [
+        ("llama-biases", "lm", 2, Case(rows=3, tp_size=2)),
+        ("llama-untied", "scalar", 4, Case(rows=3, tp_size=2, fsdp_size=2)),
+        ("llama-6-heads-3-kv", "lm", 3, Case(rows=3, tp_size=3, packed=False)),
+        ("qwen2-tied", "lm", 6, Case(rows=3, tp_size=2)),
+        *((model, "lm", 2, Case(rows=3, tp_size=2)) for model in ("gemma3", "granite", "mistral", "olmo2", "phi3")),
+    ],
+)
+def test_fsdp_splits_the_matrices_of_each_family(model: str, head: str, world: int, case: Case) -> None:
+    check_step(run_ranks(world, one_step, ENGINES["fsdp"], model, head, case), model, head)
 
 
 @pytest.mark.parametrize(
@@ -254,6 +270,8 @@ def held(factory: Factory, model: str, head: str, case: Case) -> tuple[Any, dict
         ("fsdp", "qwen2-tied", "lm", 4, Case(rows=1), {1}),
         ("fsdp", "llama-untied", "scalar", 4, Case(rows=1, fsdp_size=2), {2}),
         ("fsdp", "llama-untied", "scalar", 3, Case(rows=1), {1}),
+        ("fsdp", "qwen2-tied", "lm", 4, Case(rows=1, tp_size=2), {1, 2}),
+        pytest.param("fsdp", "qwen3-window", "lm", 6, Case(rows=1, tp_size=2), {1, 2}, marks=pytest.mark.slow),
         ("megatron", "qwen2-tied", "lm", 1, Case(rows=1), {1}),
         ("megatron", "qwen2-tied", "lm", 2, Case(rows=1, megatron=ParallelSizes(pp=2)), {1, 2}),
         ("megatron", "llama-untied", "scalar", 2, Case(rows=1, megatron=ParallelSizes(tp=2)), {1, 2}),
@@ -318,6 +336,9 @@ OTHER_RANKS = [
     ("fsdp", DP2, 1, Case(rows=3)),
     ("fsdp", DP2, 4, Case(rows=1)),
     ("fsdp", DP2, 4, Case(rows=2, fsdp_size=2)),
+    ("fsdp", Case(rows=2, tp_size=2), 4, Case(rows=2, tp_size=2)),
+    pytest.param("fsdp", DP2, 4, Case(rows=2, tp_size=2), marks=pytest.mark.slow),
+    pytest.param("fsdp", Case(rows=2, tp_size=2), 1, Case(rows=3), marks=pytest.mark.slow),
     ("megatron", DP2, 2, Case(rows=2, megatron=ParallelSizes(tp=2))),
     ("megatron", DP2, 2, Case(rows=2, megatron=ParallelSizes(cp=2))),
     ("megatron", DP2, 1, Case(rows=3)),

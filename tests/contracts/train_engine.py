@@ -120,6 +120,14 @@ MODELS: dict[str, dict[str, Any]] = {
         **SHAPE,
         **HEADS,
     },
+    "llama-biases": {
+        "model_type": "llama",
+        "attention_bias": True,
+        "mlp_bias": True,
+        "pad_token_id": 7,
+        **SHAPE,
+        **HEADS,
+    },
     "mistral": {"model_type": "mistral", "sliding_window": 4, **SHAPE, **HEADS},
     "phi3": {"model_type": "phi3", "pad_token_id": 0, "sliding_window": 4, **SHAPE, **HEADS},
     "olmo2": {"model_type": "olmo2", **SHAPE, **HEADS},
@@ -148,6 +156,7 @@ class Case:
     gradient_checkpointing: bool = False
     fsdp_size: int = -1
     sp_size: int = 1
+    tp_size: int = 1
     megatron: ParallelSizes = ParallelSizes()  # noqa: RUF009
     overrides: tuple[tuple[str, Any], ...] = ()
     lr: float = 1e-3
@@ -162,6 +171,7 @@ class Case:
             + (["recompute"] if self.gradient_checkpointing else [])
             + ([f"hsdp{self.fsdp_size}"] if self.fsdp_size > 0 else [])
             + ([f"sp{self.sp_size}"] if self.sp_size > 1 else [])
+            + ([f"tp{self.tp_size}"] if self.tp_size > 1 else [])
             + [f"{name}{value:d}" for name, value in vars(self.megatron).items() if value not in (1, None, False)]
             + [str(value) for _, value in self.overrides]
             + (["lora"] if self.lora else [])
@@ -202,7 +212,7 @@ def fsdp_engine(model: Mapping[str, Any], head: str, case: Case) -> FSDPEngine:
         head=head,  # type: ignore[arg-type]
         optim=OptimConfig(lr=case.lr, eps=case.eps),
         training=MicroBatches(rows=case.rows, max_tokens=case.max_tokens),
-        shard=ShardConfig(fsdp_size=case.fsdp_size, seed=SEED),
+        shard=ShardConfig(fsdp_size=case.fsdp_size, tensor_parallel_size=case.tp_size, seed=SEED),
         sp_size=case.sp_size,
     )
     engine.model.chunk_elements = case.chunk_elements
@@ -239,8 +249,12 @@ MESHES = {
         Case(rows=2, sp_size=2),
         Case(rows=2, fsdp_size=1),
         Case(max_tokens=30, sp_size=2, gradient_checkpointing=True),
+        Case(rows=2, tp_size=2),
     ],
-    4: [Case(rows=2, fsdp_size=2), Case(rows=2, sp_size=2), Case(max_tokens=20, fsdp_size=2, sp_size=2)],
+    4: [
+        *(Case(rows=2, fsdp_size=2), Case(rows=2, sp_size=2), Case(max_tokens=20, fsdp_size=2, sp_size=2)),
+        Case(max_tokens=15, tp_size=2, gradient_checkpointing=True),
+    ],
 }
 FSDP_CASES = [
     (world, case)

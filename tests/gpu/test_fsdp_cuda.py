@@ -57,7 +57,12 @@ def cuda_engine(model: Mapping[str, Any], head: str, case: Case, **shard: Any) -
         device=f"cuda:{dist.get_rank()}",
         optim=OptimConfig(lr=case.lr),
         training=MicroBatches(rows=case.rows, max_tokens=case.max_tokens),
-        shard=ShardConfig(fsdp_size=case.fsdp_size, seed=SEED, **{"dtype": "bfloat16", **shard}),
+        shard=ShardConfig(
+            fsdp_size=case.fsdp_size,
+            tensor_parallel_size=case.tp_size,
+            seed=SEED,
+            **{"dtype": "bfloat16", **shard},
+        ),
         sp_size=case.sp_size,
     )
 
@@ -82,6 +87,7 @@ CASES = [
         (1, Case(rows=3, packed=False)),
         (2, Case(rows=3)),
         (2, Case(rows=2, fsdp_size=1)),
+        (2, Case(rows=3, tp_size=2)),
         (2, Case(max_tokens=20, sp_size=2, gradient_checkpointing=True)),
     ]
 ]

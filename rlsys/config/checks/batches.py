@@ -2,28 +2,33 @@
 
 from collections.abc import Iterator
 
+from rlsys.config.checks.files import model_facts
 from rlsys.config.checks.findings import wrong
 from rlsys.config.plan import shared_by
 from rlsys.config.pools import resolve_pools
-from rlsys.config.schema.actor import TrainedRoleConfig
+from rlsys.config.schema.actor import ActorConfig, CriticConfig, RefConfig
+from rlsys.config.schema.base import Section
 from rlsys.config.schema.jobs import PPOConfig, SupervisedConfig, TrainedConfig
-from rlsys.config.schema.model import ShardConfig
+from rlsys.config.schema.model import ModelConfig, ShardConfig
 
 ACTOR, CRITIC, REF = "actor_rollout_ref.actor", "critic", "actor_rollout_ref.ref"
 ROLLOUT, LOG_PROB = "actor_rollout_ref.rollout", "log_prob_max_token_len_per_gpu"
+SPLIT = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
+"""What tensor parallelism divides, by its name in config.json."""
 
 
 def check_ppo_batches(cfg: PPOConfig) -> Iterator[str]:
     """Prompts into mini-batches, mini-batches over ranks, micro-batches into shares, sequences into budgets."""
     actor, ref, ranks = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.ref, resolve_pools(cfg).train_ranks
     yield from _role(cfg, ACTOR, actor)
-    yield from _divides(cfg, ACTOR, "fsdp_config", actor.ulysses_sequence_parallel_size, actor.fsdp_config, ranks)
+    yield from _divides(cfg, f"{ACTOR}.fsdp_config", cfg.actor_rollout_ref.model, actor, actor.fsdp_config, ranks)
     if cfg.use_critic:
         critic = cfg.critic
         yield from _role(cfg, CRITIC, critic)
-        yield from _divides(cfg, CRITIC, "fsdp", critic.ulysses_sequence_parallel_size, critic.fsdp, ranks)
+        yield from _divides(cfg, f"{CRITIC}.fsdp", critic.model, critic, critic.fsdp, ranks)
     for own in {ranks, resolve_pools(cfg).teacher_ranks or ranks} if cfg.use_ref_settings else ():
-        yield from _divides(cfg, REF, "fsdp_config", ref.ulysses_sequence_parallel_size, ref.fsdp_config, own)
+        model = cfg.actor_rollout_ref.reference_model
+        yield from _divides(cfg, f"{REF}.fsdp_config", model, ref, ref.fsdp_config, own)
     yield from _budgets(cfg)
     batch = cfg.data.train_batch_size
     if cfg.data.gen_batch_size != batch and not cfg.algorithm.filter_groups.enable:
@@ -32,7 +37,7 @@ def check_ppo_batches(cfg: PPOConfig) -> Iterator[str]:
     yield from _enough_rows(cfg)
 
 
-def _role(cfg: PPOConfig, role: str, section: TrainedRoleConfig) -> Iterator[str]:
+def _role(cfg: PPOConfig, role: str, section: ActorConfig | CriticConfig) -> Iterator[str]:
     """Mini-batches of a trained role, and their shares of each rank."""
     prompts, mini, key = cfg.data.train_batch_size, section.ppo_mini_batch_size, f"{role}.ppo_mini_batch_size"
     if mini > prompts:
@@ -52,13 +57,20 @@ def _role(cfg: PPOConfig, role: str, section: TrainedRoleConfig) -> Iterator[str
 
 
 def _divides(
-    cfg: PPOConfig | SupervisedConfig, role: str, sharding: str, sequence: int, shard: ShardConfig, ranks: int
+    cfg: Section, key: str, model: ModelConfig, role: TrainedConfig | RefConfig, shard: ShardConfig, ranks: int
 ) -> Iterator[str]:
-    why = f"does not divide the {ranks} training processes"
+    """Ranks over copies, sequences and matrices of a model; `key` is the section of `shard`."""
+    why, sequence = f"does not divide the {ranks} training processes", role.ulysses_sequence_parallel_size
+    size = shard.tensor_parallel_size
+    copy = min(shard.fsdp_size, ranks) if shard.fsdp_size > 0 else ranks
     if ranks % sequence:
-        yield wrong(cfg, f"{role}.ulysses_sequence_parallel_size", why, 1)
-    if 0 < shard.fsdp_size < ranks and ranks % shard.fsdp_size:
-        yield wrong(cfg, f"{role}.{sharding}.fsdp_size".replace("..", "."), why, -1)
+        yield wrong(cfg, f"{key.rpartition('.')[0] or key}.ulysses_sequence_parallel_size", why, 1)
+    if ranks % copy:
+        yield wrong(cfg, f"{key}.fsdp_size", why, -1)
+    counts = {"ranks of a copy": copy, "ranks for each of a sequence": ranks // sequence}
+    counts |= {name: n for name, n in model_facts(model.path).items() if name in SPLIT and isinstance(n, int)}
+    if odd := [f"{name}={n}" for name, n in counts.items() if n % size]:
+        yield wrong(cfg, f"{key}.tensor_parallel_size", f"does not divide {odd[0]}", 1)
 
 
 def _budgets(cfg: PPOConfig) -> Iterator[str]:
@@ -100,7 +112,7 @@ def check_supervised_batches(cfg: SupervisedConfig) -> Iterator[str]:
     """Rows over ranks, and texts into budgets."""
     data, ranks = cfg.data, cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node
     sequence, groups = sequence_ranks(cfg.engine), max(ranks // shared_by(cfg.engine), 1)
-    yield from _divides(cfg, "engine", "", cfg.engine.ulysses_sequence_parallel_size, cfg.engine, ranks)
+    yield from _divides(cfg, "engine", cfg.model, cfg.engine, cfg.engine, ranks)
     share = data.train_batch_size // groups
     if data.train_batch_size % groups:
         why = f"{groups} data-parallel ranks cannot share it evenly; set a multiple of {groups}"

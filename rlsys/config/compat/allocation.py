@@ -110,9 +110,9 @@ def _sizes(text: str, engine: str, sizes: str, letters: str) -> dict[str, int]:
 def _training_settings(part: Part, section: str = _ACTOR) -> dict[str, object]:
     sizes = part.sizes
     if part.engine == "fsdp":
-        if sizes.get("t", 1) > 1:
-            raise ConfigError(f"'{part.text}': tensor parallelism is not supported in fsdp; set fsdp:d{part.world}")
-        return {f"{section}.ulysses_sequence_parallel_size": sizes.get("c", 1)}
+        own = f"{section}.fsdp_config" if section == _ACTOR else section
+        ulysses = f"{section}.ulysses_sequence_parallel_size"
+        return {ulysses: sizes.get("c", 1), f"{own}.tensor_parallel_size": sizes.get("t", 1)}
     experts = sizes.get("e", 1)
     if part.world // sizes.get("p", 1) % experts:
         raise ConfigError(f"'{part.text}': e{experts} does not divide the ranks of a pipeline stage")

@@ -142,7 +142,7 @@ class RefConfig(m.LogProbConfig):
         m.RoleShardConfig,
         follows=f"{_ACTOR}.fsdp_config",
         only=(
-            *("fsdp_size", "reshard_after_forward", "forward_prefetch", "use_torch_compile"),
+            *("fsdp_size", "tensor_parallel_size", "reshard_after_forward", "forward_prefetch", "use_torch_compile"),
             *("model_dtype", "dtype", "full_determinism"),
         ),
     )

@@ -8,7 +8,7 @@ from rlsys.config.engines import IN_JOB_ENGINES
 from rlsys.config.schema import data as d
 from rlsys.config.schema import trainer as run
 from rlsys.config.schema import types as t
-from rlsys.config.schema.actor import ActorRolloutRefConfig, CriticConfig, TrainedRoleConfig
+from rlsys.config.schema.actor import ActorConfig, ActorRolloutRefConfig, CriticConfig
 from rlsys.config.schema.algorithm import AlgorithmConfig, DistillationConfig, GradingConfig, RewardConfig
 from rlsys.config.schema.base import IF_MEGATRON, ActiveIf, Registered, Requires, RootConfig, Section, section
 from rlsys.config.schema.megatron import MegatronShardConfig, MegatronTrainConfig
@@ -95,7 +95,7 @@ class SupervisedEngineConfig(ShardConfig):
         return self.megatron if self.strategy == "megatron" else self
 
 
-TrainedConfig = TrainedRoleConfig | SupervisedEngineConfig
+TrainedConfig = ActorConfig | CriticConfig | SupervisedEngineConfig
 """A model that is trained: its engine, and how samples are split."""
 
 

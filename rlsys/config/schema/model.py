@@ -139,6 +139,8 @@ class ShardConfig(Section):
 
     fsdp_size: t.CountOrAll = -1
     """Ranks that one copy of the model is sharded over; -1, or more than there are, is all; fewer is HSDP."""
+    tensor_parallel_size: t.Count = 1
+    """Ranks of them that split each matrix and all see the same samples."""
     offload_policy: t.Flag = False
     """Let FSDP2 always keep parameters and optimizer in host memory (slower, least device memory)."""
     reshard_after_forward: t.Flag = True

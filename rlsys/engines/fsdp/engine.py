@@ -49,18 +49,21 @@ class FSDPEngine(BaseTrainEngine[Ranks, ShardedOptimizer]):
         training: MicroBatches = MicroBatches(rows=1),  # noqa: B008
         scoring: MicroBatches | None = None,
     ) -> None:
-        ranks = make_ranks(device, fsdp_size=shard.fsdp_size, sp_size=sp_size)
+        ranks = make_ranks(device, fsdp_size=shard.fsdp_size, sp_size=sp_size, tp_size=shard.tensor_parallel_size)
         super().__init__(model, ranks, head=head, checkpoint=checkpoint, training=training, scoring=scoring)
         self.shard = shard
         if sp_size > 1:
             text = self.config.get_text_config()
-            kv_repeats(text.num_attention_heads, text.num_key_value_heads, sp_size)
+            kv_repeats(text.num_attention_heads, text.num_key_value_heads, sp_size * ranks.tp_size)
         packed = model.use_remove_padding
         plain = build(self.config, head=head, packed=packed, trust_remote_code=model.trust_remote_code)
         self._stacks = saved_stacks(plain)
         self.is_vision = has_images(self.config)
-        for name, parameter in plain.named_parameters():
+        for parameter in plain.parameters():
             parameter.data = parameter.data.to(self._weight_dtype)
+        if (tp_mesh := ranks.tp_mesh) is not None:
+            sharding.split_matrices(plain, tp_mesh, sharding.tensor_parallel_plan(plain, model, ranks.tp_size))
+        for name, parameter in plain.named_parameters():
             parameter.requires_grad_(optim is not None and not (freeze_vision_tower and is_tower(name)))
         self.lora = lora.lora_settings(model, seed=shard.seed) if optim is not None else None
         if self.lora is not None:
@@ -78,7 +81,7 @@ class FSDPEngine(BaseTrainEngine[Ranks, ShardedOptimizer]):
             self.optimizer = ShardedOptimizer(
                 trained,
                 optim,
-                self.ranks.mesh.get_group("shard"),
+                [self.ranks.mesh.get_group("shard"), *([tp_mesh.get_group()] if tp_mesh else [])],
                 matrices=matrices,
                 grad_clip=grad_clip,
                 total_steps=total_steps,

@@ -1,13 +1,13 @@
 """Optimizers of this rank's shards of FSDP parameters."""
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from rlsys.config.schema.model import OptimConfig
 from rlsys.engines.mesh import exchange_device
@@ -25,22 +25,22 @@ class ShardedOptimizer(BaseOptimizer):
     """The chosen optimizer over the local shards of FSDP parameters; what it does not apply to is stepped by AdamW.
 
     It sees plain tensors that share the parameters' storage, so that a step of AdamW is one fused kernel, or copies in
-    host memory with `optimizer_cpu_offload`. `group` is the ranks that hold the other shards, `matrices` names the
-    parameters that Muon may step.
+    host memory with `optimizer_cpu_offload`. `groups` are the ranks that hold the other rows, and those that split
+    matrices besides; `matrices` names the parameters that Muon may step.
     """
 
     def __init__(
         self,
         parameters: Mapping[str, Tensor],
         optim: OptimConfig,
-        group: dist.ProcessGroup,
+        groups: Sequence[dist.ProcessGroup],
         *,
         matrices: Collection[str] = (),
         grad_clip: float = 1.0,
         total_steps: int = -1,
     ) -> None:
         super().__init__(optim, grad_clip=grad_clip, total_steps=total_steps)
-        self._group = group
+        self._groups = groups
         self._on_host = optim.override_optimizer_config.optimizer_cpu_offload
         self._parameters = dict(parameters)
         self._local = {name: nn.Parameter(self._stepped(p)) for name, p in self._parameters.items()}
@@ -54,7 +54,8 @@ class ShardedOptimizer(BaseOptimizer):
         if own and optim.optimizer == "Muon":
             self._optimizers.append(ShardedMuon(own, optim))
         elif own:
-            self.kind += f" sharded over {dist.get_world_size(group)}"  # no block crosses shards
+            # no block crosses shards
+            self.kind += " sharded over " + " x ".join(str(dist.get_world_size(group)) for group in groups)
             self._optimizers.append(adamw_8bit(list(own), optim))
 
     def _stepped(self, parameter: Tensor) -> Tensor:
@@ -64,10 +65,17 @@ class ShardedOptimizer(BaseOptimizer):
     def _gradient_norm(self, count: float) -> float:
         self._grads = self._take_gradients()
         norms = torch.stack(torch._foreach_norm(self._grads)) if self._grads else torch.zeros(1)
-        squares = norms.double().square().sum()
-        if dist.get_world_size(self._group) > 1:
-            squares = squares.to(exchange_device(self._group))
-            dist.all_reduce(squares, group=self._group)
+        size = math.prod(dist.get_world_size(group) for group in self._groups[1:])
+        copies = [
+            1 if tensor_parallel_part(p)[0] is not None else size
+            for p in self._parameters.values()
+            if p.grad is not None
+        ]
+        squares = (norms.double().square() / torch.tensor(copies or [1.0], device=norms.device)).sum()
+        for group in self._groups:
+            if dist.get_world_size(group) > 1:
+                squares = squares.to(exchange_device(group))
+                dist.all_reduce(squares, group=group)
         norm = math.sqrt(value) if (value := float(squares)) >= 0 else math.nan
         return norm / count if count > 0 else 0.0
 
@@ -89,13 +97,10 @@ class ShardedOptimizer(BaseOptimizer):
     def _take_gradients(self) -> list[Tensor]:
         """Give the sharded gradients to the plain tensors."""
         self.rebind()
-        grads = []
         for name, local in self._local.items():
-            parameter = self._parameters[name]
-            if parameter.grad is not None:
-                local.grad = local_of(parameter.grad).to(local)
-                grads.append(local.grad)
-        return grads
+            grad = self._parameters[name].grad
+            local.grad = None if grad is None else local_of(grad).to(local)
+        return [local.grad for local in self._local.values() if local.grad is not None]
 
     def _states(self) -> Iterator[tuple[str, dict[str, Any]]]:
         states = {local: state for optimizer in self._optimizers for local, state in optimizer.state.items()}
@@ -170,7 +175,7 @@ class ShardedMuon(torch.optim.Optimizer):
         """This rank's rows of the step that torch's Muon, without momentum of its own, makes from the whole matrix."""
         mesh, shape = parameter.device_mesh, {"shape": parameter.shape, "stride": parameter.stride()}
         rows = direction.to(mesh.device_type)
-        whole = DTensor.from_local(rows, mesh, parameter.placements, run_check=False, **shape).full_tensor()
+        whole = full_of(DTensor.from_local(rows, mesh, parameter.placements, run_check=False, **shape))
         change = nn.Parameter(torch.zeros_like(whole))
         change.grad = whole
         options = {"ns_steps": self._options.ns_steps, "adjust_lr_fn": self._options.adjust_lr_fn}
@@ -179,7 +184,26 @@ class ShardedMuon(torch.optim.Optimizer):
         return replicated.redistribute(mesh, parameter.placements).to_local().to(direction.device)
 
 
+def tensor_parallel_part(parameter: Tensor) -> tuple[int | None, list[int]]:
+    """The dimension that tensor parallelism splits, if any, and the shape that it leaves to this rank's FSDP group."""
+    shape = list(parameter.shape)
+    if not isinstance(parameter, DTensor) or "tp" not in (parameter.device_mesh.mesh_dim_names or ()):
+        return None, shape
+    if isinstance(last := parameter.placements[-1], Shard):
+        shape[last.dim] //= parameter.device_mesh.shape[-1]
+    return getattr(last, "dim", None), shape
+
+
 def local_of(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor, sharing its storage; a plain tensor is its own part."""
     with torch.no_grad():  # detaching a DTensor takes ten times as long
         return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def full_of(parameter: Tensor) -> Tensor:
+    """The whole tensor of a DTensor, gathered over its mesh."""
+    detached = parameter.detach()
+    if not isinstance(detached, DTensor):
+        return detached
+    *outer, last = detached.placements  # tensor parallelism cuts before FSDP2 does, and so is joined after it
+    return detached.redistribute(placements=[*[Replicate()] * len(outer), last]).full_tensor()

@@ -1,27 +1,87 @@
 """FSDP2 over a TokenModel: wrapping, filling shards from a tensor source, who holds which box of which HF tensor."""
 
+import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import parallel as tp
+from transformers import PreTrainedModel
 
-from rlsys.config.schema.model import ShardConfig
-from rlsys.engines.fsdp.optim import local_of
+from rlsys.config.schema.model import ModelConfig, ShardConfig
+from rlsys.engines.fsdp.optim import full_of, local_of, tensor_parallel_part
 from rlsys.engines.mesh import Ranks
 from rlsys.models.hf import TensorSource, dtype_name, fill_shards, layer_modules, saved_tensors_of, shared_names
 from rlsys.models.lora import AdaptedWeight, hf_name, is_adapter
 from rlsys.models.stacked import Stacks, as_saved, saved_aliases, saved_shapes, shards_of
 from rlsys.models.token_model import TokenModel
+from rlsys.models.vision import has_images
 from rlsys.types import Box, Shard, WeightLayout
 from rlsys.utils.boxes import buckets
+from rlsys.utils.errors import ConfigError
 from rlsys.utils.hosts import host_id
 
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # nothing writes into outputs
+
+
+STYLES: Mapping[str, tuple[int | None, Callable[[], tp.ParallelStyle]]] = {
+    "colwise": (0, tp.ColwiseParallel),
+    "colwise_gather_output": (0, partial(tp.ColwiseParallel, output_layouts=Replicate())),
+    "rowwise": (1, tp.RowwiseParallel),
+    "rowwise_split_input": (1, partial(tp.RowwiseParallel, input_layouts=Replicate())),
+    "embedding_rowwise": (0, partial(tp.RowwiseParallel, input_layouts=Replicate())),
+    "replicated_with_grad_allreduce": (None, partial(tp.SequenceParallel, sequence_dim=1, use_local_output=True)),
+}
+"""By transformers' names of tensor parallelism: the dimension of a weight that is split, and torch's style."""
+
+
+def tensor_parallel_plan(model: PreTrainedModel, settings: ModelConfig, size: int) -> dict[str, str]:
+    """The style of every module that `size` ranks split: by transformers' plan of the model, and the vocabulary.
+
+    ConfigError for a model that they cannot split.
+    """
+    text, names = model.config.get_text_config(), {id(module): name for name, module in model.named_modules()}
+    rules = {**model.tp_plan, names[id(model.get_input_embeddings())]: "embedding_rowwise"}
+    if not hasattr(model, "score"):
+        rules[names[id(model.get_output_embeddings())]] = "colwise"
+    heads = {name: getattr(text, name, None) or 0 for name in ("num_attention_heads", "num_key_value_heads")}
+    odd, plan, whole = [f"{name}={count}" for name, count in heads.items() if count % size], dict[str, str](), []
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        rule = re.sub(r"\.\d+(?=\.)", ".*", name)
+        of, rule = (name, rule) if rule in rules else (name.rpartition(".")[0], rule.rpartition(".")[0])
+        if rule not in rules:
+            whole.append(name)
+            continue
+        plan[of] = rules[rule]
+        dim, _ = STYLES.get(rules[rule], (None, None))
+        if dim is not None and parameter.ndim > dim and parameter.shape[dim] % size:
+            odd.append(f"the shape {tuple(parameter.shape)} of {name}")
+    split = {name.rpartition(".")[0] for name, style in plan.items() if style == "colwise"}
+    beside = [name for name in whole if split & {name.rpartition(".")[0], name.rsplit(".", 2)[0]}]
+    unknown = [f"{name} ({style})" for name, style in plan.items() if style not in STYLES]
+    if has_images(model.config) or settings.has_adapters:
+        why = "low-rank adapters and image encoders are not split over ranks"
+    elif unknown or beside or not any(style.startswith("rowwise") for style in plan.values()):
+        why = f"transformers' plan of {text.model_type} does not say how to split {[*unknown, *beside, 'it'][0]}"
+    elif odd:
+        why = f"it does not divide {odd[0]}"
+    else:
+        return plan
+    raise ConfigError(f"tensor_parallel_size={size}: {why}; set 1")
+
+
+def split_matrices(model: PreTrainedModel, mesh: DeviceMesh, plan: Mapping[str, str]) -> None:
+    """Split the modules of `plan` over `mesh`, in place."""
+    styles = {name: STYLES[style][1]() for name, style in plan.items()}
+    tp.parallelize_module(model, mesh, styles, src_data_rank=None)
+    model.tie_weights()
 
 
 def shard_model(model: TokenModel, ranks: Ranks, shard: ShardConfig) -> None:
@@ -82,13 +142,16 @@ def tied_names(model: TokenModel, stacks: Stacks) -> dict[str, str]:
 
 
 def held_shards(name: str, parameter: Tensor, ranks: Ranks, stacks: Stacks) -> Iterator[Shard]:
-    """The rows of `parameter` on this rank as boxes of the tensors it is saved as.
+    """The part of `parameter` on this rank as boxes of the tensors it is saved as.
 
-    FSDP2 cuts dimension 0 into ceil(n / ranks) rows; last parts may be empty.
+    Of its part by tensor parallelism FSDP2 cuts dimension 0 into ceil(n / ranks) rows; last parts may be empty.
     """
-    rows, zeros = parameter.shape[0], (0,) * (parameter.ndim - 1)
-    start = min(ranks.shard_rank * -(-rows // ranks.shard_size), rows) if isinstance(parameter, DTensor) else 0
-    box = Box(name, (start, *zeros), tuple(local_of(parameter).shape))
+    (dim, part), start = tensor_parallel_part(parameter), [0] * parameter.ndim
+    if dim is not None:
+        start[dim] = ranks.rank % ranks.tp_size * part[dim]
+    if isinstance(parameter, DTensor):
+        start[0] += min(ranks.shard_rank * -(-part[0] // ranks.shard_size), part[0])
+    box = Box(name, tuple(start), tuple(local_of(parameter).shape))
     if name in stacks:
         yield from shards_of(stacks[name], box)
     elif box.shape[0]:
@@ -144,11 +207,8 @@ class HFWeights:
         They may alias parameters: copy, keep none.
         """
         for names in buckets({name: p.numel() * p.element_size() for name, p in self.base.items()}, bucket_bytes):
-            bucket = list[tuple[str, Tensor]]()
-            for name in names:
-                tensor = self._merged(name, full_of(self.base[name]), whole=True)
-                bucket += as_saved(name, tensor, self._stacks).items()
-            yield bucket
+            tensors = ((name, self._merged(name, full_of(self.base[name]), whole=True)) for name in names)
+            yield [part for name, tensor in tensors for part in as_saved(name, tensor, self._stacks).items()]
 
     def _merged(self, name: str, base: Tensor, *, whole: bool) -> Tensor:
         adapted = self._adapted.get(name)
@@ -157,9 +217,3 @@ class HFWeights:
         b = self._adapters[adapted.b]
         b_rows = full_of(b) if whole else local_of(b)
         return base + (adapted.scale * (b_rows.float() @ full_of(self._adapters[adapted.a]).float())).to(base.dtype)
-
-
-def full_of(parameter: Tensor) -> Tensor:
-    """The whole tensor of a DTensor, gathered over its mesh."""
-    detached = parameter.detach()
-    return detached.full_tensor() if isinstance(detached, DTensor) else detached

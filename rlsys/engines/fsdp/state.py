@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rlsys.engines.fsdp.optim import BLOCK_ELEMENTS, local_of
+from rlsys.engines.fsdp.optim import BLOCK_ELEMENTS, local_of, tensor_parallel_part
 from rlsys.engines.fsdp.sharding import held_shards
 from rlsys.engines.mesh import Ranks
 from rlsys.engines.tensor_files import StoredBoxes, read_tensor_index, saved_tensors
@@ -38,7 +38,7 @@ class FSDPState:
 
     @property
     def layout(self) -> tuple[str, JsonObject]:
-        sizes = {"world_size": self.ranks.world_size, "shard_size": self.ranks.shard_size}
+        sizes = {"world_size": self.ranks.world_size, "shard_size": self.ranks.copy_size}
         return "fsdp_config.json", {"FSDP_version": 2, **sizes}
 
     def _tensors(self) -> Iterator[tuple[str, str, Tensor]]:
@@ -60,23 +60,26 @@ class FSDPState:
             for saved, shape in saved_shapes(name, self.parameters[name].shape, self.stacks).items()
         }
         for key, _ in self._scales():
-            rows, *sizes = self.parameters[key.partition(".")[2]].shape
+            rows, *sizes = tensor_parallel_part(self.parameters[key.partition(".")[2]])[1]
             num_elements = -(-rows // self.ranks.shard_size) * prod(sizes)
-            shapes[f"optim.{key}"] = (self.ranks.shard_size, -(-num_elements // BLOCK_ELEMENTS))
+            shapes[f"optim.{key}"] = (self.ranks.copy_size, -(-num_elements // BLOCK_ELEMENTS))
         return shapes
 
-    def _boxes(self) -> Iterator[tuple[str, Box, Tensor]]:
-        """What this rank holds of each key, and its values, live."""
+    def _boxes(self, *, once: bool = False) -> Iterator[tuple[str, Box, Tensor]]:
+        """What this rank holds of each key, and its values, live; `once` without what tensor parallelism copies."""
         for prefix, name, local in self._tensors():
+            if once and self.ranks.rank % self.ranks.tp_size and tensor_parallel_part(self.parameters[name])[0] is None:
+                continue
             for shard in held_shards(name, self.parameters[name], self.ranks, self.stacks):
                 yield prefix + shard.box.tensor, shard.box, local[slices(shard.local_start, shard.box.shape)]
         for key, scales in self._scales():
             if scales.numel():
-                yield f"optim.{key}", Box(key, (self.ranks.shard_rank, 0), (1, len(scales))), scales[None]
+                number = self.ranks.rank % self.ranks.copy_size
+                yield f"optim.{key}", Box(key, (number, 0), (1, len(scales))), scales[None]
 
     def boxes(self) -> StoredBoxes:
-        first_copy = self.ranks.rank < self.ranks.shard_size
-        return ((key, box.start, values) for key, box, values in self._boxes() if first_copy)
+        first_copy = self.ranks.rank < self.ranks.copy_size
+        return ((key, box.start, values) for key, box, values in self._boxes(once=True) if first_copy)
 
     @torch.no_grad()
     def read(self, path: Path) -> None:

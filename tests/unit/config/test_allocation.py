@@ -13,6 +13,7 @@ from rlsys.utils.errors import ConfigError
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 TRAINS, GENERATES = "trainer.n_gpus_per_node", "trainer.rollout_workers"
 TENSOR = f"{ROLLOUT}.tensor_model_parallel_size"
+SPLIT = f"{ACTOR}.fsdp_config.tensor_parallel_size"
 
 ACCEPTED = {
     "sglang:d4p1t1+fsdp:d4": {TRAINS: 4, GENERATES: 4, f"{ROLLOUT}.name": "sglang", TENSOR: 1},
@@ -25,6 +26,7 @@ ACCEPTED = {
     "vllm:d2t2|fsdp:d4": {TRAINS: 4, GENERATES: 0, TENSOR: 2},
     "hf:d2+fsdp:d2": {TRAINS: 2, GENERATES: 2},
     "hf:d2+archon:d2": {TRAINS: 2, GENERATES: 2},
+    "hf:d2+archon:d2t2": {TRAINS: 4, SPLIT: 2},
     "hf:d1+megatron:(attn:d4p2t2c2|ffn:d2p2t4e2)": {
         TRAINS: 32,
         f"{ACTOR}.megatron.tensor_model_parallel_size": 2,
@@ -44,7 +46,6 @@ REFUSED = {
     "hf:d2+": "takes letters with sizes",
     "hf:d1+fsdp:d2t2p2": "fsdp has no pipeline parallelism",
     "hf:d1+fsdp:d2e2": "fsdp has no expert parallelism",
-    "hf:d1+fsdp:d2t2": "tensor parallelism is not supported in fsdp; set fsdp:d4",
     "hf:d1+megatron:(attn:d4t2|ffn:d4t4)": "attn has 8 processes",
     "hf:d1+megatron:(attn:d4p2|ffn:d4p1)": "attn has 8 processes",
     "hf:d1+fsdp:(attn:d4|ffn:d4)": "only megatron has separate sizes",
@@ -58,7 +59,6 @@ REFUSED = {
     "hf:d1+megatron:d2e3": "e3 does not divide",
     "hf:d1+fsdp:d2d2": "given twice",
     "deepspeed:d4+hf:d1": "unknown engine 'deepspeed'; choose from fsdp, megatron, hf, sglang, vllm",
-    "hf:d2+archon:d2t2": "tensor parallelism is not supported in fsdp",
     "hf:d99999999999+fsdp:d1": "takes letters with sizes",
 }
 
@@ -81,9 +81,10 @@ sizes = st.integers(1, 8)
 
 @given(d=sizes, t=sizes, train=sizes, c=sizes, spaces=st.sampled_from(["", " "]))
 def test_processes_are_the_product_of_the_sizes(d: int, t: int, train: int, c: int, spaces: str) -> None:
-    settings = allocation_settings(f"vllm:d{d}t{t}{spaces}+{spaces}fsdp:c{c}d{train}", 1)
+    settings = allocation_settings(f"vllm:d{d}t{t}{spaces}+{spaces}fsdp:c{c}d{train}t{t}", 1)
     assert settings == {
-        TRAINS: train * c,
+        TRAINS: train * c * t,
+        SPLIT: t,
         GENERATES: d * t,
         f"{ROLLOUT}.name": "vllm",
         TENSOR: t,
@@ -104,11 +105,15 @@ def test_a_shared_allocation_makes_one_pool() -> None:
     assert (pools.train_ranks, pools.rollout_ranks, pools.colocated, pools.total_ranks) == (2, 2, True, 2)
 
 
-def test_an_allocation_is_spread_over_nodes_and_says_the_sequence_parallelism() -> None:
+def test_an_allocation_is_spread_over_nodes_and_says_the_parallel_sizes() -> None:
     cfg = load_config(["trainer.allocation_mode=hf:d1+fsdp:d2c2", "trainer.nnodes=2"])
     assert cfg.trainer.n_gpus_per_node == 2
     assert cfg.actor_rollout_ref.actor.ulysses_sequence_parallel_size == 2
     assert cfg.actor_rollout_ref.ref.ulysses_sequence_parallel_size == 2
+    cfg = load_config(["trainer.allocation_mode=hf:d4|fsdp:d2t2"])
+    sections = (cfg.actor_rollout_ref.actor.fsdp_config, cfg.actor_rollout_ref.ref.fsdp_config)
+    assert [section.tensor_parallel_size for section in sections] == [2, 2]
+    assert plan_batches(cfg).actor.dp_size == 2
     cfg = load_config(["trainer.allocation_mode=hf:d1+megatron:d2c2"])
     assert cfg.trainer.n_gpus_per_node == 4
     assert cfg.actor_rollout_ref.actor.megatron.context_parallel_size == 2

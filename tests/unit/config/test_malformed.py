@@ -371,6 +371,18 @@ BATCHES = [
     bad(["algorithm.adv_estimator=gae", "critic.ppo_mini_batch_size=36"], "critic.ppo_mini_batch_size", "=24"),
     bad(f"{A}.ulysses_sequence_parallel_size=2", f"{A}.ulysses_sequence_parallel_size", "1 training processes"),
     bad([f"{A}.fsdp_config.fsdp_size=2", "trainer.n_gpus_per_node=3"], f"{A}.fsdp_config.fsdp_size", "fsdp_size=-1"),
+    bad(
+        [f"{A}.fsdp_config.tensor_parallel_size=2", "trainer.n_gpus_per_node=3"],
+        "tensor_parallel_size",
+        "ranks of a copy=3",
+    ),
+    bad(
+        [f"{A}.fsdp_config.{name}=2" for name in ("tensor_parallel_size", "fsdp_size")]
+        + ["trainer.n_gpus_per_node=6"]
+        + [f"{A}.ulysses_sequence_parallel_size=2"],
+        "tensor_parallel_size",
+        "ranks for each of a sequence=3",
+    ),
     bad(f"{A}.fsdp_config.fsdp_size=0", f"{A}.fsdp_config.fsdp_size", "-1 or a whole number"),
     bad("data.gen_batch_size=96", "data.gen_batch_size = 96", "filter_groups"),
     bad("data.train_max_samples=0", "data.train_max_samples", "-1 or a whole number"),
@@ -570,7 +582,7 @@ RUNS = [
             ([f"{M}.lora_rank=8", f"{MEGATRON}.fp8=hybrid"], (f"{M}.lora_rank = 8", f"{MEGATRON}.fp8=null")),
         ]
     ),
-    bad("trainer.allocation_mode=hf:d1+fsdp:d2t2", "trainer.allocation_mode", "fsdp:d4"),
+    bad(["trainer.allocation_mode=hf:d1+fsdp:d2t2", "trainer.n_gpus_per_node=2"], "trainer.n_gpus_per_node=4"),
     bad(
         ["trainer.allocation_mode=hf:d1+fsdp:d2", "trainer.n_gpus_per_node=1"],
         "trainer.n_gpus_per_node = 1",

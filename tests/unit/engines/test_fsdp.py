@@ -20,6 +20,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "the model has 1",
     ),
     ({"model": random_model({**MODEL, "model_type": "phi", "attention_dropout": 0.0})}, "bias to its logits"),
+    (
+        {"model": random_model({**MODEL, "num_key_value_heads": 1}), "shard": ShardConfig(tensor_parallel_size=2)},
+        "tensor_parallel_size=2: it does not divide num_key_value_heads=1; set 1",
+    ),
+    ({"shard": ShardConfig(tensor_parallel_size=2, fsdp_size=1)}, "or tensor_parallel_size=2 it"),
 ]
 
 

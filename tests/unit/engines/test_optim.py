@@ -57,4 +57,4 @@ SCHEDULES = [{"lr_scheduler_type": "cosine"}, {"lr_scheduler_type": "linear"}, {
 @pytest.mark.parametrize("settings", SCHEDULES)
 def test_a_schedule_that_needs_the_total_says_so(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="total number of optimizer steps"):
-        ShardedOptimizer({}, OptimConfig(**settings), group=None)  # type: ignore[arg-type]
+        ShardedOptimizer({}, OptimConfig(**settings), groups=[])

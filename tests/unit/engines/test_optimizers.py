@@ -1,5 +1,6 @@
 """Muon, 8-bit AdamW and AdamW on the host: their arithmetic, and that a checkpoint continues them to the bit."""
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from rlsys.config.schema.model import OptimConfig, OverrideOptimizerConfig
+from rlsys.config.schema.model import OptimConfig, OverrideOptimizerConfig, ShardConfig
 from rlsys.engines.fsdp.engine import FSDPEngine
 from rlsys.engines.fsdp.optim import ShardedMuon, local_of
 from rlsys.utils.errors import CheckpointError
@@ -20,6 +21,8 @@ from tests.unit.engines.common import MODEL, nll, random_model, same, small_engi
 
 WIDE = {**MODEL, "hidden_size": 64, "intermediate_size": 97, "vocab_size": 131}
 """Matrices of 4,096 elements and more, whose rows two ranks cannot share evenly."""
+EVEN = {**WIDE, "intermediate_size": 194, "vocab_size": 262}
+"""The same for two pairs of ranks that split them."""
 OPTIMIZERS = {
     "AdamW": {},
     "Muon": {"optimizer": "Muon"},
@@ -29,11 +32,12 @@ OPTIMIZERS = {
 LR, DECAY = 1e-2, 0.1
 
 
-def engine_with(kind: str) -> FSDPEngine:
+def engine_with(kind: str, tp_size: int = 1) -> FSDPEngine:
     if kind == "AdamW8bit":
         pytest.importorskip("bitsandbytes")
     optim = OptimConfig(lr=LR, weight_decay=DECAY, **OPTIMIZERS[kind])
-    return small_engine(random_model(WIDE), optim=optim, grad_clip=0.0)
+    shard = ShardConfig(seed=1, tensor_parallel_size=tp_size)
+    return small_engine(random_model(EVEN if tp_size > 1 else WIDE), optim=optim, grad_clip=0.0, shard=shard)
 
 
 def steps_of(kind: str, count: int) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
@@ -103,6 +107,26 @@ def test_muon_steps_the_matrices_of_layers_and_adamw_the_rest() -> None:
         torch.testing.assert_close(after[name][clear].double(), expected[clear].double(), rtol=0, atol=2e-5)
 
 
+def muon_weights(tp_size: int) -> dict[str, Tensor]:
+    engine = small_engine(
+        random_model(EVEN),
+        optim=OptimConfig(lr=LR, optimizer="Muon"),
+        shard=ShardConfig(seed=1, tensor_parallel_size=tp_size),
+    )
+    before = whole(engine)
+    train(engine)
+    return {name: tensor - before[name] for name, tensor in whole(engine).items()}
+
+
+@pytest.mark.slow
+def test_muon_gathers_matrices_that_ranks_split_in_the_right_order() -> None:
+    """Rounding turns null directions of the gradient; rows in another order would turn everything."""
+    alone, *_ = run_ranks(1, muon_weights, 1)
+    for split in run_ranks(4, muon_weights, 2):
+        for name, change in alone.items():
+            assert float((split[name] - change).norm() / change.norm()) < 0.2, name
+
+
 def momentum_names() -> set[str]:
     moments = engine_with("Muon").optimizer.moments()
     return {name.partition(".")[2] for name in moments if name.startswith("momentum_buffer.")}
@@ -125,12 +149,12 @@ def test_adamw_on_the_host_steps_like_adamw() -> None:
     assert same(on_host[-1][1], on_device[-1][1])
 
 
-def continued(kind: str, path: Path) -> tuple[bool, bool, set[str]]:
-    engine = engine_with(kind)
+def continued(kind: str, path: Path, tp_size: int = 1) -> tuple[bool, bool, set[str]]:
+    engine = engine_with(kind, tp_size)
     for _ in range(2):
         train(engine)
     engine.save(path, "resume")
-    again = engine_with(kind)
+    again = engine_with(kind, tp_size)
     again.load(path)
     loaded = same(whole(engine), whole(again))
     for _ in range(2):
@@ -140,11 +164,14 @@ def continued(kind: str, path: Path) -> tuple[bool, bool, set[str]]:
     return loaded, same(whole(engine), whole(again)), dtypes
 
 
-@pytest.mark.parametrize("kind", ["Muon", "AdamW8bit", "host"])
-def test_a_checkpoint_continues_each_optimizer_to_the_bit(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "tp_size"),
+    [*product(["Muon", "AdamW8bit", "host"], [1]), pytest.param("AdamW8bit", 2, marks=pytest.mark.slow)],
+)
+def test_a_checkpoint_continues_each_optimizer_to_the_bit(kind: str, tp_size: int, tmp_path: Path) -> None:
     if kind == "AdamW8bit":
         pytest.importorskip("bitsandbytes")
-    for loaded, equal, dtypes in run_ranks(2, continued, kind, tmp_path / "step_1"):
+    for loaded, equal, dtypes in run_ranks(2 * tp_size, continued, kind, tmp_path / "step_1", tp_size):
         assert loaded
         assert equal
         assert ("torch.uint8" in dtypes) == (kind == "AdamW8bit")

@@ -128,15 +128,16 @@ def test_a_rank_file_holds_its_part_alone(models: dict[str, Path], tmp_path: Pat
     assert all("model.layers.4." in name for name in files["carried.safetensors"])
 
 
-def save_fsdp(config: dict[str, Any], path: Path) -> dict[str, Tensor]:
-    engine = FSDPEngine(ModelConfig(override_config=config), shard=ShardConfig(seed=3))
+def save_fsdp(config: dict[str, Any], path: Path, tp_size: int = 1) -> dict[str, Tensor]:
+    engine = FSDPEngine(ModelConfig(override_config=config), shard=ShardConfig(seed=3, tensor_parallel_size=tp_size))
     engine.save(path, "resume")
     engine.save(path / "huggingface", "export")
     return {name: tensor.clone() for bucket in engine.weights(1 << 12) for name, tensor in bucket}
 
 
-def test_an_fsdp_checkpoint_becomes_what_the_engine_exports(tmp_path: Path) -> None:
-    run_ranks(2, save_fsdp, CONFIGS["qwen2-tied"], tmp_path / "actor")
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_an_fsdp_checkpoint_becomes_what_the_engine_exports(tp_size: int, tmp_path: Path) -> None:
+    run_ranks(2, save_fsdp, {**CONFIGS["qwen2-tied"], "vocab_size": 102}, tmp_path / "actor", tp_size)
     assert main(["merge", "--backend", "fsdp", *_folders(tmp_path / "actor", tmp_path / "hf")]) == 0
     exported = tmp_path / "actor" / "huggingface"
     assert same(tensors_of(tmp_path / "hf"), tensors_of(exported))

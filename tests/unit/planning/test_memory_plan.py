@@ -98,6 +98,19 @@ def test_critic_and_reference_share_the_device_and_leave_it_where_offloaded() ->
     assert alone["update_weights"].sum_of("parameters", "optimizer") == 4 * N
 
 
+def test_ranks_that_split_matrices_share_what_a_pass_makes_of_them() -> None:
+    rows = (f"{ACTOR}.use_dynamic_bsz=false", f"{ACTOR}.ppo_micro_batch_size_per_gpu=2", "trainer.n_gpus_per_node=2")
+    apart, split = (
+        stages(planned(config(*rows, f"{ACTOR}.fsdp_config.tensor_parallel_size={size}"), SHAPES["tiny"]))
+        for size in (1, 2)
+    )
+    assert split["start"].bytes == apart["start"].bytes
+    d = fp.decoder_of(SHAPES["tiny"])
+    assert apart["old_log_prob"].bytes["gathered"] == 2 * (d.outer + 2 * d.layer), "the next layer is gathered already"
+    assert split["old_log_prob"].bytes["gathered"] == 2 * (d.outer + d.layer) // 2, "nothing is left to gather"
+    assert split["update_actor"].bytes["activations"] < apart["update_actor"].bytes["activations"]
+
+
 def test_adapters_have_moments_and_the_base_has_none() -> None:
     lora = stages(planned(config("actor_rollout_ref.model.lora_rank=4"), SHAPES["tiny"]))
     adapters = 4 * fp.decoder_of(SHAPES["tiny"]).adaptable

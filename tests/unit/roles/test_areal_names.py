@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from rlsys import areal
 from rlsys.config.schema.actor import ActorConfig
 from rlsys.config.schema.algorithm import AlgorithmConfig, KLControlConfig
-from rlsys.config.schema.model import OptimConfig
+from rlsys.config.schema.model import OptimConfig, ShardConfig
 from rlsys.protocol import DataProto
 from rlsys.utils.errors import ConfigError
 from tests.ranks import run_ranks
@@ -116,9 +116,9 @@ def test_a_parallel_strategy_is_the_arguments_of_an_engine() -> None:
     strategy = areal.ParallelStrategy(tensor_parallel_size=2, data_parallel_size=4, context_parallel_size=2)
     config = strategy.megatron()["megatron"]
     assert (strategy.world_size, config.tensor_model_parallel_size, config.context_parallel_size) == (16, 2, 2)
-    assert areal.ParallelStrategy(data_parallel_size=2, context_parallel_size=2).fsdp() == {"sp_size": 2}
+    assert strategy.fsdp() == {"sp_size": 2, "shard": ShardConfig(tensor_parallel_size=2)}
     with pytest.raises(ValueError, match="take MegatronEngine"):
-        strategy.fsdp()
+        areal.ParallelStrategy(pipeline_parallel_size=2).fsdp()
 
 
 def test_generation_parameters_are_copied_with_changes() -> None:

@@ -133,6 +133,18 @@ def test_ctrl_c_while_modules_are_imported_is_one_line() -> None:
     assert (ended.returncode, ended.stderr) == (-2, "rlsys: interrupted (Ctrl-C)\n")
 
 
+def test_a_dry_run_plans_the_ranks_that_split_matrices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    split = ["--dry-run", "--config-name=quickstart", "trainer.allocation_mode=hf:d4|fsdp:d2t2"]
+    with pytest.raises(SystemExit, match="0"):
+        checked_config(split, PPOConfig)
+    assert "384 samples = 1 optimizer step; each rank: 192 in micro-batches" in capsys.readouterr().out
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 6, "num_key_value_heads": 3}')
+    with pytest.raises(SystemExit, match="2"):
+        checked_config([*split, f"actor_rollout_ref.model.path={tmp_path}"], PPOConfig)
+    key = "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size"
+    assert f"{key} = 2: does not divide num_key_value_heads=3; set {key}=1" in capsys.readouterr().err
+
+
 TOOLS = """
 tools:
 - class_name: verl.tools.gsm8k_tool.Gsm8kTool

@@ -53,6 +53,29 @@ def test_what_fsdp_would_compute_otherwise_is_refused(config: dict[str, Any], sa
 
 
 @pytest.mark.parametrize(
+    ("config", "settings", "says"),
+    [
+        (MODELS["llama-6-heads-3-kv"], {}, "it does not divide num_key_value_heads=3; set 1"),
+        (
+            MODELS["llama-biases"] | {"intermediate_size": 49},
+            {},
+            r"the shape \(49, 32\) of model.layers.0.mlp.gate_proj",
+        ),
+        (MODELS["llama-untied"] | {"vocab_size": 97}, {}, r"the shape \(97, 32\) of model.embed_tokens.weight"),
+        (MODELS["qwen3-moe"], {}, r"how to split model.layers.0.mlp.experts.gate_up_proj \(packed_colwise\)"),
+        (MODELS["gpt-oss"], {}, "plan of gpt_oss does not say how to split it"),
+        (MODELS["qwen2-tied"], {"lora_rank": 2}, "low-rank adapters and image encoders are not split"),
+    ],
+)
+def test_what_fsdp_cannot_split_is_refused(
+    config: dict[str, Any], settings: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=f"^critic.fsdp: tensor_parallel_size=2: .*{says}"):
+        check_model("critic.fsdp", ModelConfig(path=str(tmp_path), **settings), ShardConfig(tensor_parallel_size=2))
+
+
+@pytest.mark.parametrize(
     ("model_type", "says"),
     [
         ("gpt_oss", "its experts' gate and up columns are interleaved"),
