@@ -11,7 +11,6 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from hashlib import blake2b
 from io import BytesIO
 from pathlib import Path
 
@@ -19,7 +18,7 @@ import fsspec
 import torch
 
 from rlsys.interfaces import State
-from rlsys.utils.atomic import commit_dir, read_checked_json, staging_dir, write_checked_json, write_whole
+from rlsys.utils.atomic import commit_dir, digest_of, read_checked_json, staging_dir, write_checked_json, write_whole
 from rlsys.utils.errors import CheckpointError, ConfigError, DeadlineError
 from rlsys.utils.run_folders import LATEST, latest_step, pointer_text, step_of
 
@@ -183,20 +182,16 @@ def save_state(folder: Path, state: TrainerState) -> None:
     source = record.pop("source")
     torch.save(json.dumps(source), buffer := BytesIO())  # to a file it would hide that the disk is full
     write_whole(folder / DATA, buffer.getvalue(), durable=True)
-    write_checked_json(folder / STATE, {**record, "data_blake2b": _digest(folder / DATA)})
+    write_checked_json(folder / STATE, {**record, "data_blake2b": digest_of((folder / DATA).read_bytes())})
 
 
 def load_state(folder: Path) -> TrainerState:
     """Read what `save_state` wrote; CheckpointError names a damaged file."""
     try:
         record = read_checked_json(folder / STATE)
-        if record.pop("data_blake2b") != _digest(folder / DATA):
+        if record.pop("data_blake2b") != digest_of((folder / DATA).read_bytes()):
             raise ValueError(f"the checksum of {DATA} is not the one that was saved")
         source = json.loads(torch.load(folder / DATA, weights_only=True))
         return TrainerState(**record, source=source)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, EOFError) as error:
         raise CheckpointError(f"{folder}: {STATE} or {DATA} is damaged: {error}") from error
-
-
-def _digest(path: Path) -> str:
-    return blake2b(path.read_bytes(), digest_size=16).hexdigest()

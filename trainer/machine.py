@@ -17,7 +17,7 @@ from rlsys.config.pools import min_nodes, process_pools, resolve_pools
 from rlsys.config.schema.jobs import JobConfig
 from rlsys.fleet.external.settings import settings_of
 from rlsys.rollout.versions import SGLANG, VLLM
-from rlsys.telemetry.tracker_adapters import flat_settings
+from rlsys.telemetry.trackers import flat_settings
 from rlsys.utils.errors import ConfigError, raised_as
 from rlsys.utils.hub import download_config, is_hub_id
 

@@ -20,8 +20,7 @@ from rlsys.telemetry.progress import Counts, Progress
 from rlsys.telemetry.recorder import StageRecorder, StageReport
 from rlsys.telemetry.report import RunReport
 from rlsys.telemetry.trace import Event, Timeline, add_arguments, arrows
-from rlsys.telemetry.tracker_adapters import TrackedRun
-from rlsys.telemetry.trackers import BestEffort, Tracking
+from rlsys.telemetry.trackers import BestEffort, TrackedRun, Tracking
 from rlsys.utils.atomic import write_whole
 
 log = get_logger(__name__)

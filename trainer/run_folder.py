@@ -22,7 +22,7 @@ from rlsys.config.introspect import shown
 from rlsys.config.schema.jobs import JobConfig
 from rlsys.config.schema.trainer import RunConfig, TrainingConfig
 from rlsys.telemetry.log import FILE_ONLY, get_logger, log_to_file, redact, redact_tree
-from rlsys.telemetry.tracker_adapters import flat_settings
+from rlsys.telemetry.trackers import flat_settings
 from rlsys.utils.atomic import write_whole
 from rlsys.utils.errors import ConfigError, raised_as
 from trainer.checkpoint import CheckpointStore

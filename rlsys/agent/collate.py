@@ -5,7 +5,6 @@ B episodes, P prompt columns (padded left), R response columns (padded right).
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +30,7 @@ def collate_episodes(
     rows = [first for first, *_ in ranked]
     tensors = _tensors(rows, pad_token_id, prompt_length, response_length)
     uids = prompts.non_tensor_batch["uid"]
-    columns: dict[str, Any] = {
+    columns: dict[str, object] = {
         **prompts.non_tensor_batch,
         "uid": object_array(
             [uid if result.rows else f"{uid}/{n}" for n, (uid, result) in enumerate(zip(uids, results))]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, SupportsFloat
+from typing import SupportsFloat
 
 from rlsys.agent.episode_log import EpisodeEnd, EpisodeLog
 from rlsys.agent.presets import Workflow
@@ -237,7 +237,7 @@ class EpisodeRunner:
             with suppress(Exception):
                 await tools.close()
 
-    async def _result(self, workflow: Workflow, row: Mapping[str, Any], session: Session) -> EpisodeResult:
+    async def _result(self, workflow: Workflow, row: Mapping[str, object], session: Session) -> EpisodeResult:
         """Run the workflow and say how it ended."""
         start_s, rows, score, error = time.monotonic(), list[TraceRow](), Score(0.0), ""
         try:

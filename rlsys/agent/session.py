@@ -217,7 +217,7 @@ class Session:
         ids = span.ids[:-1] if span.ids[-1:] and span.ids[-1] in ends else span.ids
         text = str(tokenizer.decode(list(ids), skip_special_tokens=False))
         content, calls = parse_tool_calls(text, self.settings.turns.format)
-        message: dict[str, Any] = {"role": "assistant", "content": content}
+        message: dict[str, object] = {"role": "assistant", "content": content}
         if calls:
             first = self.counts["ids"]
             self.counts["ids"] += len(calls)

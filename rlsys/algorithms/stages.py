@@ -16,12 +16,12 @@ from torch import Tensor
 
 from rlsys.algorithms.advantage import INPUTS, call_adv_estimator, estimator_takes
 from rlsys.algorithms.correction import rollout_correction
-from rlsys.algorithms.covariance_loss import select_tokens
 from rlsys.algorithms.filters import informative_groups, pf_ppo_rows
 from rlsys.algorithms.groups import group_count, group_ids_of, normalize
 from rlsys.algorithms.kl import KLController
 from rlsys.algorithms.kl import kl_penalty as kl_value
 from rlsys.algorithms.masked import at_last_token, masked_mean
+from rlsys.algorithms.policy_loss import select_tokens
 from rlsys.algorithms.registry import SectionView
 from rlsys.config.schema.actor import ActorConfig
 from rlsys.config.schema.algorithm import AlgorithmConfig, RolloutCorrectionConfig

@@ -131,7 +131,7 @@ def replaced(section: Any, settings: dict[str, Any]) -> Any:
     return section.model_copy(update=update)
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """The value as on a command line, shortened."""
     text = format_value(value)
     return text if len(text) <= _SHOWN_CHARS else text[: _SHOWN_CHARS - 4] + " ..."

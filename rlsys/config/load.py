@@ -185,7 +185,7 @@ def read_preset(preset: Preset, _seen: tuple[str, ...] = ()) -> list[tuple[str, 
     parents = tree.pop("defaults", [])
     if not isinstance(parents, list):
         raise ConfigError(f"{path}: 'defaults' must be a list of presets to build on, e.g. [ppo_trainer, _self_]")
-    layers: list[tuple[str, dict[str, Any]]] = []
+    layers: list[tuple[str, dict[str, object]]] = []
     for parent in parents if "_self_" in parents else [*parents, "_self_"]:
         if parent == "_self_":
             layers.append((str(path), tree))

@@ -56,7 +56,7 @@ def encode_text(tokenizer: "PreTrainedTokenizerBase", text: str, *, special_toke
 
 
 def encode_prompt(
-    tokenizer: "PreTrainedTokenizerBase", prompt: str | Sequence[Message], *, template_kwargs: Mapping[str, Any]
+    tokenizer: "PreTrainedTokenizerBase", prompt: str | Sequence[Message], *, template_kwargs: Mapping[str, object]
 ) -> list[int]:
     """Token ids of a prompt; with a chat template a text is one user message."""
     text = render(tokenizer, as_messages(prompt), add_generation_prompt=True, template_kwargs=template_kwargs)
@@ -68,7 +68,7 @@ def encode_conversation(
     messages: Sequence[Message],
     *,
     num_prompt: int = 0,
-    template_kwargs: Mapping[str, Any] | None = None,
+    template_kwargs: Mapping[str, object] | None = None,
 ) -> tuple[list[int], list[int], list[int]]:
     """Token ids up to the first answer, token ids from there on, and a mask of the latter: 1 on the assistant's tokens.
 

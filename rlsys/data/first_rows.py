@@ -4,7 +4,6 @@ import json
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -74,7 +73,7 @@ def _check_files(
     return used
 
 
-def _read(config: JobConfig, row: Row | BadRow) -> tuple[set[str], Sequence[Message], Any]:
+def _read(config: JobConfig, row: Row | BadRow) -> tuple[set[str], Sequence[Message], object]:
     """Read a row as the job will: its data source, if it has one, its prompt and its answer.
 
     ValueError if it cannot be used.

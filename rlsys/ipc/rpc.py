@@ -163,7 +163,7 @@ class RpcServer:
         self._listener.listen()
         threading.Thread(target=self._accept, name="rlsys-rpc", daemon=True).start()
 
-    def call_back(self, method: str, *args: Any) -> Any:
+    def call_back(self, method: str, *args: object) -> object:
         """Run a callback of the client whose call this thread answers."""
         return _call(self._local.link, method, args, {}, RuntimeError)
 

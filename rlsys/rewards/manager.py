@@ -195,7 +195,7 @@ def _column(values: Sequence[Any]) -> np.ndarray:
 # --- managers written for verl ---
 
 
-def _scorer(pool: RewardPool, results: list[RewardResult]) -> Callable[..., dict[str, Any]]:
+def _scorer(pool: RewardPool, results: list[RewardResult]) -> Callable[..., dict[str, object]]:
     def compute_score(
         data_source: str, solution_str: str, ground_truth: object, extra_info: Any = None, **_: object
     ) -> dict[str, object]:

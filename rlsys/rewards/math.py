@@ -58,7 +58,7 @@ def graded(answer: str | None, ground_truth: object) -> dict[str, Any]:
     return verdict(answer, answer is not None and equal(answer, str(ground_truth)))
 
 
-def verdict(answer: str | None, right: bool, *, score: float = 1.0, format_score: float = 0.0) -> dict[str, Any]:
+def verdict(answer: str | None, right: bool, *, score: float = 1.0, format_score: float = 0.0) -> dict[str, object]:
     """Score, accuracy and the answer, in the form of verl's extra values; `format_score` is that of a wrong answer."""
     value = 0.0 if answer is None else score if right else format_score
     return {"score": value, "acc": float(right), "pred": answer or ""}

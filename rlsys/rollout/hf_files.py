@@ -33,7 +33,7 @@ def eos_ids_of(path: str | Path) -> tuple[int, ...]:
     return end_ids(text_config(path), generation)
 
 
-def end_ids(text: Any, generation: GenerationConfig | None) -> tuple[int, ...]:
+def end_ids(text: object, generation: GenerationConfig | None) -> tuple[int, ...]:
     """The ids that end a completion by a model's generation settings, or else by those of its language model."""
     eos = getattr(generation, "eos_token_id", None)
     eos = getattr(text, "eos_token_id", None) if eos is None else eos

@@ -9,9 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from typing import Any, NoReturn, Protocol, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypedDict, TypeVar
 
 from rlsys.single_controller.rows import is_future, is_rows, join_rows, split_rows
+
+if TYPE_CHECKING:
+    from rlsys.single_controller.worker_group import WorkerGroup
 
 MAGIC_ATTR = "__rlsys_registered__"
 """The attribute in which `register` leaves a method's `Registration`."""
@@ -25,19 +28,9 @@ class MeshRank:
     is_collect: bool
 
 
-class RankGroup(Protocol):
-    """A group of workers as dispatch functions see it."""
-
-    @property
-    def role(self) -> str: ...
-    @property
-    def world_size(self) -> int: ...
-    def dispatch_info(self, mesh_name: str) -> list[MeshRank]: ...
-
-
 DispatchFn = Callable[..., Any]
-CollectFn = Callable[["RankGroup", list[Any]], object]
-PartsFn = Callable[["RankGroup"], Sequence[int]]
+CollectFn = Callable[["WorkerGroup", list[Any]], object]
+PartsFn = Callable[["WorkerGroup"], Sequence[int]]
 F = TypeVar("F", bound=Callable[..., object])
 
 
@@ -126,7 +119,7 @@ def update_dispatch_mode(dispatch_mode: DispatchMode, dispatch_fn: DispatchFn, c
 
 
 def split_call(
-    mode: DispatchMode, group: RankGroup, args: Sequence[object], kwargs: Mapping[str, object]
+    mode: DispatchMode, group: "WorkerGroup", args: Sequence[object], kwargs: Mapping[str, object]
 ) -> SplitArguments:
     """Run a mode's dispatch function and check that it gave one value per rank."""
     answer = mode.dispatch_fn(group, *args, **kwargs)
@@ -151,12 +144,14 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str, auto_padding: bool = F
     }
 
 
-def _dispatch_nd(mesh_name: str, pads: bool, group: RankGroup, /, *args: object, **kwargs: object) -> SplitArguments:
+def _dispatch_nd(
+    mesh_name: str, pads: bool, group: "WorkerGroup", /, *args: object, **kwargs: object
+) -> SplitArguments:
     ranks = group.dispatch_info(mesh_name)
     return _split_by_rows(group, [rank.dp_rank for rank in ranks], pads, args, kwargs)
 
 
-def _nd_parts(mesh_name: str, group: RankGroup, /) -> list[int]:
+def _nd_parts(mesh_name: str, group: "WorkerGroup", /) -> list[int]:
     ranks = group.dispatch_info(mesh_name)
     by_dp_rank = {info.dp_rank: rank for rank, info in enumerate(ranks) if info.is_collect}
     dp_size = max(info.dp_rank for info in ranks) + 1
@@ -169,7 +164,7 @@ def _nd_parts(mesh_name: str, group: RankGroup, /) -> list[int]:
     return [by_dp_rank[dp_rank] for dp_rank in range(dp_size)]
 
 
-def _collect_nd(mesh_name: str, group: RankGroup, results: list[object], /) -> object:
+def _collect_nd(mesh_name: str, group: "WorkerGroup", results: list[object], /) -> object:
     return join([results[rank] for rank in _nd_parts(mesh_name, group)])
 
 
@@ -179,18 +174,18 @@ def join(results: Sequence[object]) -> object:
     return join_rows(parts) if parts and len(parts) == len(results) else list(results)
 
 
-def _repeat(group: RankGroup, values: object) -> list[object]:
+def _repeat(group: "WorkerGroup", values: object) -> list[object]:
     return [values] * group.world_size
 
 
 def dispatch_one_to_all(
-    worker_group: RankGroup, /, *args: object, **kwargs: object
+    worker_group: "WorkerGroup", /, *args: object, **kwargs: object
 ) -> tuple[tuple[list[object], ...], dict[str, list[object]]]:
     """The same arguments for every rank."""
     return tuple(_repeat(worker_group, arg) for arg in args), {k: _repeat(worker_group, v) for k, v in kwargs.items()}
 
 
-def dispatch_all_to_all(group: RankGroup, /, *args: object, **kwargs: object) -> SplitArguments:
+def dispatch_all_to_all(group: "WorkerGroup", /, *args: object, **kwargs: object) -> SplitArguments:
     """Lists with an entry per rank are handed out, plain values go to all; ValueError for a mixture of the two."""
     values = [*args, *kwargs.values()]
     lists = [value for value in values if isinstance(value, list)]
@@ -204,7 +199,7 @@ def dispatch_all_to_all(group: RankGroup, /, *args: object, **kwargs: object) ->
     return SplitArguments(tuple(lists[: len(args)]), dict(zip(kwargs, lists[len(args) :])))
 
 
-def dispatch_dp_compute(group: RankGroup, /, *args: Any, **kwargs: Any) -> SplitArguments:
+def dispatch_dp_compute(group: "WorkerGroup", /, *args: Any, **kwargs: Any) -> SplitArguments:
     """Arguments that are lists with one entry per rank; ValueError for others."""
     values = (*args, *kwargs.values())
     if not all(isinstance(value, (list, tuple)) and len(value) == group.world_size for value in values):
@@ -212,16 +207,16 @@ def dispatch_dp_compute(group: RankGroup, /, *args: Any, **kwargs: Any) -> Split
     return dispatch_all_to_all(group, *map(list, args), **{name: list(value) for name, value in kwargs.items()})
 
 
-def _dp_compute_proto(pads: bool, group: RankGroup, /, *args: object, **kwargs: object) -> SplitArguments:
+def _dp_compute_proto(pads: bool, group: "WorkerGroup", /, *args: object, **kwargs: object) -> SplitArguments:
     return _split_by_rows(group, range(group.world_size), pads, args, kwargs)
 
 
-def dispatch_dp_compute_data_proto(group: RankGroup, /, *args: object, **kwargs: object) -> SplitArguments:
+def dispatch_dp_compute_data_proto(group: "WorkerGroup", /, *args: object, **kwargs: object) -> SplitArguments:
     """The rows in equal shares, the first ones repeated where they do not divide; other values go to all."""
     return _dp_compute_proto(True, group, *args, **kwargs)
 
 
-def _proto_with_func(group: RankGroup, func: object, /, *args: object, **kwargs: object) -> SplitArguments:
+def _proto_with_func(group: "WorkerGroup", func: object, /, *args: object, **kwargs: object) -> SplitArguments:
     if not callable(func):
         raise ValueError(
             f"DP_COMPUTE_PROTO_WITH_FUNC needs a function as its first argument, got {type(func).__name__}"
@@ -231,7 +226,7 @@ def _proto_with_func(group: RankGroup, func: object, /, *args: object, **kwargs:
 
 
 def _split_by_rows(
-    group: RankGroup, dp_ranks: Sequence[int], pads: bool, args: Sequence[object], kwargs: Mapping[str, object]
+    group: "WorkerGroup", dp_ranks: Sequence[int], pads: bool, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> SplitArguments:
     """Give rank r the rows of dp_ranks[r]; values without rows go to all."""
     named = {**dict(enumerate(args)), **kwargs}
@@ -263,21 +258,21 @@ def _forbidden(*_: object, **__: object) -> NoReturn:
     )
 
 
-def _first(_: RankGroup, results: list[object]) -> object:
+def _first(_: "WorkerGroup", results: list[object]) -> object:
     return results[0]
 
 
-def collect_all_to_all(worker_group: RankGroup, output: list[object]) -> list[object]:
+def collect_all_to_all(worker_group: "WorkerGroup", output: list[object]) -> list[object]:
     """The results of all ranks."""
     return list(output)
 
 
-def collect_dp_compute_data_proto(worker_group: RankGroup, output: list[object]) -> object:
+def collect_dp_compute_data_proto(worker_group: "WorkerGroup", output: list[object]) -> object:
     """The rows of all ranks as one batch; results that are not rows stay a list."""
     return join(output)
 
 
-def _all_ranks(group: RankGroup) -> Sequence[int]:
+def _all_ranks(group: "WorkerGroup") -> Sequence[int]:
     return range(group.world_size)
 
 

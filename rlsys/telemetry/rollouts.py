@@ -60,7 +60,7 @@ def dump_rollouts(
     numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
     groups = [numbers[prompt] for prompt in prompts]
     room, used = math.inf if max_mb is None else max_mb * 1e6 / _BYTES_FOR_THE_PAGE, 0
-    kept: dict[int, tuple[bytes, dict[str, Any]]] = {}
+    kept: dict[int, tuple[bytes, dict[str, object]]] = {}
     for row in sampled_order(groups, scores, seed=step):
         sample = {"input": inputs[row], "output": outputs[row], "gts": gts[row], "score": scores[row], "step": step}
         sample |= {name: column[row] for name, column in {**extras, **about}.items()}
@@ -163,7 +163,9 @@ def token_texts_of(token_ids: Sequence[int], decode: Callable[[list[int]], str])
     return texts
 
 
-def _texts(step: int, prompts: Sequence[str], talks: Mapping[int, Any], kept: Mapping[int, tuple[bytes, Any]]) -> bytes:
+def _texts(
+    step: int, prompts: Sequence[str], talks: Mapping[int, object], kept: Mapping[int, tuple[bytes, object]]
+) -> bytes:
     """The texts of the kept rows, in the order of their numbers, as deflated JSON."""
     data = {"prompts": prompts, "messages": talks, "rows": [kept[row][1] for row in sorted(kept)]}
     packed = base64.b64encode(zlib.compress(ascii_json(data).encode(), 6)).decode()

@@ -173,7 +173,7 @@ def arrows(events: Iterable[Event], controller: int) -> list[Event]:
     """
     spans = [event for event in events if event["ph"] == "X"]
     stages = [span for span in spans if span["pid"] == controller and span["name"] not in ("step", "source")]
-    flows: dict[tuple[Any, ...], tuple[Event, Event]] = {}
+    flows: dict[tuple[object, ...], tuple[Event, Event]] = {}
     for call in sorted(spans, key=lambda span: span["ts"]):
         generates = call["name"].startswith(("generate", "exchange"))
         around = [s for s in stages if (s["name"] == "gen") == generates and _covers(s, call)]

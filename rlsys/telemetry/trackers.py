@@ -1,22 +1,238 @@
 """Where metrics go: always `metrics.jsonl`, and the trackers named in `trainer.logger`.
 
 The configuration has checked the names and that their libraries are installed (rlsys/config/checks). What only watches
-a run never ends it: a full disk or a lost server costs records, not training.
+a run never ends it: a full disk or a lost server costs records, not training. One small class per tracker imports its
+library when it is made; none is imported otherwise.
 """
 
+import json
+import math
+import os
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from importlib import import_module
+from numbers import Real
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
-from rlsys.config.vocabulary import ALWAYS_WRITTEN
+from rlsys.config.vocabulary import ALWAYS_WRITTEN, TRACKERS
 from rlsys.telemetry.jsonl import JsonlWriter
-from rlsys.telemetry.log import get_logger, redact_tree
-from rlsys.telemetry.tracker_adapters import ADAPTERS, Generation, TrackedRun, Tracker
+from rlsys.telemetry.log import FILE_ONLY, get_logger, redact_tree
 from rlsys.utils.errors import ConfigError
+
+Generation = tuple[str, str, float]
+"""(input, output, score) of one sampled response."""
 
 T = TypeVar("T")
 log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """The run that a tracker records; `Tracking` frees its `config` of secrets."""
+
+    project: str
+    experiment: str
+    config: Mapping[str, object]
+    directory: Path
+    resume_step: int | None
+
+    def remembered_id(self, tracker: str) -> str | None:
+        """The tracker's own id of the run being resumed, None for a new run."""
+        path = self._id_path(tracker)
+        return path.read_text().strip() if self.resume_step is not None and path.exists() else None
+
+    def remember_id(self, tracker: str, run_id: str) -> None:
+        self._id_path(tracker).write_text(run_id)
+
+    def _id_path(self, tracker: str) -> Path:
+        return self.directory / f".{tracker}_run_id"
+
+
+class Tracker(Protocol):
+    """What `Tracking` needs of a tracker."""
+
+    def log(self, data: Mapping[str, object], step: int) -> None: ...
+    def log_generations(self, rows: Sequence[Generation], step: int) -> None: ...
+    def close(self) -> None: ...
+
+
+class ConsoleTracker(Tracker):
+    """A table on stdout: a row per step with the headline metrics, their names above every 25 rows.
+
+    KL that was always 0, as with one update a step, has no column. A step without headline metrics prints its others.
+    """
+
+    _HEADLINES = (
+        ("reward", "critic/score/mean", ".3f"),
+        ("loss", "train/loss", ".4f"),
+        ("val_loss", "val/loss", ".4f"),
+        ("pg_loss", "actor/pg_loss", ".4f"),
+        ("kl", "actor/ppo_kl", ".2e"),
+        ("entropy", "actor/entropy", ".3f"),
+        ("vf_loss", "critic/vf_loss", ".4f"),
+        ("grad", "actor/grad_norm", ".3f"),
+        ("grad", "train/grad_norm", ".3f"),
+        ("length", "response_length/mean", ".1f"),
+        ("tok/s", "perf/throughput", ",.0f"),
+        ("s/step", "perf/time_per_step", ".2f"),
+    )
+    _ROWS_PER_HEAD = 25
+    _WIDTH = 8
+
+    def __init__(self, run: TrackedRun) -> None:
+        self._columns: list[str] = []
+        self._rows = 0
+
+    def log(self, data: Mapping[str, object], step: int) -> None:
+        numbers = _numbers(data)
+        cells = {label: format(numbers[name], form) for label, name, form in self._HEADLINES if name in numbers}
+        if "kl" not in self._columns and not numbers.get("actor/ppo_kl"):
+            cells.pop("kl", None)
+        if not cells and not any(name.startswith("val-") for name in data):
+            self._print(f"step {step}: " + "  ".join(f"{name} {number:.4g}" for name, number in numbers.items()))
+        if not cells:
+            return
+        columns = [label for label in dict.fromkeys(h[0] for h in self._HEADLINES) if label in {*cells, *self._columns}]
+        if columns != self._columns or self._rows % self._ROWS_PER_HEAD == 0:
+            self._columns, self._rows = columns, 0
+            self._print("    step" + "".join(f"  {label:>{self._WIDTH}}" for label in columns))
+        self._rows += 1
+        self._print(f"{step:>8}" + "".join(f"  {cells.get(label, ''):>{self._WIDTH}}" for label in columns))
+
+    def _print(self, line: str) -> None:
+        print(line, flush=True)
+        get_logger(FILE_ONLY).info(line)
+
+
+class TensorboardTracker:
+    """Scalars and sample texts; `TENSORBOARD_DIR` or `{default_local_dir}/tensorboard`."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        directory = os.environ.get("TENSORBOARD_DIR", str(run.directory / "tensorboard"))
+        self._writer = SummaryWriter(directory, purge_step=None if run.resume_step is None else run.resume_step + 1)
+        self._writer.add_text("config", f"```\n{json.dumps(run.config, indent=2, default=str)}\n```", 0)
+
+    def log(self, data: Mapping[str, object], step: int) -> None:
+        for name, value in _numbers(data).items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def log_generations(self, rows: Sequence[Generation], step: int) -> None:
+        for i, (text, output, score) in enumerate(rows):
+            self._writer.add_text(f"val/generation_{i}", f"score {score}\n\n```\n{text}\n---\n{output}\n```", step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbTracker:
+    """Weights & Biases; the run id is stored beside the checkpoints, so a resumed run stays one run."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        self._run = import_module("wandb").init(
+            project=run.project,
+            name=run.experiment,
+            config=dict(run.config),
+            dir=str(run.directory),
+            id=run.remembered_id("wandb"),
+            resume="allow",
+        )
+        run.remember_id("wandb", self._run.id)
+
+    def log(self, data: Mapping[str, object], step: int) -> None:
+        self._run.log(_numbers(data), step=step)
+
+    def log_generations(self, rows: Sequence[Generation], step: int) -> None:
+        self._run.log({"val/generations": self._table(rows, step)}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+    def _table(self, rows: Sequence[Generation], step: int) -> object:
+        columns = ["step", "input", "output", "score"]
+        return import_module("wandb").Table(columns=columns, data=[[step, *row] for row in rows])
+
+
+class MlflowTracker:
+    """MLflow at `MLFLOW_TRACKING_URI`, else in `{default_local_dir}/mlflow.db` (`mlflow ui` reads it)."""
+
+    _MAX_PARAM_CHARS = 500
+
+    def __init__(self, run: TrackedRun) -> None:
+        self._mlflow = mlflow = import_module("mlflow")
+        if "MLFLOW_TRACKING_URI" not in os.environ:
+            directory = run.directory.resolve()
+            mlflow.set_tracking_uri(f"sqlite:///{directory}/mlflow.db")
+            if mlflow.get_experiment_by_name(run.project) is None:
+                mlflow.create_experiment(run.project, artifact_location=(directory / "mlflow_artifacts").as_uri())
+        mlflow.set_experiment(run.project)
+        self._run = mlflow.start_run(run_id=run.remembered_id("mlflow"), run_name=run.experiment)
+        if run.remembered_id("mlflow") is None:
+            params = [(_mlflow_name(k), str(v)[: self._MAX_PARAM_CHARS]) for k, v in flat_settings(run.config).items()]
+            for start in range(0, len(params), 100):
+                mlflow.log_params(dict(params[start : start + 100]))
+        run.remember_id("mlflow", self._run.info.run_id)
+
+    def log(self, data: Mapping[str, object], step: int) -> None:
+        self._mlflow.log_metrics({_mlflow_name(k): v for k, v in _numbers(data).items()}, step=step)
+
+    def log_generations(self, rows: Sequence[Generation], step: int) -> None:
+        named = [dict(zip(("input", "output", "score"), row)) for row in rows]
+        self._mlflow.log_dict({"step": step, "rows": named}, f"val_generations/{step}.json")
+
+    def close(self) -> None:
+        self._mlflow.end_run()
+
+
+class TrackioTracker(WandbTracker):
+    """Trackio, local first; `trackio show` shows the runs."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        self._run = import_module("trackio")
+        self._run.init(
+            project=run.project,
+            name=run.experiment,
+            config=dict(run.config),
+            resume="never" if run.resume_step is None else "allow",
+        )
+
+    def _table(self, rows: Sequence[Generation], step: int) -> object:
+        import pandas as pd
+
+        return self._run.Table(dataframe=pd.DataFrame(rows, columns=["input", "output", "score"]))
+
+
+ADAPTERS: Mapping[str, Callable[[TrackedRun], Tracker]] = {
+    "console": ConsoleTracker,
+    "tensorboard": TensorboardTracker,
+    "wandb": WandbTracker,
+    "mlflow": MlflowTracker,
+    "trackio": TrackioTracker,
+}
+assert set(ADAPTERS) == set(TRACKERS)
+
+
+def _numbers(data: Mapping[str, object]) -> dict[str, float]:
+    """The metrics that trackers can draw."""
+    numbers = {k: float(v) for k, v in data.items() if isinstance(v, Real) and not isinstance(v, bool)}
+    return {name: number for name, number in numbers.items() if not math.isnan(number)}
+
+
+def _mlflow_name(name: str) -> str:
+    return re.sub(r"[^\w\-. /]", "_", name.replace("@", "_at_"))
+
+
+def flat_settings(tree: Mapping[str, object], prefix: str = "") -> dict[str, Any]:
+    """The values of a nested configuration by their keys with dots."""
+    flat: dict[str, object] = {}
+    for key, value in tree.items():
+        flat |= flat_settings(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
 
 
 class BestEffort:

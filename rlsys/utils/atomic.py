@@ -22,18 +22,19 @@ def fsync_file(path: Path) -> None:
 def write_checked_json(path: Path, record: Mapping[str, object]) -> None:
     """Write a JSON object, durably, with the checksum of all bytes that follow it as its first entry."""
     body = json.dumps(record, indent=1)[1:]
-    write_whole(path, f'{{"checksum": "{_digest(body.encode())}",{body}'.encode(), durable=True)
+    write_whole(path, f'{{"checksum": "{digest_of(body.encode())}",{body}'.encode(), durable=True)
 
 
 def read_checked_json(path: Path) -> dict[str, Any]:
     """What `write_checked_json` wrote; ValueError for any changed bit."""
     head, _, body = path.read_bytes().partition(b",")
-    if head != f'{{"checksum": "{_digest(body)}"'.encode():
+    if head != f'{{"checksum": "{digest_of(body)}"'.encode():
         raise ValueError("its checksum does not match its contents")
     return json.loads(b"{" + body)
 
 
-def _digest(data: bytes) -> str:
+def digest_of(data: bytes) -> str:
+    """32 hexadecimal digits that depend on all bytes."""
     return blake2b(data, digest_size=16).hexdigest()
 
 

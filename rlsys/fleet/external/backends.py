@@ -74,7 +74,7 @@ class SGLangBackend:
             body["image_data"] = [image_record(request.images, salt=salt)]
         return Call("/generate", body | {"lora_path": adapter or None})
 
-    def read(self, event: Mapping[str, Any], num_seen: int) -> Delta:
+    def read(self, event: Mapping[str, object], num_seen: int) -> Delta:
         """Events repeat everything so far, or with --incremental-streaming-output hold what is new."""
         about = _section(event, "meta_info")
         total, pairs = about.get("completion_tokens"), about.get("output_token_logprobs")

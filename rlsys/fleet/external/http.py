@@ -74,7 +74,7 @@ async def events(
     stage: str,
     timeout: aiohttp.ClientTimeout,
     max_event_bytes: int,
-) -> AsyncGenerator[dict[str, Any], None]:
+) -> AsyncGenerator[dict[str, object], None]:
     """The JSON objects of a server-sent event stream up to its end mark; ServerFault where it ends without one."""
     async with _answer(session, url, call, stage=stage, timeout=timeout) as response:
         buffer = bytearray()

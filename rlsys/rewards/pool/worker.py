@@ -88,7 +88,7 @@ def load_grader(grader: messages.Grader) -> ComputeScore:
     return partial(grade, **kwargs)
 
 
-def _of_judge(grade: Any, kwargs: Mapping[str, object]) -> Mapping[str, object]:
+def _of_judge(grade: object, kwargs: Mapping[str, object]) -> Mapping[str, object]:
     """The arguments about a judge that a function takes; of its tokenizer, whose path came, the tokenizer itself."""
     if "reward_model_tokenizer" not in kwargs or not callable(grade):
         return kwargs
@@ -193,7 +193,7 @@ def _unscored(error: BaseException) -> RewardResult:
     return failed("timeout" if isinstance(error, TimeoutError) else "error", 0.0, describe(error))
 
 
-def _scored(value: Any) -> RewardResult:
+def _scored(value: object) -> RewardResult:
     score, extra = read_score(value)
     if not math.isfinite(score):
         return failed("error", 0.0, f"the grader returned {score}")
@@ -202,7 +202,7 @@ def _scored(value: Any) -> RewardResult:
     return RewardResult(score, extra, "ok", 0.0)
 
 
-def read_score(value: Any) -> tuple[float, dict[str, object]]:
+def read_score(value: object) -> tuple[float, dict[str, object]]:
     """Score and extra values of what a verl `compute_score` may return.
 
     A dict carries `score`, its other keys are extra; of a sequence the first counts; a plain number is also `acc`.
@@ -219,7 +219,7 @@ def read_score(value: Any) -> tuple[float, dict[str, object]]:
     return score, {"acc": score}
 
 
-def _number(value: Any) -> float:
+def _number(value: object) -> float:
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, bool | int | float):
         return float(value)

@@ -11,9 +11,15 @@ from torch import Tensor
 
 from rlsys.algorithms import policy_loss, register_policy_loss
 from rlsys.algorithms.correction import rollout_correction
-from rlsys.algorithms.covariance_loss import select_tokens
 from rlsys.algorithms.objective import actor_loss
-from rlsys.algorithms.policy_loss import PolicyLoss, call_policy_loss, get_policy_loss_fn, policy_loss_names, vanilla
+from rlsys.algorithms.policy_loss import (
+    PolicyLoss,
+    call_policy_loss,
+    get_policy_loss_fn,
+    policy_loss_names,
+    select_tokens,
+    vanilla,
+)
 from rlsys.config import load_config
 from rlsys.config.schema.actor import ActorConfig, PolicyLossConfig
 from rlsys.config.schema.algorithm import RolloutCorrectionConfig

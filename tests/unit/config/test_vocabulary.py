@@ -8,7 +8,7 @@ from rlsys.algorithms.policy_loss import policy_loss_names
 from rlsys.config import vocabulary
 from rlsys.data.files import read_rows
 from rlsys.rewards import manager
-from rlsys.telemetry.tracker_adapters import ADAPTERS
+from rlsys.telemetry.trackers import ADAPTERS
 
 
 def test_estimators_and_policy_losses_are_registered() -> None:

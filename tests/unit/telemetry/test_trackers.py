@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from rlsys.telemetry.jsonl import JsonlWriter, read_jsonl
-from rlsys.telemetry.tracker_adapters import TrackedRun
-from rlsys.telemetry.trackers import BestEffort, Tracking
+from rlsys.telemetry.trackers import BestEffort, TrackedRun, Tracking
 from rlsys.utils.errors import ConfigError
 from tests.timing import scaled_s
 
