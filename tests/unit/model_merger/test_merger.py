@@ -141,6 +141,8 @@ def test_an_fsdp_checkpoint_becomes_what_the_engine_exports(tp_size: int, tmp_pa
     assert main(["merge", "--backend", "fsdp", *_folders(tmp_path / "actor", tmp_path / "hf")]) == 0
     exported = tmp_path / "actor" / "huggingface"
     assert same(tensors_of(tmp_path / "hf"), tensors_of(exported))
+    stored = [t for file in (tmp_path / "actor").glob("model_*.safetensors") for t in load_file(file).values()]
+    assert sum(t.numel() for t in stored) == sum(t.numel() for t in tensors_of(exported).values()), "stored twice"
     assert read_config(tmp_path / "hf") == read_config(exported)
     assert main(["verify", "--local_dir", str(tmp_path / "actor"), "--hf_model_path", str(exported)]) == 0
 
