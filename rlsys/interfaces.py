@@ -32,13 +32,14 @@ Part = Literal["params", "grads", "optimizer"]
 class LossSum:
     """A loss as a sum and the count it is to be divided by, so that splitting a batch never changes the gradient.
 
-    `total` is a scalar that requires grad; `count` a plain number (tokens, sequences); `metrics` maps a name to its own
-    (sum, count). Engines add the parts of all micro-batches and ranks and divide once.
+    `total` is a scalar that requires grad; `count` a number (tokens, sequences); `metrics` maps a name to its own
+    (sum, count). Engines add the parts of all micro-batches and ranks and divide once. Numbers may be scalars on the
+    device, which engines read after the last micro-batch, so that none waits for its kernels.
     """
 
     total: "Tensor"
-    count: float
-    metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    count: "float | Tensor"
+    metrics: "Mapping[str, tuple[float | Tensor, float | Tensor]]" = field(default_factory=dict)
 
 
 LossFn = Callable[[Mapping[str, "Tensor"], "TensorDict"], LossSum]

@@ -93,10 +93,10 @@ class TinyEngine:
             assert rows.batch is not None
             loss = loss_fn(self._outputs(rows, outputs, temperature), rows.batch)
             loss.total.backward()
-            self.count += loss.count
+            self.count += float(loss.count)
             for name, (total, count) in {"loss": (loss.total.item(), loss.count), **loss.metrics}.items():
-                sums[name][0] += total
-                sums[name][1] += count
+                sums[name][0] += float(total)
+                sums[name][1] += float(count)
         if batch.batch is not None and "index" in batch.batch.keys():  # noqa: SIM118
             self.seen.append(batch.batch["index"])
         return {name: total / count if count else 0.0 for name, (total, count) in sums.items()}

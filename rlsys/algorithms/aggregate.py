@@ -31,7 +31,7 @@ def agg_loss(
     if loss_agg_mode == "token-mean":
         return masked_sum(per_token, mask), counted.sum()
     if loss_agg_mode == "token-sum":
-        share = torch.tensor(len(mask) / (batch_rows or len(mask)), dtype=torch.float64, device=mask.device)
+        share = torch.full((), len(mask) / (batch_rows or len(mask)), dtype=torch.float64, device=mask.device)
         return masked_sum(per_token, mask), share
     rows = counted.any(dim=1).sum()
     row_sums = masked_sum(per_token, mask, dim=1)

@@ -46,8 +46,5 @@ def at_last_token(scores: Tensor, mask: Tensor) -> Tensor:
 
 
 def to_loss_sum(total: Tensor, count: Tensor, metrics: TensorSums) -> LossSum:
-    """A LossSum; the count and all metrics leave the device in one transfer."""
-    flat = [count, *(part for pair in metrics.values() for part in pair)]
-    numbers = torch.stack([part.detach().double() for part in flat]).tolist()
-    pairs = zip(numbers[1::2], numbers[2::2], strict=True)
-    return LossSum(total=total, count=numbers[0], metrics=dict(zip(metrics, pairs, strict=True)))
+    """A LossSum whose count and metrics stay on the device, without gradient."""
+    return LossSum(total, count, {name: (value.detach(), over.detach()) for name, (value, over) in metrics.items()})

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
@@ -23,6 +24,7 @@ from rlsys.engines.optimizer import BaseOptimizer
 from rlsys.interfaces import LossFn, Output, TrainEngine
 from rlsys.models.hf import Head, read_config
 from rlsys.models.lora import LoraSettings, adapter_config, to_saved_name
+from rlsys.models.packing import to_device
 from rlsys.protocol import DataProto
 from rlsys.types import EXPORT_FILE_BYTES, StepReport, WeightUpdateMeta
 
@@ -85,7 +87,7 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
         def collect(pack: Pack, compute: Compute) -> None:
             for name, values in compute(outputs, temperature, topk).items():
                 if pack.index is not None:
-                    results[name][pack.index] = pack.tokens.scatter(values).to(results[name])
+                    results[name][to_device(pack.index, device)] = pack.tokens.scatter(values).to(results[name])
 
         with self._own_groups():
             self._run(batch, self.scoring, collect, backward=False)
@@ -106,21 +108,27 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
             raise ValueError("this engine has no optimizer: it only computes")
         rows = batch.tensors
         sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        names, numbers = list[str](), list[float | Tensor]()
 
         def loss_of(pack: Pack, compute: Compute) -> Tensor:
             token_outputs = compute(outputs, temperature, 0)
             connected = torch.stack([values.sum() for values in token_outputs.values()]).sum() * 0.0
             if pack.index is None:
                 return connected
-            micro_rows = rows[pack.index].to(self.ranks.device)
+            micro_rows = rows[pack.index].apply(partial(to_device, device=self.ranks.device), device=self.ranks.device)
             loss = loss_fn({name: pack.tokens.scatter(values) for name, values in token_outputs.items()}, micro_rows)
-            for name, (total, count) in {"loss": (float(loss.total.detach()), loss.count), **loss.metrics}.items():
-                sums[name][0] += float(total)
-                sums[name][1] += float(count)
+            for name, pair in {"loss": (loss.total.detach(), loss.count), **loss.metrics}.items():
+                names.append(name)
+                numbers.extend(pair)
             return loss.total if loss.total.requires_grad else connected + loss.total
 
         with self._own_groups():
             counted = self._run(batch, self.training, loss_of, backward=True)
+            wide = [torch.as_tensor(number, dtype=torch.float64, device=self.ranks.device) for number in numbers]
+            values = torch.stack(wide).tolist() if wide else []
+            for name, total, count in zip(names, values[::2], values[1::2], strict=True):
+                sums[name][0] += total
+                sums[name][1] += count
             sums |= {name: list(both) for name, both in counted.items()}
             totals = sum_over_ranks(gather_json(sums if self.ranks.reports_loss else {}, self.ranks.loss_group))
         self._count += totals["loss"][1] if "loss" in totals else 0.0

@@ -12,6 +12,12 @@ from torch import Tensor
 from rlsys.models.vision import PackedImages
 
 
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """`values` on `device`; a copy to a GPU comes from pinned memory, and so waits for no kernel in flight."""
+    is_pinned = device.type == "cuda" and not values.is_cuda
+    return (values.pin_memory() if is_pinned else values).to(device, non_blocking=True)
+
+
 @dataclass(frozen=True)
 class TokenRows:
     """Rows without their padding. `before` and `at` index the N tokens: the one that predicts each response token, and
@@ -37,9 +43,10 @@ class TokenRows:
         return len(self.token_ids)
 
     def to(self, device: torch.device) -> "TokenRows":
-        names = ("token_ids", "position_ids", "before", "at", "targets", "cells", "columns", "topk_ids", "images")
+        names = ("token_ids", "position_ids", "before", "at", "targets", "cells", "columns", "topk_ids")
         held = {name: getattr(self, name) for name in names}
-        return replace(self, **{name: x.to(device, non_blocking=True) for name, x in held.items() if x is not None})
+        images = None if self.images is None else self.images.to(device, non_blocking=True)
+        return replace(self, images=images, **{n: to_device(x, device) for n, x in held.items() if x is not None})
 
     def scatter(self, values: Tensor) -> Tensor:
         """(M, ...) -> (B, R, ...), zero at padding; differentiable."""

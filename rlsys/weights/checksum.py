@@ -7,7 +7,7 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, product
+from itertools import chain, islice, product
 from math import gcd
 
 import torch
@@ -16,8 +16,6 @@ from torch import Tensor
 from rlsys.weights.checksum_cpu import MODULUS, BoxValues, cpu_checksum
 
 LAUNCH_BYTES = 256 << 20
-LOAD_BYTES = 16
-"""The widest load of a thread."""
 
 
 def box_checksum(values: Tensor, start: Sequence[int], full_shape: Sequence[int]) -> int:
@@ -31,11 +29,9 @@ def box_checksums(boxes: Iterable[BoxValues]) -> list[int]:
     Values are taken one after the other, so that a generator may produce them.
     """
     boxes = iter(boxes)
-    first = next(boxes, None)
-    if first is None:
-        return []
-    boxes = chain([first], boxes)
-    return cuda_checksums(boxes) if first[0].is_cuda else [cpu_checksum(*box) for box in boxes]
+    first = [*islice(boxes, 1)]
+    boxes = chain(first, boxes)
+    return cuda_checksums(boxes) if first and first[0][0].is_cuda else [cpu_checksum(*box) for box in boxes]
 
 
 def prepared_checksums(boxes: Sequence[BoxValues], dtypes: Sequence[torch.dtype]) -> Callable[[], list[int]]:
@@ -141,10 +137,10 @@ class PreparedCudaChecksums:
             cast = None if values.dtype == dtype else dtype
             for part in row_blocks(values, start, full_shape) if values.numel() else ():
                 word = values.element_size() if cast else part.word_bytes
-                aligned = gcd(LOAD_BYTES, part.address, part.width, part.pitch) == LOAD_BYTES
+                aligned = gcd(16, part.address, part.width, part.pitch) == 16
                 width, pitch, column = part.width // word, part.pitch // word, part.first_column // word
                 piece = (part.address, part.rows, width, pitch, part.first_row, column, number)
-                pieces[word, cast, LOAD_BYTES // word if aligned and word > 2 else 1].append(piece)
+                pieces[word, cast, 16 // word if aligned and word > 2 else 1].append(piece)
         self._tables = [
             (*kind, *(part.to(self.device) for part in kernels.cut_tiles(group, kind[-1])))
             for kind, group in pieces.items()

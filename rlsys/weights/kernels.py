@@ -69,21 +69,18 @@ def _odd(stream: tl.constexpr, number):
 
 
 @triton.jit
-def _sum_tiles(
-    table, owners, sums, given: tl.constexpr, cast: tl.constexpr, words: tl.constexpr, lane_words: tl.constexpr
-):
+def _sum_tiles(table, owners, sums, given: tl.constexpr, cast: tl.constexpr, words: tl.constexpr, step: tl.constexpr):
     """A program sums a tile, a row a warp: weights of columns are made once, those of rows for SUM_LOADS loads each.
 
-    What is `given` counts as the words that it becomes once it is `cast`.
+    What is `given` counts as the words that it becomes once it is `cast`; a thread loads `step` of them.
     """
-    lanes: tl.constexpr = 32 * lane_words
+    lanes: tl.constexpr = 32 * step
     per_word: tl.constexpr = 64 // words.primitive_bitwidth
     piece = table + tl.load(owners + tl.program_id(0)).to(tl.int64) * 8
-    source = tl.load(piece).to(tl.pointer_type(given))
-    source = tl.multiple_of(source, lane_words * given.primitive_bitwidth // 8)
+    source = tl.multiple_of(tl.load(piece).to(tl.pointer_type(given)), step * given.primitive_bitwidth // 8)
     rows = tl.load(piece + 1).to(tl.int32)
-    width = tl.multiple_of(tl.load(piece + 2).to(tl.int32), lane_words)
-    pitch = tl.multiple_of(tl.load(piece + 3), lane_words)
+    width = tl.multiple_of(tl.load(piece + 2).to(tl.int32), step)
+    pitch = tl.multiple_of(tl.load(piece + 3), step)
     tile = tl.program_id(0) - tl.load(piece + 7).to(tl.int32)
     across = tl.cdiv(width, lanes * SUM_LOADS)
     column = tile % across * lanes * SUM_LOADS + tl.arange(0, lanes)

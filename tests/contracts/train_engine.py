@@ -341,7 +341,7 @@ def loss_of(outputs: Mapping[str, Tensor], rows: Any) -> LossSum:
     mask = rows["response_mask"]
     weighted = sum((0.5 + number) * values * rows["weights"] for number, values in enumerate(outputs.values()))
     total = (weighted * mask).sum()
-    return LossSum(total, float(mask.sum()), {"row_length": (float(rows["attention_mask"].sum()), float(len(mask)))})
+    return LossSum(total, mask.sum(), {"row_length": (float(rows["attention_mask"].sum()), float(len(mask)))})
 
 
 OUTPUTS = {"lm": ("log_probs", "entropy", "sum_pi_squared"), "scalar": ("values", "scores")}

@@ -1,5 +1,6 @@
 """FSDPEngine on CUDA and NCCL: bf16 compute over float32 masters, varlen attention, offload, one and two ranks."""
 
+import warnings
 from collections.abc import Mapping
 from functools import partial
 from importlib.util import find_spec
@@ -15,6 +16,7 @@ from rlsys.config.schema.model import OptimConfig, OverrideOptimizerConfig, Shar
 from rlsys.engines.fsdp.engine import FSDPEngine
 from rlsys.engines.micro_batches import MicroBatches
 from rlsys.protocol import DataProto
+from rlsys.roles.lm import lm_loss
 from tests.contracts.train_engine import (
     OUTPUTS,
     SEED,
@@ -272,3 +274,22 @@ def test_recomputation_and_chunks_bound_memory() -> None:
     assert recomputed < 0.8 * plain
     assert chunked < recomputed
     assert chunked < logits
+
+
+def waits(num_rows: int) -> tuple[int, int]:
+    """How often the host waits for the GPU in log-probs and in an update of 8 rows by micro-batches of `num_rows`."""
+    engine, rows = cuda_engine(WIDE, "lm", Case(rows=num_rows)), DataProto.from_dict(make_batch())
+    counts = []
+    for work in (partial(engine.forward, rows, ("log_probs",)), partial(engine.forward_backward, rows, lm_loss)):
+        work()
+        torch.cuda.set_sync_debug_mode("warn")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            work()
+        torch.cuda.set_sync_debug_mode("default")
+        counts.append(sum("synchronizing" in str(one.message) for one in caught))
+    return counts[0], counts[1]
+
+
+def test_no_micro_batch_waits_for_the_gpu() -> None:
+    assert run_ranks(1, waits, 1, backend=BACKEND) == run_ranks(1, waits, 8, backend=BACKEND)

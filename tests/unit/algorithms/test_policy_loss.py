@@ -206,7 +206,7 @@ def test_splitting_rows_changes_neither_loss_nor_gradient_nor_metrics(
         results = [actor_loss(config, **rows, rollout_correction=correction, batch_rows=6) for rows in split]
         loss = sum(r.total for r in results) / sum(r.count for r in results)
         (gradient,) = torch.autograd.grad(loss, inputs["log_prob"])
-        metrics = {key: [sum(r.metrics[key][i] for r in results) for i in (0, 1)] for key in results[0].metrics}
+        metrics = {key: [float(sum(r.metrics[key][i] for r in results)) for i in (0, 1)] for key in results[0].metrics}
         return loss.detach(), gradient, metrics
 
     whole, parts = add([(0, 6)]), add([(0, cut), (cut, 6)])
@@ -331,7 +331,8 @@ class TestBypass:
         torch.testing.assert_close(result.total, (per_token * kept).sum())
         assert result.count == inputs["response_mask"].sum().item()
         rejected = inputs["response_mask"].sum().item() - kept.sum().item()
-        assert result.metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx((rejected, result.count))
+        sums = result.metrics["rollout_corr/rollout_rs_masked_fraction"]
+        assert sums == (pytest.approx(rejected), result.count)
 
     def test_metrics_are_those_of_the_correction_and_rows_without_tokens_have_no_weight(self) -> None:
         inputs = {k: v for k, v in batch().items() if k in ("log_prob", "old_log_prob", "advantages", "response_mask")}
