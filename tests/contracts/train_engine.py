@@ -27,6 +27,14 @@ VOCAB, PROMPT, RESPONSE, ROWS = 96, 5, 7, 8
 TEMPERATURE, SEED = 0.7, 3
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "vocab_size": VOCAB}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+GATED_DELTA = {
+    "head_dim": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+}
 MODELS: dict[str, dict[str, Any]] = {
     "qwen2-tied": {"model_type": "qwen2", "tie_word_embeddings": True, **SHAPE, **HEADS},
     "llama-untied": {"model_type": "llama", "tie_word_embeddings": False, **SHAPE, **HEADS},
@@ -128,6 +136,18 @@ MODELS: dict[str, dict[str, Any]] = {
         **SHAPE,
         **HEADS,
     },
+    "qwen3-next": {
+        "model_type": "qwen3_next",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+        "experts_implementation": "eager",
+        **GATED_DELTA,
+        **SHAPE,
+        **HEADS,
+    },
+    "qwen3.5": {"model_type": "qwen3_5_text", **GATED_DELTA, **SHAPE, **HEADS},
     "mistral": {"model_type": "mistral", "sliding_window": 4, **SHAPE, **HEADS},
     "phi3": {"model_type": "phi3", "pad_token_id": 0, "sliding_window": 4, **SHAPE, **HEADS},
     "olmo2": {"model_type": "olmo2", **SHAPE, **HEADS},

@@ -22,6 +22,7 @@ NAMES = (
     "olmo2",
     "granite",
 )
+GATED_DELTA = ("qwen3-next", "qwen3.5")
 CASES = [Case(rows=3), Case(max_tokens=15, packed=False)]
 
 
@@ -31,7 +32,8 @@ def steps() -> dict[str, dict[Case, dict[str, Any]]]:
 
 
 def _every_step() -> dict[str, dict[Case, dict[str, Any]]]:
-    return {name: all_steps(ENGINES["fsdp"], name, "lm", CASES) for name in NAMES}
+    cases = {**dict.fromkeys(NAMES, CASES), **dict.fromkeys(GATED_DELTA, CASES[1:])}
+    return {name: all_steps(ENGINES["fsdp"], name, "lm", own) for name, own in cases.items()}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -48,3 +50,14 @@ def test_a_packed_step_equals_an_unpacked_one(name: str, steps: dict[str, dict[C
     assert math.isclose(packed["report"].grad_norm, math.sqrt(squares), rel_tol=1e-4)
     for key, weight in packed["weights"].items():
         torch.testing.assert_close(weight, padded["weights"][key], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", GATED_DELTA)
+def test_gated_delta_layers_are_trained_on_padded_rows(name: str, steps: dict[str, dict[Case, dict[str, Any]]]) -> None:
+    outputs, loss, gradients = reference(name, "lm")
+    made = steps[name][CASES[1]]
+    for output, expected in outputs.items():
+        torch.testing.assert_close(made["outputs"][output].double(), expected, rtol=0, atol=2e-5)
+    assert math.isclose(made["metrics"]["loss"], loss, rel_tol=1e-5, abs_tol=1e-6)
+    squares = sum(float(gradient.square().sum()) for gradient in gradients.values())
+    assert math.isclose(made["report"].grad_norm, math.sqrt(squares), rel_tol=1e-4)
