@@ -6,6 +6,8 @@ from itertools import product
 from typing import Any
 
 from rlsys.config import PPOConfig, plan_batches
+from rlsys.config.checks.findings import Note
+from rlsys.config.checks.rollout import check_rollout
 from rlsys.config.engines import rollout_backend
 from rlsys.config.introspect import replaced
 from rlsys.models.megatron.family import find_family
@@ -21,8 +23,10 @@ ROLLOUT = "actor_rollout_ref.rollout"
 ACTOR, REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
 ROLES = {ACTOR: "fsdp_config", REF: "fsdp_config", "critic": "fsdp"}
 SIZES = (1, 2, 4, 8, 16, 32, 64)
+HEADS = "num_attention_heads"
 NAMES = ("tensor", "pipeline", "context", "expert")
-Timed = tuple[float, str, Settings]
+Timed = tuple[float, str, Settings, int]
+"""Seconds, a name, its settings, and bytes of what is always held."""
 SIMPLER = 1.02
 """What a further size must gain."""
 BEST = {f"{ROLLOUT}.gpu_memory_utilization": 0.85, f"{ROLLOUT}.max_num_seqs": 1024}
@@ -49,16 +53,20 @@ def propose_layouts(
     serving, training = list[Timed](), list[Timed]()
     for name, settings in _rollout_layouts(cfg, machine):
         job = PlanInputs(replaced(cfg, settings | BEST), machine, lengths)
-        serving.append((rollout_phase(job, cluster, sigma).total, name, settings))
+        held = fp.served_bytes(machine.actor, job.cfg.actor_rollout_ref.rollout, c=2)
+        serving.append((rollout_phase(job, cluster, sigma).total, name, settings, held))
     for name, settings in _training_layouts(cfg, machine, cluster):
         job = PlanInputs(replaced(cfg, settings), machine, lengths)
         roles = device_roles(job)
-        if all(sum(one.role.held().values()) <= machine.room_bytes for one in roles):
+        if (held := sum(sum(one.role.held().values()) for one in roles)) <= machine.room_bytes:
             seconds = sum(phase.total for phase in training_phases(job, roles, cluster))
-            training.append((seconds * SIMPLER ** name.count(","), name, settings))
+            training.append((seconds * SIMPLER ** name.count(","), name, settings, held))
     proposals = list[Proposal]()
-    pairs = sorted(product(training, serving), key=lambda pair: pair[0][0] + pair[1][0])
-    for tried, ((trains_s, name, trains), (serves_s, copies, serves)) in enumerate(pairs):
+    shared = plan_batches(cfg).pools.colocated  # the engine starts beside what trains
+    room = machine.room_bytes
+    pairs = [(one, other) for one, other in product(training, serving) if not shared or one[3] + other[3] <= room]
+    pairs.sort(key=lambda pair: pair[0][0] + pair[1][0])
+    for tried, ((trains_s, name, trains, _), (serves_s, copies, serves, _)) in enumerate(pairs):
         fastest = sorted(one.seconds for one in proposals)[: most + SPARE]
         if tried == MOST_TRIED or (len(fastest) == most + SPARE and trains_s + serves_s > fastest[-1]):
             break
@@ -70,7 +78,7 @@ def propose_layouts(
         except ConfigError:
             continue
         peak = max(stage.total for stage in (*plan.train, *plan.rollout))
-        if peak <= machine.room_bytes:
+        if peak <= room:
             phases = plan_step(changed, machine, cluster, lengths=lengths, sigma=sigma)
             seconds = step_seconds(changed, phases)
             proposals.append(Proposal(f"{name}; rollout {copies}", settings | chosen, phases, seconds, peak))
@@ -78,13 +86,19 @@ def propose_layouts(
 
 
 def _rollout_layouts(cfg: PPOConfig, machine: Machine) -> Iterator[tuple[str, Settings]]:
-    """Tensor-parallel copies of the engine whose weights fit."""
-    ranks, facts = plan_batches(cfg).pools.rollout_ranks, machine.actor
-    weights = 2 * fp.decoder_of(facts).parameters
-    for tp in SIZES if "t" in rollout_backend(cfg.actor_rollout_ref.rollout.name).dims else (1,):
-        fits = weights / tp < machine.room_bytes and not facts["num_attention_heads"] % tp
-        if ranks and not ranks % tp and fits:
-            yield f"TP{tp} x DP{ranks // tp}", {f"{ROLLOUT}.tensor_model_parallel_size": tp}
+    """Copies of the engine whose weights fit, by tensor parallelism and with several copies of the attention."""
+    rollout, ranks = cfg.actor_rollout_ref.rollout, plan_batches(cfg).pools.rollout_ranks
+    d, heads = fp.decoder_of(machine.actor), machine.actor[HEADS]
+    dims, whole = rollout_backend(rollout.name).dims, rollout.expert_parallel_size > 1
+    for tp, dp in product(*(SIZES if dim in dims else (1,) for dim in "te")):
+        sizes = {"tensor_model": tp, "data": dp, "expert": tp * dp if whole or dp > 1 else 1}
+        settings = {f"{ROLLOUT}.{name}_parallel_size": size for name, size in sizes.items()}
+        held = replaced(cfg, settings)
+        divides = ranks and not (heads % tp or d.num_experts % sizes["expert"])
+        if not divides or any(not isinstance(one, Note) for one in check_rollout(held, ranks)):
+            continue
+        if fp.served_bytes(machine.actor, held.actor_rollout_ref.rollout, c=2) < machine.room_bytes:
+            yield f"TP{tp}" + f", DP attention {dp}" * (dp > 1) + f" x DP{ranks // (tp * dp)}", settings
 
 
 def _training_layouts(cfg: PPOConfig, machine: Machine, cluster: GpuCluster) -> Iterator[tuple[str, Settings]]:
@@ -97,7 +111,7 @@ def _training_layouts(cfg: PPOConfig, machine: Machine, cluster: GpuCluster) -> 
         return not ranks % shared_by and not any(role.mini_batch_samples % dp for role in trained)
 
     for share, ulysses in product(sorted({ranks, *(n * cluster.node_size for n in SIZES[:4])}), SIZES[:4]):
-        if share <= ranks and not (ranks % share or facts["num_attention_heads"] % ulysses) and divides(ulysses):
+        if share <= ranks and not (ranks % share or facts[HEADS] % ulysses) and divides(ulysses):
             settings = {"strategy": "fsdp", "ulysses_sequence_parallel_size": ulysses}
             sharding = {"fsdp_size": share if share < ranks else -1, "tensor_parallel_size": 1}
             name = f"FSDP{share}" + f" x {ranks // share}" * (share < ranks) + f", Ulysses {ulysses}" * (ulysses > 1)

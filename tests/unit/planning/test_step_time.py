@@ -204,6 +204,31 @@ def test_layouts_fit_come_fastest_first_and_can_be_set_on_the_command_line() -> 
     assert "update_actor" in step_table(proposals[0].phases)
 
 
+def test_copies_of_the_attention_are_proposed_for_latent_caches() -> None:
+    """Eight ranks that share experts read an eighth of the cache that each of eight tensor-parallel ranks reads."""
+    shape = SHAPES["671B"] | {"num_hidden_layers": 8, "n_routed_experts": 16, "hidden_size": 2048}
+    h100, lengths = Machine("cuda", GPUS["H100"].memory_bytes, shape), Lengths(1024, 3072, 1024, 3072)
+    cfg = config("trainer.n_gpus_per_node=8", "trainer.rollout_workers=8", *megatron())
+    best = propose_layouts(cfg, h100, H100, lengths=lengths, most=1)[0]
+    sizes = {name: best.settings[f"{ROLLOUT}.{name}_parallel_size"] for name in ("tensor_model", "data", "expert")}
+    assert (best.name, sizes) == (
+        "Megatron, DP; rollout TP1, DP attention 8 x DP1",
+        {"tensor_model": 1, "data": 8, "expert": 8},
+    )
+    free, cache = GpuCluster(Gpu(1e30, 1e30, 1e6, 3.35e12, 1e30, 1e30), 8), 8 * (512 + 64) * (1024 + 1536)
+    tensor = {"tensor_model_parallel_size": 8, "max_num_seqs": 512}
+    copies = {"data_parallel_size": 8, "expert_parallel_size": 8, "max_num_seqs": 64}
+    d, step_s = fp.decoder_of(shape), []
+    for sizes in (tensor, copies):
+        cut = replaced(cfg, {f"{ROLLOUT}.{key}": value for key, value in sizes.items()})
+        job = PlanInputs(cut, h100, lengths)
+        step_s.append(steps.rollout_phase(job, free, 0.0).seconds["memory"] / 3072)
+    dense, rate = d.parameters - d.outer + d.vocab * d.hidden - d.in_experts, steps.MEMORY * 3.35e12
+    read = [(dense + d.in_experts) / 8 + 512 * cache, dense + d.in_experts / 8 + 64 * cache]
+    exchanges = [2 * steps.ALL_REDUCE_S * 8, 2 * steps.ALL_REDUCE_S * d.num_sparse]
+    assert step_s == pytest.approx([2 * n / rate + other for n, other in zip(read, exchanges, strict=True)], rel=1e-4)
+
+
 @pytest.mark.parametrize("num_gpus", [2, 8])
 def test_nothing_is_proposed_where_nothing_fits(num_gpus: int) -> None:
     """Of two GPUs the states alone are too large; on eight FSDP would fit were it not for what is kept in reserve."""
