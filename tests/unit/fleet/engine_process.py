@@ -1,4 +1,4 @@
-"""A replica whose engine is in a forked process, which can be killed and stopped."""
+"""A replica whose engine is in a process of its own, which can be killed and stopped."""
 
 import os
 import signal
@@ -15,17 +15,21 @@ from tests.timing import scaled_s
 
 
 class EngineProcess:
-    """Calls of `make_engine()`'s methods are (method, arguments, named arguments) through a pipe."""
+    """Calls of `make_engine()`'s methods are (method, arguments, named arguments) through a pipe.
 
-    def __init__(self, name: str, make_engine: Callable[[], Any]) -> None:
+    An engine that computes needs `start_method` forkserver: a fork of this process has none of its OpenMP threads, and
+    waits for them.
+    """
+
+    def __init__(self, name: str, make_engine: Callable[[], Any], *, start_method: str = "fork") -> None:
         self.name, self.make_engine = name, make_engine
+        self.context: Any = get_context(start_method)
         self.asked, self.lock = 0, threading.Lock()
         self._start()
 
     def _start(self) -> None:
-        context = get_context("fork")
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, self.make_engine), daemon=True)
+        self.pipe, theirs = self.context.Pipe()
+        self.process = self.context.Process(target=_serve, args=(theirs, self.make_engine), daemon=True)
         self.process.start()
         theirs.close()
 

@@ -4,7 +4,9 @@ import itertools
 import signal
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing import get_context
+from typing import Any
 
 import pytest
 
@@ -21,19 +23,21 @@ from tests.unit.fleet.engine_process import EngineProcess
 
 PARAMS = SamplingParams(600, ignore_eos=True, seed=100)
 """A seed of which no token is at a boundary that the rounding of another batch would cross."""
-HURRIES = get_context("fork").Value("b", False, lock=False)  # shared with the processes of the engines
+SERVER = get_context("forkserver")
+SERVER.set_forkserver_preload([__name__])
+HURRIES = SERVER.Value("b", False, lock=False)
 
 
 def engine_of() -> HFRollout:
     return HFRollout(tiny_model(), GenerationConfig(seed=11))
 
 
-def slow_engine() -> HFRollout:
-    """An engine that takes half a minute for its answers until `HURRIES`."""
+def slow_engine(hurries: Any) -> HFRollout:
+    """An engine that takes half a minute for its answers until `hurries.value`."""
     engine, passes = engine_of(), itertools.count()
 
     def slow_down(*_: object) -> None:
-        if next(passes) > 30 and not HURRIES.value:
+        if next(passes) > 30 and not hurries.value:
             time.sleep(0.05)
 
     engine.model.register_forward_pre_hook(slow_down)
@@ -56,7 +60,8 @@ def wanted() -> list[ModelRequest]:
 @pytest.fixture
 def replicas() -> Iterator[list[EngineProcess]]:
     HURRIES.value = False
-    made = [EngineProcess(f"process {number}", slow_engine) for number in range(2)]
+    make_engine = partial(slow_engine, HURRIES)
+    made = [EngineProcess(f"process {number}", make_engine, start_method="forkserver") for number in range(2)]
     yield made
     for replica in made:
         replica.close()
