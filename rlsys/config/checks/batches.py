@@ -68,7 +68,8 @@ def _divides(
     if ranks % copy:
         yield wrong(cfg, f"{key}.fsdp_size", why, -1)
     counts = {"ranks of a copy": copy, "ranks for each of a sequence": ranks // sequence}
-    counts |= {name: n for name, n in model_facts(model.path).items() if name in SPLIT and isinstance(n, int)}
+    facts = model_facts(model.path) if size > 1 else {}
+    counts |= {name: n for name, n in facts.items() if name in SPLIT and isinstance(n, int)}
     if odd := [f"{name}={n}" for name, n in counts.items() if n % size]:
         yield wrong(cfg, f"{key}.tensor_parallel_size", f"does not divide {odd[0]}", 1)
 
