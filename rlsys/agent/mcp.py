@@ -31,10 +31,8 @@ class MCPTool(BaseTool):
 
 def tools_of_servers(path: str, selected: Collection[str] = (), *, key: str) -> list[Tool]:
     """The tools that the servers of a file with `mcpServers` offer; of those only `selected`, if any. ConfigError."""
-    try:
+    with raised_as(ConfigError, f"{key}: {path} is not a JSON file with mcpServers"):
         servers = json.loads(Path(path).read_text())["mcpServers"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{key}: {path} is not a JSON file with mcpServers: {error!r}") from error
     if find_spec("mcp") is None:
         raise ConfigError(f"{key}: MCP servers need the package mcp: pip install -e '.[mcp]'")
     tools = []

@@ -32,7 +32,6 @@ def bypass_mode(
     `rollout_is_batch_normalize` makes the mean of the weights over these rows 1.
     """
     correction = rollout_correction or RolloutCorrectionConfig()
-    reinforce = correction.loss_type == "reinforce"
     num_tokens = response_mask.bool().sum().double()
     corrected = correct(
         old_log_probs=log_prob.detach(),
@@ -42,7 +41,7 @@ def bypass_mode(
     )
     metrics = {name: (value * num_tokens, num_tokens) for name, value in corrected.metrics.items()}
     kept = corrected.response_mask * response_mask
-    if not reinforce:
+    if correction.loss_type != "reinforce":
         mode = config.policy_loss.loss_mode
         clipped = call_policy_loss(
             "vanilla" if mode == "bypass_mode" else mode,

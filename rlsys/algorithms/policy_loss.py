@@ -179,8 +179,7 @@ def gspo(
     `s[t] = sg(s) pi[t] / sg(pi[t])`, `log s = mean_t log r[t]`; meant for seq-mean-token-mean.
     """
     log_ratio = log_prob - old_log_prob
-    length = response_mask.bool().sum(dim=1).clamp(min=1)
-    row_mean = masked_sum(log_ratio, response_mask, dim=1) / length
+    row_mean = masked_mean(log_ratio, response_mask, dim=1)
     log_weight = log_prob - log_prob.detach() + row_mean.detach().unsqueeze(1)
     unclipped, clipped = clipped_surrogate(log_weight.clamp(max=10.0).exp(), advantages, config)
     metrics = _metrics(log_ratio, response_mask, clipped > unclipped)
@@ -235,11 +234,10 @@ def geo_mean(
     clipped = log_ratio.clamp(min=-config.clip_ratio_low, max=config.clip_ratio_high)
     sign = torch.sign(advantages)
     pessimistic = sign * torch.minimum(sign * log_ratio, sign * clipped)
-    length = response_mask.bool().sum(dim=1).clamp(min=1)
-    ratio = (masked_sum(pessimistic, response_mask, dim=1) / length).exp()
-    row = -masked_sum(advantages, response_mask, dim=1) / length * ratio
+    ratio = masked_mean(pessimistic, response_mask, dim=1).exp()
+    row = -masked_mean(advantages, response_mask, dim=1) * ratio
     if rollout_is_weights is not None:
-        row = row * (masked_sum((rollout_is_weights + 1e-10).log(), response_mask, dim=1) / length).exp()
+        row = row * masked_mean((rollout_is_weights + 1e-10).log(), response_mask, dim=1).exp()
     outside = log_ratio != clipped
     metrics = _metrics(log_ratio, response_mask, outside & (advantages > 0), outside & (advantages < 0))
     return PolicyLoss(row.unsqueeze(1).expand_as(log_prob), response_mask, metrics, "seq-mean-token-mean")

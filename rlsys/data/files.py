@@ -212,10 +212,8 @@ def _read_saved_dataset(path: Path) -> Iterator[Row | BadRow]:
     """The Arrow files that `datasets.Dataset.save_to_disk` wrote, without needing that package."""
     import pyarrow as pa
 
-    try:
+    with raised_as(ValueError, "its state.json is broken"):
         names = [entry["filename"] for entry in json.loads((path / "state.json").read_text())["_data_files"]]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"its state.json is broken: {error!r}") from error
     first = 0
     for name in names:
         try:

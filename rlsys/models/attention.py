@@ -74,7 +74,9 @@ def packed_attention(
     if s_aux is None and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         out = _varlen(query, key, value, packing, scaling, sliding_window)
     else:
-        out = _sequence_by_sequence(query, key, value, packing, scaling, sliding_window, s_aux)
+        parts = zip(*(x.split(packing.lengths, dim=2) for x in (query, key, value)), strict=True)
+        outs = [causal_attention(q, k, v, scaling, sliding_window, s_aux) for q, k, v in parts]
+        out = torch.cat(outs, dim=2)
     if group is not None:
         out = heads_to_tokens(out, group)
     return out.transpose(1, 2).contiguous(), None
@@ -93,19 +95,6 @@ def _varlen(
     out = varlen_attn(q, k, v, ends, ends, longest, longest, **options)
     assert isinstance(out, Tensor)
     return out.transpose(0, 1)[None]
-
-
-def _sequence_by_sequence(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    packing: Packing,
-    scaling: float | None,
-    window: int | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    parts = zip(*(x.split(packing.lengths, dim=2) for x in (query, key, value)), strict=True)
-    return torch.cat([causal_attention(q, k, v, scaling, window, sinks) for q, k, v in parts], dim=2)
 
 
 def causal_attention(

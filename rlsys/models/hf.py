@@ -28,7 +28,7 @@ from rlsys.models.attention import ATTENTION, Packing, PackReachedError
 from rlsys.models.vision import has_images
 from rlsys.types import Shard
 from rlsys.utils.boxes import slices
-from rlsys.utils.errors import CheckpointError, ConfigError
+from rlsys.utils.errors import CheckpointError, ConfigError, raised_as
 from rlsys.utils.safetensors_header import DTYPES
 
 Head = Literal["lm", "scalar"]
@@ -275,10 +275,8 @@ def _read_pickled(path: Path) -> dict[str, Tensor]:
 
 def open_safetensors(file: Path) -> Any:
     """A safetensors file, of which tensors are read one by one; CheckpointError if it is missing or damaged."""
-    try:
+    with raised_as(CheckpointError, f"{file} cannot be read", SafetensorError, OSError):
         return safe_open(file, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
 
 
 def check_names(expected: Mapping[str, Sequence[int]], source: TensorSource, *, aliases: Collection[str] = ()) -> None:

@@ -29,7 +29,7 @@ def compute_score(
     sandbox_url: str | None = None,
     max_concurrent: int = 64,
 ) -> dict[str, object]:
-    """Share of the test cases passed by the last fenced block; all or nothing unless `continuous`.
+    """Share of the test cases passed by the last fenced block, or the whole text; all or nothing unless `continuous`.
 
     `ground_truth` is {"inputs": [...], "outputs": [...]} or that as JSON, with "fn_name" for functions instead of
     programs (an input then is a list of arguments or one JSON text a line). The first `max_cases` are run, `timeout_s`
@@ -38,7 +38,7 @@ def compute_score(
     """
     cases = read_cases(ground_truth)[:max_cases]
     limits = SandboxLimits(wall_s=timeout_s, cpu_s=timeout_s, memory_bytes=memory_limit_mb << 20)
-    source = extract_code(solution_str)
+    source = (FENCED.findall(solution_str) or [solution_str])[-1]
     programs = [_program(source, case) for case in cases]
     if sandbox_url is None:
         runs = [run_python(code, stdin=stdin, limits=limits) for code, stdin in programs]
@@ -51,12 +51,6 @@ def compute_score(
     passed = float(share == 1.0)
     first_bad = next((v for v in verdicts if v != "pass"), "")
     return {"score": share if continuous else passed, "acc": passed, "passed": share, "verdict": first_bad or "pass"}
-
-
-def extract_code(solution_str: str) -> str:
-    """The last fenced block, or the whole text when there is none."""
-    blocks = FENCED.findall(solution_str)
-    return blocks[-1] if blocks else solution_str
 
 
 def read_cases(ground_truth: object) -> list[tuple[str | None, object, object]]:

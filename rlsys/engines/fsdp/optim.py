@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from rlsys.config.schema.model import OptimConfig
-from rlsys.engines.mesh import exchange_device
 from rlsys.engines.optimizer import MOMENTS, BaseOptimizer
+from rlsys.protocol.gather import exchange_device
 
 SAVED = (*MOMENTS, "momentum_buffer", "state1", "state2", "absmax1", "absmax2")
 """Names of AdamW, of Muon, and of bitsandbytes' codes and the scales of their blocks."""

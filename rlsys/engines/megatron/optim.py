@@ -5,6 +5,7 @@ Every data-parallel rank holds a range of each parameter's elements: their float
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -128,10 +129,5 @@ class MegatronAdamW(BaseOptimizer):
 
 def _masters(part: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:
     """Parameters and the float32 shards that are stepped for them; Megatron lists float32 parameters separately."""
-    kinds = (
-        (part.model_float16_groups, part.shard_fp32_from_float16_groups),
-        (part.model_fp32_groups, part.shard_fp32_groups),
-    )
-    for models, masters in kinds:
-        for group, shards in zip(models, masters, strict=True):
-            yield from zip(group, shards, strict=True)
+    parameters = chain(*part.model_float16_groups, *part.model_fp32_groups)
+    return zip(parameters, chain(*part.shard_fp32_from_float16_groups, *part.shard_fp32_groups), strict=True)

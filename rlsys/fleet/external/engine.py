@@ -4,7 +4,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 import torch
@@ -87,12 +87,10 @@ class RemoteEngine(RolloutFleet):
         """The coroutine's result; DeadlineError after `limit_s`."""
         waiting = self._start(work)
         try:
-            return waiting.result(limit_s)
-        except DeadlineError:
-            raise
-        except TimeoutError as error:
-            cause = next((server.cause for server in self.servers if server.url == who), "")
-            raise DeadlineError(who, stage, limit_s or 0.0, cause) from error
+            if not wait([waiting], limit_s).done:
+                cause = next((server.cause for server in self.servers if server.url == who), "")
+                raise DeadlineError(who, stage, limit_s or 0.0, cause)
+            return waiting.result()
         finally:
             waiting.cancel()
 

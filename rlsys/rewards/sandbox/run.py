@@ -22,7 +22,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Literal
 
 ExitStatus = Literal["exit", "failed", "time limit", "output limit", "disk limit", "thread limit"]
@@ -135,7 +134,7 @@ def _spec(folder: Path, limits: SandboxLimits, require: Sequence[str]) -> dict[s
 
 def _watched(spec: Mapping[str, object], stdin: str, folder: Path, limits: SandboxLimits) -> SandboxRun:
     start = time.monotonic()
-    with TemporaryFile() as given, TemporaryFile() as out, TemporaryFile() as err:
+    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         given.write(stdin.encode("utf-8", errors="surrogatepass"))
         given.seek(0)
         command = [sys.executable, "-I", "-S", str(JAIL), json.dumps(spec)]
