@@ -16,6 +16,7 @@ ENGINE_SETTINGS = (
     *("cuda_graph_max_bs", "cudagraph_capture_sizes", "disable_log_stats", "free_cache_engine"),
 )
 """Keys of the rollout section that only some engines read."""
+QUANTIZATION = "actor_rollout_ref.rollout.quantization"
 FLOAT8_BLOCKS = 128, 64
 """Rows and columns of the blocks of weights that can share a scale in FP8, the faster first."""
 
@@ -105,8 +106,7 @@ def float8_block(hf_config: Mapping[str, object], rollout: "GenerationConfig", *
         odd = ", ".join(str(width) for width in sorted(set(widths)) if width % blocks[-1])
         why = f"layers of this model are {odd} wide on a rank, no multiples of {blocks[-1]}, as blocks need"
         why += "" if is_pushed else ", of which vLLM makes them of a checkpoint"
-        key = "actor_rollout_ref.rollout.quantization"
-        raise ConfigError(f"{key}={rollout.quantization}: {why}; set {key}=null")
+        raise ConfigError(f"{QUANTIZATION}={rollout.quantization}: {why}; set {QUANTIZATION}=null")
     return block
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rlsys.config.engines import FLOAT8_BLOCKS
+from rlsys.config.engines import FLOAT8_BLOCKS, float8_block
+from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.interfaces import StoredTensor
 from rlsys.types import HFConfig
 from rlsys.utils.errors import CheckpointError
@@ -30,6 +31,14 @@ def scale_shape(shape: Sequence[int], block: int = BLOCK) -> tuple[int, ...]:
 def block_of(shape: Sequence[int], scales: Sequence[int]) -> int:
     """Rows and columns of the blocks of a matrix whose scales have this shape."""
     return next(block for block in FLOAT8_BLOCKS if scale_shape(shape, block) == tuple(scales))
+
+
+def block_settings(text: HFConfig, rollout: GenerationConfig, *, is_pushed: bool = True) -> dict[str, object]:
+    """The quantization_config of an engine's model, with blocks in all linear layers but routers."""
+    block = float8_block(text, rollout, is_pushed=is_pushed)
+    routers = [f"model.layers.{layer}.mlp.gate" for layer in range(text["num_hidden_layers"])]
+    blocks = {"weight_block_size": [block, block], "modules_to_not_convert": routers}
+    return {"quant_method": "fp8", "activation_scheme": "dynamic", **blocks}
 
 
 @dataclass(frozen=True)

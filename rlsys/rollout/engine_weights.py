@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlsys.models.fp8 import BLOCK, FP8_NAME, SCALE, scale_shape
+from rlsys.models.fp8 import FP8_NAME, SCALE, scale_shape
 from rlsys.types import Box, Shard, WeightLayout
 from rlsys.utils.errors import WeightTransferError
 
@@ -17,33 +17,28 @@ NamedTensors = Mapping[str, Tensor]
 class EngineWeights:
     """An engine's own parameters, written in place by a learned layout or filled through the engine's own loader.
 
-    `expected` are the HF tensors by shape and type; `derive_fn`, also `finish`, has the engine derive again what it
-    keeps beside its parameters. Weights cannot be pushed by plan before `adopt`. `block`: of matrices in float8.
+    `full` are the HF tensors by shape and type; `derive_fn`, also `finish`, has the engine derive again what it
+    keeps beside its parameters. Weights cannot be pushed by plan before `adopt`.
     """
 
     def __init__(
-        self,
-        expected: NamedTensors,
-        aliases: Mapping[str, str],
-        model_fn: Callable[[], Any],
-        derive_fn: Callable[[], None],
-        block: int = BLOCK,
+        self, full: NamedTensors, aliases: Mapping[str, str], model_fn: Callable[[], Any], derive_fn: Callable[[], None]
     ) -> None:
-        self.shapes = {name: tuple(tensor.shape) for name, tensor in expected.items()}
-        self.dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in expected.items()}
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in full.items()}
+        self.dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in full.items()}
         self.aliases, self._model_fn, self.finish = aliases, model_fn, derive_fn
         self._layout: WeightLayout | None = None
         self._views: Callable[[NamedTensors], NamedTensors] = dict
-        self._block = block
 
     def adopt(self, layout: WeightLayout, views: Callable[[NamedTensors], NamedTensors]) -> None:
         """Use a learned layout; `views` maps the parameters to the tensors that it names."""
         self._layout, self._views = layout, views
 
     def quantise(self, names: Iterable[str]) -> None:
-        """Take these matrices as float8 elements and scales."""
+        """Take these matrices as float8 elements and scales, in the blocks that the model was made with."""
+        block, _ = self._model_fn().config.quantization_config["weight_block_size"]
         for name in names:
-            self.shapes[name + SCALE] = scale_shape(self.shapes[name], self._block)
+            self.shapes[name + SCALE] = scale_shape(self.shapes[name], block)
             self.dtypes |= {name: FP8_NAME, name + SCALE: "float32"}
 
     def parameters(self) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""FP8 weights by vLLM's own loaders, on a CPU: its parameters stay loadable, and take what trainers quantise."""
+"""FP8 weights by the engines' own loaders, on a CPU: parameters stay loadable, and take what trainers quantise."""
 
 import os
 from importlib.util import find_spec
@@ -12,6 +12,7 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3MoeCon
 from rlsys.config.engines import float8_block
 from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.models.fp8 import SCALE
+from rlsys.rollout.base import EngineContext
 from rlsys.rollout.engine_weights import EngineWeights
 from rlsys.rollout.hf.engine import HFRollout
 from rlsys.rollout.hf_files import hf_tensors, model_config
@@ -37,6 +38,10 @@ CASES = [
     pytest.param(LlamaConfig, SMOLLM2, 64, id="blocks of 64"),
     pytest.param(Qwen3MoeConfig, EXPERTS | {"moe_intermediate_size": 192}, 64, id="experts in blocks of 64"),
 ]
+ENGINES = [
+    pytest.param(name, marks=[mark, pytest.mark.skipif(find_spec(name) is None, reason=f"needs {name}")])
+    for name, mark in (("vllm", pytest.mark.vllm), ("sglang", pytest.mark.sglang))
+]
 
 
 def take_any_kernel() -> None:
@@ -54,8 +59,8 @@ def take_any_kernel() -> None:
     layers.Fp8MoEMethod.process_weights_after_loading = process
 
 
-def loaded_by_vllm(path: Path, block: int) -> set[str]:
-    """The matrices that vLLM has in blocks of FP8; a plan must write what its loader makes of elements and scales."""
+def loaded_by_vllm(path: Path) -> set[str]:
+    """The matrices that vLLM has in blocks of FP8."""
     from vllm import EngineArgs
     from vllm.config import set_current_vllm_config
     from vllm.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
@@ -66,7 +71,8 @@ def loaded_by_vllm(path: Path, block: int) -> set[str]:
 
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(os.getppid()), "VLLM_CPU_KVCACHE_SPACE": "1"}
     take_any_kernel()
-    arguments = float8_arguments(SIZES["num_hidden_layers"], block, is_pushed=True) | {"moe_backend": "auto"}
+    text = model_config(path).to_dict()
+    arguments = float8_arguments(text, GenerationConfig(), is_pushed=True) | {"moe_backend": "auto"}
     engine_args = EngineArgs(
         str(path), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=32, enforce_eager=True, **arguments
     )
@@ -79,33 +85,76 @@ def loaded_by_vllm(path: Path, block: int) -> set[str]:
             if type(method := getattr(layer, "quant_method", None)).__name__.startswith("Fp8"):
                 method.process_weights_after_loading(layer)
         keep_loadable(model)
-        tensors, aliases = hf_tensors(path, dtype="bfloat16")
-        weights = EngineWeights(tensors, aliases, lambda: model, lambda: None, block)
-        learn_engine_layout(weights, keep=False)
-        layout = weights.layout(rank=0, host="")
-        trainer = Fp8Weights(HFRollout.from_path(path), float8_shapes([layout]))  # type: ignore[arg-type]
-        given, held = trainer.local_tensors(), weights.tensors()
-        for copy in make_plan([trainer.weight_layout()], [layout]).copies:
-            source = view_of(given[copy.source_local], copy.source_start, copy.shape)
-            view_of(held[copy.local], copy.local_start, copy.shape).copy_(source)
-        written = {name: tensor.clone() for name, tensor in weights.parameters().items()}
-        by_name = {shard.box.tensor: shard_view(given, shard) for shard in trainer.weight_layout().shards}
-        weights.load([(name, by_name[name]) for name in layout.full_shapes])
+        return written_as_loaded(model, path)
+
+
+def loaded_by_sglang(path: Path) -> set[str]:
+    """The same of SGLang, without the packing for a CPU's kernels."""
+    from sglang.srt.configs.device_config import DeviceConfig
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.distributed import bootstrap
+    from sglang.srt.layers.moe import initialize_moe_config
+    from sglang.srt.layers.quantization import fp8
+    from sglang.srt.layers.quantization.fp8_utils import initialize_fp8_gemm_config
+    from sglang.srt.model_loader import get_model
+    from sglang.srt.runtime_context import SpawnRanks, publish
+    from sglang.srt.server_args import PortArgs, ServerArgs
+
+    from rlsys.rollout.sglang.arguments import SINGLE_RANK, server_arguments
+    from rlsys.rollout.sglang.scheduler_hooks import name_scales
+
+    fp8.Fp8LinearMethod.process_weights_after_loading = lambda self, layer: None
+    fp8.Fp8MoEMethod.process_weights_after_loading = lambda self, layer: None
+    on_gpu, on_cpu = (
+        server_arguments(path, config, EngineContext(device, "dummy"), max_model_len=32, replica=SINGLE_RANK)
+        for device, config in (("cuda", GenerationConfig(quantization="fp8")), ("cpu", GenerationConfig()))
+    )
+    changed = {name: value for name, value in on_gpu.items() if name.endswith(("backend", "override_args"))}
+    args = ServerArgs(**on_cpu | {"dtype": "bfloat16"} | {n: v for n, v in changed.items() if n not in on_cpu})
+    publish(args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
+    initialize_moe_config()
+    initialize_fp8_gemm_config()
+    config = ModelConfig.from_server_args(args)
+    bootstrap.init_parallel_runtime(server_args=args, device="cpu", dist_port=PortArgs.init_new(args).nccl_port)
+    bootstrap.init_layer_runtime(model_config=config)
+    model = get_model(
+        model_config=config, load_config=LoadConfig(load_format="dummy"), device_config=DeviceConfig("cpu")
+    )
+    scales = {layer.k_scale_float for layer in model.modules() if hasattr(layer, "k_scale_float")}
+    assert scales <= {None, 1.0}, "the cache is not scaled"
+    name_scales(model)
+    return written_as_loaded(model, path)
+
+
+def written_as_loaded(model: Any, path: Path) -> set[str]:
+    """The matrices in FP8; a plan must write what the engine's loader makes of the same elements and scales."""
+    tensors, aliases = hf_tensors(path, dtype="bfloat16")
+    weights = EngineWeights(tensors, aliases, lambda: model, lambda: None)
+    learn_engine_layout(weights, keep=False)
+    layout = weights.layout(rank=0, host="")
+    trainer = Fp8Weights(HFRollout.from_path(path), float8_shapes([layout]))  # type: ignore[arg-type]
+    given, held = trainer.local_tensors(), weights.tensors()
+    for copy in make_plan([trainer.weight_layout()], [layout]).copies:
+        source = view_of(given[copy.source_local], copy.source_start, copy.shape)
+        view_of(held[copy.local], copy.local_start, copy.shape).copy_(source)
+    written = {name: tensor.clone() for name, tensor in weights.parameters().items()}
+    by_name = {shard.box.tensor: shard_view(given, shard) for shard in trainer.weight_layout().shards}
+    weights.load([(name, by_name[name]) for name in layout.full_shapes])
     assert not layout.loader
     assert all(torch.equal(written[name], tensor) for name, tensor in weights.parameters().items())
     return {name for name in float8_shapes([layout]) if not name.endswith(SCALE)}
 
 
 @pytest.mark.slow
-@pytest.mark.vllm
-@pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(("kind", "sizes", "block"), CASES)
-def test_vllm_loads_what_is_quantised(
-    kind: type[PretrainedConfig], sizes: dict[str, Any], block: int, toy: Toy, tmp_path: Path
+def test_engines_load_what_is_quantised(
+    kind: type[PretrainedConfig], sizes: dict[str, Any], block: int, engine: str, toy: Toy, tmp_path: Path
 ) -> None:
     path = with_model(toy, tmp_path, kind, **SIZES | sizes).model
     assert float8_block(model_config(path).to_dict(), GenerationConfig()) == block
-    matrices = run_ranks(1, loaded_by_vllm, path, block)[0]
+    matrices = run_ranks(1, loaded_by_vllm if engine == "vllm" else loaded_by_sglang, path)[0]
     projections = 3 * sizes.get("num_experts", 1)
     assert len(matrices) == (4 + projections) * SIZES["num_hidden_layers"]
     assert all(name.endswith("proj.weight") for name in matrices), "not embeddings, heads or routers"

@@ -1,10 +1,10 @@
-"""FP8 weights in vLLM on a GPU: the bits of vLLM's own quantiser, pushes in place, whole runs on one and two GPUs."""
+"""FP8 weights in vLLM and SGLang on GPUs: the bits of vLLM's quantiser, pushes in place, whole runs on one and two."""
 
-import importlib.util
 import json
 import os
 import random
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import LlamaConfig, Qwen2Config, Qwen2ForCausalLM
 
 from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.models.fp8 import FP8, SCALE, scale_shape
@@ -27,8 +27,8 @@ from tests.ranks import run_ranks
 from tests.unit.weights.test_executors import ThreadGroup
 from trainer.main_ppo import main
 
-HAS_VLLM = importlib.util.find_spec("vllm") is not None
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_VLLM, reason="needs vLLM"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
+NEEDS_VLLM = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
 LAYERS = 4
 SIZES: dict[int, dict[str, Any]] = {
     128: {"hidden_size": 512, "intermediate_size": 640, "num_attention_heads": 8, "num_key_value_heads": 2},
@@ -55,6 +55,7 @@ def quantised(parts: list[tuple[Tensor, Box]], shape: tuple[int, ...], block: in
     return elements, scales
 
 
+@NEEDS_VLLM
 @BLOCKS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_kernel_quantises_as_vllm_does(dtype: torch.dtype, block: int) -> None:
@@ -149,6 +150,7 @@ def loaded_by_vllm(path: Path, quantization: str | None) -> dict[str, bytes]:
     return held
 
 
+@NEEDS_VLLM
 @BLOCKS
 def test_pushes_bring_the_bits_that_vllm_makes_of_a_checkpoint(block: int, tmp_path: Path) -> None:
     for seed in (1, 2):
@@ -175,15 +177,18 @@ def assert_same(held: Mapping[str, bytes], wanted: Mapping[str, bytes]) -> None:
     assert not [name for name in wanted if held[name] != wanted[name]]
 
 
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
 @pytest.mark.parametrize(("gpus", "block"), [(1, 64), (1, 128), (2, 128)])
-def test_a_run_serves_fp8(gpus: int, block: int, toy: Toy, tmp_path: Path) -> None:  # noqa: F811
+def test_a_run_serves_fp8(engine: str, gpus: int, block: int, toy: Toy, tmp_path: Path) -> None:  # noqa: F811
+    if find_spec(engine) is None:
+        pytest.skip(f"needs {engine}")
     if torch.cuda.device_count() < gpus:
         pytest.skip(f"needs {gpus} GPUs")
-    model = with_model(toy, tmp_path / "model", Qwen2Config, **sizes_of(block))
+    model = with_model(toy, tmp_path / "model", Qwen2Config if block == 128 else LlamaConfig, **sizes_of(block))
     rollout = "actor_rollout_ref.rollout"
     argv = model.overrides(
         tmp_path / "out",
-        *(f"{rollout}.name=vllm", f"{rollout}.quantization=fp8", f"{rollout}.gpu_memory_utilization=0.2"),
+        *(f"{rollout}.name={engine}", f"{rollout}.quantization=fp8", f"{rollout}.gpu_memory_utilization=0.2"),
         *(f"{rollout}.enforce_eager={block == 128}", f"{rollout}.checkpoint_engine.backend=ipc"),
         *("actor_rollout_ref.actor.strategy=fsdp", f"trainer.n_gpus_per_node={gpus}"),
         *(f"{rollout}.validate_weight=true", f"{rollout}.parity.freq=1", f"{rollout}.parity.policy=stop"),

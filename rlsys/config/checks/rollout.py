@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from rlsys.config.checks.files import model_facts
 from rlsys.config.checks.findings import note, wrong
-from rlsys.config.engines import ENGINE_SETTINGS, float8_block, rollout_backend
+from rlsys.config.engines import ENGINE_SETTINGS, QUANTIZATION, float8_block, rollout_backend
 from rlsys.config.introspect import leaves
 from rlsys.config.schema.jobs import EvalConfig, PPOConfig
 from rlsys.utils.errors import ConfigError
@@ -112,14 +112,12 @@ def _quantised(cfg: PPOConfig | EvalConfig, name: str) -> Iterator[str]:
     """Whether the engine serves FP8 weights."""
     if not cfg.actor_rollout_ref.rollout.quantization:
         return
-    if name != "vllm" or cfg.trainer.device == "cpu":
-        is_external = rollout_backend(name).is_external
-        why = "external servers serve what they were started with" if is_external else "only vllm serves it, on GPUs"
-        yield wrong(cfg, f"{KEY}.quantization", why, None)
+    is_pushed = not isinstance(cfg, EvalConfig)
+    if cfg.trainer.device == "cpu" or name not in ("vllm", "sglang" if is_pushed else "vllm"):
+        yield wrong(cfg, QUANTIZATION, "only vllm serves it, and sglang beside a trainer, on GPUs of the job", None)
         return
     try:
-        facts, is_pushed = model_facts(cfg.actor_rollout_ref.model.path), not isinstance(cfg, EvalConfig)
-        float8_block(facts, cfg.actor_rollout_ref.rollout, is_pushed=is_pushed)
+        float8_block(model_facts(cfg.actor_rollout_ref.model.path), cfg.actor_rollout_ref.rollout, is_pushed=is_pushed)
     except ConfigError as error:
         yield str(error)
 

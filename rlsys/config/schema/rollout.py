@@ -183,7 +183,7 @@ class GenerationConfig(ServingConfig):
     """Largest number of prompt tokens prefilled together."""
     quantization: Literal["fp8"] | None = None
     """Serve the linear layers in FP8, with a scale for each block of 128 x 128 weights (64 x 64 where layers are no
-    multiples of 128 wide), in vLLM on GPUs; training and checkpoints stay as they are."""
+    multiples of 128 wide), in vLLM and SGLang on GPUs; training and checkpoints stay as they are."""
     on_update: Literal["keep", "recompute"] = "keep"
     """What happens to the KV cache of unfinished answers when new weights arrive: vLLM and SGLang can keep it; hf and
     external servers compute it again in any case."""

@@ -1,15 +1,19 @@
 """The rollout config as keyword arguments of SGLang's ServerArgs."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from rlsys.config.engines import QUANTIZATION
 from rlsys.config.schema.rollout import GenerationConfig
+from rlsys.models.fp8 import block_settings
 from rlsys.models.hf import dtype_name
 from rlsys.rollout.base import EngineContext
 from rlsys.rollout.hf_files import is_quantised, text_config
+from rlsys.utils.errors import ConfigError
 
 MAX_GRAPH_SEQS = 512
 SPARE_TOKENS = 8
@@ -40,7 +44,7 @@ def server_arguments(
     graphs are captured for up to `max_num_seqs` sequences; SGLang's own limit is 256 on most GPUs.
     """
     engine_kwargs, on_cpu = config.engine_kwargs.sglang, context.device == "cpu"
-    dtype, pushed = dtype_name(config.dtype, context.device), context.load_format == "dummy"
+    dtype = dtype_name(config.dtype, context.device)
     gpu_arguments = {
         "mem_fraction_static": config.gpu_memory_utilization,
         "disable_cuda_graph": config.enforce_eager,
@@ -79,9 +83,24 @@ def server_arguments(
         **({"enable_fp32_lm_head": True} if config.full_determinism else {}),
         **({"enable_deterministic_inference": True} if config.full_determinism and not on_cpu else {}),
         **({"enable_return_routed_experts": True} if config.enable_rollout_routing_replay else {}),
-        **({"json_model_override_args": '{"quantization_config": null}'} if pushed and is_quantised(path) else {}),
+        **_weight_arguments(path, config, context),
         **engine_kwargs,
     }
+
+
+def _weight_arguments(path: str | Path, config: GenerationConfig, context: EngineContext) -> dict[str, object]:
+    """How pushed weights are held, with kernels that take blocks of FP8 as they are loaded.
+
+    DeepGEMM would round their scales on some GPUs, and takes blocks of 128 only.
+    """
+    is_pushed = context.load_format == "dummy"
+    if config.quantization and (context.device == "cpu" or not is_pushed):
+        raise ConfigError(f"{QUANTIZATION}: SGLang serves pushed FP8 weights only, on GPUs; set {QUANTIZATION}=null")
+    if config.quantization:
+        override = json.dumps({"quantization_config": block_settings(text_config(path).to_dict(), config)})
+        kernels = {"fp8_gemm_runner_backend": "triton", "moe_runner_backend": "triton"}
+        return {**kernels, "json_model_override_args": override}
+    return {"json_model_override_args": '{"quantization_config": null}'} if is_pushed and is_quantised(path) else {}
 
 
 def _cpu_arguments(path: str | Path, dtype: str, cache_gib: float) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlsys.ipc.rpc import Method, RpcServer
 from rlsys.rollout.engine_weights import EngineWeights
@@ -51,6 +51,7 @@ class SchedulerEngine:
         runner = scheduler.tp_worker.model_runner
         self.model, self._scheduler = runner.model, scheduler
         self.device = next(self.model.parameters()).device
+        name_scales(self.model)
         self.weights = EngineWeights(*hf_tensors(settings.path, dtype=settings.dtype), lambda: self.model, self._derive)
         self.sampler = SchedulerSampler(settings.seed, self.device, logged=settings.is_leader)
         self.temperature = 1.0
@@ -129,6 +130,15 @@ def run_scheduler(*args: object, settings: SchedulerSettings, **kwargs: object) 
     _scale_scores(engines)
     _hook_scheduler(theirs.Scheduler, engines, settings)
     theirs.run_scheduler_process(*args, **kwargs)
+
+
+def name_scales(model: nn.Module) -> None:
+    """Name scales of blocks as the loader of SGLang's Llama does, which looks for those of whole tensors."""
+    from sglang.srt.models.llama import LlamaForCausalLM
+
+    for layer in model.modules() if isinstance(model, LlamaForCausalLM) else ():
+        if (scales := layer._parameters.pop("weight_scale_inv", None)) is not None:
+            layer.weight_scale = layer.__dict__["weight_scale_inv"] = scales
 
 
 def _exit_with(parent: int) -> None:

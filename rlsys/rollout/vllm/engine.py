@@ -17,9 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from rlsys.config.engines import float8_block
 from rlsys.config.schema.rollout import GenerationConfig
-from rlsys.models.fp8 import BLOCK
 from rlsys.models.hf import dtype_name
 from rlsys.models.vision import has_images
 from rlsys.protocol import DataProto, ImageInputs, images_of
@@ -69,10 +67,7 @@ class VLLMRollout(BaseRolloutEngine):
         dtype = dtype_name(config.dtype, context.device)
         expected = hf_tensors(path, dtype=dtype, has_values=loads, has_memory=on_cpu)
         reload, derive = partial(self._rpc, "rlsys_reload"), partial(self._rpc, "rlsys_derive")
-        block = float8_block(self.hf_config.to_dict(), config) if config.quantization else BLOCK
-        self.weights = (
-            HostWeights(*expected, reload) if on_cpu else EngineWeights(*expected, self._model, derive, block)
-        )
+        self.weights = HostWeights(*expected, reload) if on_cpu else EngineWeights(*expected, self._model, derive)
 
     def _decode(self) -> bool:
         try:

@@ -4,16 +4,17 @@ import os
 from pathlib import Path
 from typing import Any
 
-from rlsys.config.engines import float8_block
+from rlsys.config.engines import QUANTIZATION
 from rlsys.config.schema.rollout import GenerationConfig
+from rlsys.models.fp8 import block_settings
 from rlsys.models.hf import dtype_name
 from rlsys.rollout.base import EngineContext
 from rlsys.rollout.hf_files import is_quantised, text_config
 from rlsys.rollout.versions import VLLM
 from rlsys.rollout.vllm.determinism import aligned_arguments
+from rlsys.types import HFConfig
 from rlsys.utils.errors import ConfigError
 
-QUANTIZATION = "actor_rollout_ref.rollout.quantization"
 CPU_LATENT_ATTENTION = {
     "attention_config": {"backend": "CPU_MLA"},  # the one for AMX has no float32
     "compilation_config": {"custom_ops": ["-rotary_embedding"]},  # its kernel rotates the wrong part of latent queries
@@ -33,10 +34,6 @@ def engine_arguments(path: str | Path, config: GenerationConfig, context: Engine
     if config.quantization and (on_cpu or not features.takes_fp8):
         why = "vLLM keeps FP8 weights in another form on CPUs, and before 0.26"
         raise ConfigError(f"{QUANTIZATION}={config.quantization}: {why}; set {QUANTIZATION}=null")
-    float8: dict[str, object] = {}
-    if config.quantization:
-        block = float8_block(text.to_dict(), config, is_pushed=is_pushed)
-        float8 = float8_arguments(text.num_hidden_layers, block, is_pushed=is_pushed)
     arguments = {
         "model": str(path),
         "load_format": context.load_format,
@@ -60,21 +57,19 @@ def engine_arguments(path: str | Path, config: GenerationConfig, context: Engine
         "cudagraph_capture_sizes": config.cudagraph_capture_sizes and sorted(config.cudagraph_capture_sizes),
         **({"enable_return_routed_experts": True} if config.enable_rollout_routing_replay else {}),
         **({"hf_overrides": {"quantization_config": None}} if is_pushed and is_quantised(path) else {}),
-        **float8,
+        **(float8_arguments(text.to_dict(), config, is_pushed=is_pushed) if config.quantization else {}),
         **(CPU_LATENT_ATTENTION if on_cpu and has_latent_attention else {}),
         **config.engine_kwargs.vllm,
     }
     return arguments | aligned_arguments(arguments, device=context.device) if config.full_determinism else arguments
 
 
-def float8_arguments(num_layers: int, block: int, *, is_pushed: bool) -> dict[str, object]:
+def float8_arguments(text: HFConfig, config: GenerationConfig, *, is_pushed: bool) -> dict[str, object]:
     """Blocks of FP8 everywhere but in routers, pushed or made by vLLM, and kernels that take them as they are loaded.
 
     This process's switch for DeepGEMM, which would round scales and reorder them, is set too.
     """
     os.environ["VLLM_USE_DEEP_GEMM"] = "0"
-    routers = [f"model.layers.{layer}.mlp.gate" for layer in range(num_layers)]
-    made = {"quantization": "fp8_per_block", "quantization_config": {"ignore": routers}}
-    blocks = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [block, block]}
-    pushed = {"hf_overrides": {"quantization_config": {**blocks, "modules_to_not_convert": routers}}}
-    return {"moe_backend": "triton", **(pushed if is_pushed else made)}
+    settings = block_settings(text, config, is_pushed=is_pushed)
+    made = {"quantization": "fp8_per_block", "quantization_config": {"ignore": settings["modules_to_not_convert"]}}
+    return {"moe_backend": "triton", **({"hf_overrides": {"quantization_config": settings}} if is_pushed else made)}

@@ -1,10 +1,13 @@
 """The parts of the SGLang adapter that need no SGLang: request ids, sampling and server arguments."""
 
+import json
 import tempfile
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from transformers import LlamaConfig
 
@@ -15,6 +18,7 @@ from rlsys.rollout.sampling.sample import BatchSampling, row_keys, sample_tokens
 from rlsys.rollout.sglang.arguments import SINGLE_RANK, ReplicaRank, server_arguments
 from rlsys.rollout.sglang.sampler import SchedulerSampler, request_id, spec_of
 from rlsys.types import SamplingParams
+from rlsys.utils.errors import ConfigError
 
 
 def spec(number: int, *, min_new_tokens: int = 0) -> SampleSpec:
@@ -118,6 +122,21 @@ def test_the_aligned_mode_is_a_float32_head_and_on_gpus_batch_invariance() -> No
     assert [aligned.get(name) for name in names] == [True, True]
     assert [on_cpu.get(name) for name in names] == [True, None]
     assert not set(names) & set(arguments())
+
+
+def test_pushed_weights_may_be_in_blocks_of_fp8(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
+    LlamaConfig(**sizes, num_hidden_layers=1).save_pretrained(tmp_path)
+    config = GenerationConfig(quantization="fp8")
+    context = EngineContext("cuda", load_format="dummy")
+    given = server_arguments(tmp_path, config, context, max_model_len=32, replica=SINGLE_RANK)
+    settings = json.loads(given["json_model_override_args"])["quantization_config"]
+    assert settings["weight_block_size"] == [64, 64]
+    assert settings["modules_to_not_convert"] == ["model.layers.0.mlp.gate"]
+    assert {given["fp8_gemm_runner_backend"], given["moe_runner_backend"]} == {"triton"}
+    for other in (EngineContext("cpu", load_format="dummy"), EngineContext("cuda")):
+        with pytest.raises(ConfigError, match="pushed FP8 weights only, on GPUs"):
+            server_arguments(tmp_path, config, other, max_model_len=32, replica=SINGLE_RANK)
 
 
 def test_engine_kwargs_win() -> None:

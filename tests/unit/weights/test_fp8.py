@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -88,7 +89,8 @@ class Engine:
             "norm.weight": torch.zeros(200, dtype=torch.bfloat16),
         }
         expected = {name: torch.empty(shape, dtype=torch.bfloat16, device="meta") for name, shape in SHAPES.items()}
-        self.weights = EngineWeights(expected, {}, lambda: self, lambda: None, block)
+        self.config = SimpleNamespace(quantization_config={"weight_block_size": [block, block]})
+        self.weights = EngineWeights(expected, {}, lambda: self, lambda: None)
         self.version = -1
         learn_engine_layout(self.weights, keep=False)
 
