@@ -1,6 +1,6 @@
 """What a trainer holds beside its worker groups, put together from the configuration."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +26,7 @@ from trainer.episodes import EpisodeRollout, OpenEpisodes, graded_rollout
 from trainer.epochs import EpochSource, check_repeatable
 from trainer.evaluation import OnValidation, Validation
 from trainer.generation import GradedRollout
-from trainer.groups import Role, WorkerGroups
+from trainer.groups import EngineGroup, Role, WorkerGroups
 from trainer.judge import serve_judge
 from trainer.parity import ParityProbe, Scorer
 from trainer.prompt_groups import OpenAnswers, PromptGroups
@@ -164,25 +164,21 @@ def residency_moves(cfg: PPOConfig, groups: WorkerGroups, device: str, *, coloca
         (Role.RefPolicy, groups.ref, ("params",) * ref.param_offload),
         (Role.Teacher, groups.teacher, ("params",) * ref.param_offload),
     )
-    moves: dict[Resident, Moves] = {
-        resident: Moves([partial(group.move, parts, device)], [partial(group.move, parts, "cpu")])
-        for resident, group, parts in offloaded
-        if group is not None and parts
-    }
-    before_sync: list[Callable[[], object]] = []
-    after_sync: list[Callable[[], object]] = []
-    if actor.param_offload:
-        before_sync.append(partial(groups.actor.move, ("params",), device))
-        after_sync.append(partial(groups.actor.move, ("params",), "cpu"))
+
+    def offloads(group: EngineGroup, parts: Sequence[str]) -> Moves:
+        return Moves([partial(group.move, parts, device)], [partial(group.move, parts, "cpu")])
+
+    moves: dict[Resident, Moves] = {role: offloads(group, parts) for role, group, parts in offloaded if group and parts}
+    sync = offloads(groups.actor, ("params",)) if actor.param_offload else Moves()
     if colocated and device.startswith("cuda") and policy.rollout.free_cache_engine:
         assert groups.rollout is not None
         own_pool, everything = cfg.reward.reward_model.enable_resource_pool, ("weights", "kv_cache")
         engines = [engine for engine in (groups.rollout, None if own_pool else groups.judge) if engine is not None]
         wakes, sleeps = ([partial(getattr(e, verb), everything) for e in engines] for verb in ("wake", "sleep"))
         moves[Role.Rollout] = Moves(wakes, sleeps)
-        before_sync.append(partial(groups.rollout.wake, ("weights",)))
-    if before_sync:
-        moves[SYNC] = Moves(before_sync, after_sync)
+        sync = Moves([*sync.enter, partial(groups.rollout.wake, ("weights",))], sync.leave)
+    if sync.enter:
+        moves[SYNC] = sync
     return moves
 
 

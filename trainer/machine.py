@@ -127,8 +127,6 @@ def _check_servers(config: PPOConfig) -> None:
     for url in settings_of(config.actor_rollout_ref.rollout, config.trainer.deadlines, max_staleness=0).urls:
         address = urlsplit(url)
         port = address.port or (443 if address.scheme == "https" else 80)
-        try:
+        why = "nothing listens there; start the server, or correct the address"
+        with raised_as(ConfigError, f"actor_rollout_ref.rollout.servers.urls: {url}: {why}", OSError):
             socket.create_connection((address.hostname or "", port), timeout=ANSWER_S).close()
-        except OSError as error:
-            why = f"nothing listens there ({error}); start the server, or correct the address"
-            raise ConfigError(f"actor_rollout_ref.rollout.servers.urls: {url}: {why}") from error

@@ -9,7 +9,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
+from operator import itemgetter
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -350,9 +352,5 @@ def _joined(parts: Sequence[DataProto]) -> DataProto:
 
 def _reduced(metrics: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """One number of several calls: the largest maximum, the mean of means, the last state, the sum of counts."""
-    how: dict[str, Callable[[Sequence[float]], float]] = {
-        "max": max,
-        "mean": lambda values: sum(values) / len(values),
-        "replicas_ready": lambda values: values[-1],
-    }
+    how: dict[str, Callable[[Sequence[float]], float]] = {"max": max, "mean": fmean, "replicas_ready": itemgetter(-1)}
     return {name: float(how.get(name.rpartition("/")[2], sum)(values)) for name, values in metrics.items()}

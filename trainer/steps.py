@@ -72,10 +72,8 @@ class Steps:
         """Log-probabilities under the frozen policy, where a KL term needs them."""
         if not self.plan.use_reference:
             return batch
-        resident, group = Role.RefPolicy, self.groups.ref
-        if group is None:
-            resident, group = Role.Actor, self.groups.actor
-        with self.residency.hold(resident, "ref"):
+        group = self.groups.actor if self.groups.ref is None else self.groups.ref
+        with self.residency.hold(Role.Actor if self.groups.ref is None else Role.RefPolicy, "ref"):
             return batch.union(group.compute_ref_log_prob(_only(batch, ROWS)))
 
     def teacher_log_probs(self, batch: DataProto) -> DataProto:

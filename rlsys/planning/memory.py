@@ -276,9 +276,8 @@ def _actor(job: PlanInputs) -> DeviceRole:
         job,
         job.machine.actor,
         actor.shard,
-        recompute=policy.model.enable_gradient_checkpointing,
+        policy.model,
         entropy=actor.entropy_coeff != 0 or actor.calculate_entropy,
-        lora=_lora(policy.model),
         optim=actor.optim,
     )
     return DeviceRole(role, _leaving(actor.shard), tuple(stages))
@@ -296,13 +295,12 @@ def _reference(job: PlanInputs) -> Iterator[DeviceRole]:
     for name, model in models:
         facts = job.machine.actor
         own = facts if model is policy.model else plan_facts(model_facts(model.path)) or facts
-        yield DeviceRole(_role(job, own, settings, trained=False), leaves, ((name, False, scored),))
+        yield DeviceRole(_role(job, own, settings), leaves, ((name, False, scored),))
 
 
 def _critic(job: PlanInputs, plan: RolePlan) -> DeviceRole:
     critic, facts, sharing = job.cfg.critic, job.machine.critic or job.machine.actor, sequence_ranks(job.cfg.critic)
-    recompute, lora = critic.model.enable_gradient_checkpointing, _lora(critic.model)
-    role = _role(job, facts, critic.shard, head="value", recompute=recompute, lora=lora, optim=critic.optim)
+    role = _role(job, facts, critic.shard, critic.model, head="value", optim=critic.optim)
     values = ("values", False, _scored(job, plan, critic.scoring, sharing))
     return DeviceRole(role, _leaving(critic.shard), (values, ("update_critic", True, _trained(job, plan, sharing))))
 
@@ -340,25 +338,24 @@ def _role(
     job: PlanInputs,
     facts: Facts,
     settings: ShardConfig | MegatronRoleConfig,
+    trained: ModelConfig | None = None,
     *,
-    trained: bool = True,
     head: Head = "lm",
-    recompute: bool = False,
     entropy: bool = False,
-    lora: "LoraSettings | None" = None,
     optim: OptimConfig = OptimConfig(),  # noqa: B008
 ) -> ro.Role:
-    ranks = job.plan.pools.train_ranks
-    how = ro.Computing(width_of(settings.dtype, job.device), job.device, recompute and trained, entropy)
+    """`trained` is the model of a trained role; a frozen one has none."""
+    ranks, recompute = job.plan.pools.train_ranks, trained is not None and trained.enable_gradient_checkpointing
+    how, lora = ro.Computing(width_of(settings.dtype, job.device), job.device, recompute, entropy), _lora(trained)
     if isinstance(settings, MegatronRoleConfig):
         sizes, fused = ParallelSizes.from_config(settings), job.device == "cuda"
-        return ro.MegatronRole(facts, how, sizes, ranks, job.pp_rank, head, trained, fused, lora)
+        return ro.MegatronRole(facts, how, sizes, ranks, job.pp_rank, head, trained is not None, fused, lora)
     return ro.FsdpRole(
         fp.decoder_of(facts, head=head),
         how,
         ranks=min(settings.fsdp_size, ranks) if settings.fsdp_size > 0 else ranks,
         master=width_of(settings.model_dtype, job.device),
-        trained=trained,
+        trained=trained is not None,
         lm=head == "lm",
         on_host=settings.offload_policy and job.device == "cuda",
         lora_rank=lora.rank if lora is not None else 0,
@@ -374,10 +371,10 @@ def _leaving(settings: FSDPConfig | MegatronConfig) -> frozenset[str]:
     return frozenset([ro.PARAMETERS] * settings.param_offload + optimizer + grads)
 
 
-def _lora(model: ModelConfig) -> "LoraSettings | None":
+def _lora(trained: ModelConfig | None) -> "LoraSettings | None":
     """The adapters of a trained role; only with some does planning import torch."""
-    if not model.has_adapters:
+    if trained is None or not trained.has_adapters:
         return None
     from rlsys.models.lora import lora_settings
 
-    return lora_settings(model, seed=0)
+    return lora_settings(trained, seed=0)

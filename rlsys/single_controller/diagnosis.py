@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,8 +40,10 @@ class ProcessInfo:
 
 def here(address: str) -> ProcessInfo:
     """This process."""
-    pid, started_s = os.getpid(), psutil.Process().create_time()
-    return ProcessInfo(pid, started_s, socket.gethostname(), address, os.getpgrp() == pid, _output_files())
+    pid, process = os.getpid(), psutil.Process()
+    files = {file.fd: file.path for file in process.open_files()}
+    logs = tuple(dict.fromkeys(files[output] for output in (1, 2) if output in files))
+    return ProcessInfo(pid, process.create_time(), socket.gethostname(), address, os.getpgrp() == pid, logs)
 
 
 def dump_stacks_on_signal() -> None:
@@ -66,13 +69,11 @@ def kill_with_children(info: ProcessInfo) -> None:
     process = _find(info)
     if process is None and psutil.pid_exists(info.pid):
         return
-    try:
+    with suppress(ProcessLookupError, psutil.NoSuchProcess):
         if info.leads_group:
             os.killpg(info.pid, signal.SIGKILL)
         elif process is not None:
             process.kill()
-    except (ProcessLookupError, psutil.NoSuchProcess):
-        return
 
 
 def wait_gone(info: ProcessInfo, timeout_s: float) -> bool:
@@ -84,36 +85,28 @@ def wait_gone(info: ProcessInfo, timeout_s: float) -> bool:
 
 
 def _find(info: ProcessInfo) -> psutil.Process | None:
-    try:
+    with suppress(psutil.NoSuchProcess):
         process = psutil.Process(info.pid)
         return process if abs(process.create_time() - info.started_s) < SAME_START_S else None
-    except psutil.NoSuchProcess:
-        return None
+    return None
 
 
 def _state(info: ProcessInfo) -> str:
-    process = _find(info)
-    try:
-        return psutil.STATUS_ZOMBIE if process is None else process.status()
-    except psutil.NoSuchProcess:
-        return psutil.STATUS_ZOMBIE
+    with suppress(psutil.NoSuchProcess):
+        if (process := _find(info)) is not None:
+            return process.status()
+    return psutil.STATUS_ZOMBIE
 
 
-def _output_files() -> tuple[str, ...]:
-    paths = []
-    for descriptor in (1, 2):
-        link = Path(f"/proc/self/fd/{descriptor}")
-        if link.exists() and link.is_file():
-            paths.append(os.readlink(link))
-    return tuple(dict.fromkeys(paths))
+def _lines_from(path: Path, start: int) -> list[str]:
+    with path.open("rb") as file:
+        file.seek(start)
+        return file.read(65536).decode(errors="replace").splitlines()
 
 
 def _last_lines(path: Path, num_lines: int) -> list[str]:
     try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - TAIL_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
+        lines = _lines_from(path, max(0, path.stat().st_size - TAIL_BYTES))
     except OSError:
         return []
     return [line for line in lines if line.strip() and not line.startswith(":")][-num_lines:]
@@ -131,9 +124,7 @@ def _stack(info: ProcessInfo, timeout_s: float = 1.0, max_lines: int = 12) -> st
         while log.stat().st_size == before and time.monotonic() < end_s:
             time.sleep(0.02)
         time.sleep(0.02)
-        with log.open("rb") as file:
-            file.seek(before)
-            lines = file.read(65536).decode(errors="replace").splitlines()
+        lines = _lines_from(log, before)
     except OSError:
         return ""
     start = next((i for i, line in enumerate(lines) if line.startswith("Current thread")), 0)

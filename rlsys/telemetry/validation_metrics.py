@@ -43,9 +43,8 @@ def validation_metrics(
             if not numeric:
                 continue
             values = np.array([float(column[i]) for i in numeric])
-            metrics = _prompt_metrics(values, seed=seed)
-            if "pred" in infos:
-                metrics |= _majority(values, [infos["pred"][i] for i in numeric], seed=seed)
+            preds = [str(infos["pred"][i]) for i in numeric] if "pred" in infos else None
+            metrics = _prompt_metrics(values, preds, seed=seed)
             if variable == core[source] and len(values) > 1:  # of a single response it equals the mean
                 correct = int((values >= CORRECT_AT).sum())
                 metrics |= {f"pass@{k}": pass_at_k(len(values), correct, k) for k in (1, *_subset_sizes(len(values)))}
@@ -73,33 +72,28 @@ def _draws(num: int, size: int, seed: int) -> NDArray[np.int64]:
     return np.random.RandomState(seed).randint(0, num, size=(NUM_BOOTSTRAP, size))
 
 
-def _prompt_metrics(values: Floats, *, seed: int) -> dict[str, float]:
+def _prompt_metrics(values: Floats, preds: Sequence[str] | None, *, seed: int) -> dict[str, float]:
     num = len(values)
     metrics = {f"mean@{num}": float(values.mean())}
     if num > 1:
         metrics[f"std@{num}"] = float(values.std())
     for n in _subset_sizes(num):
-        drawn = values[_draws(num, n, seed)]
-        for name, picked in (("best", drawn.max(1)), ("worst", drawn.min(1))):
-            metrics |= {f"{name}@{n}/mean": float(picked.mean()), f"{name}@{n}/std": float(picked.std())}
+        draws = _draws(num, n, seed)
+        picked = {"best": values[draws].max(1), "worst": values[draws].min(1)}
+        if preds is not None:
+            picked["maj"] = values[_majority(draws, preds)]
+        for name, of_draw in picked.items():
+            metrics |= {f"{name}@{n}/mean": float(of_draw.mean()), f"{name}@{n}/std": float(of_draw.std())}
     return metrics
 
 
-def _majority(values: Floats, preds: Sequence[object], *, seed: int) -> dict[str, float]:
-    """Value of the most frequent prediction of a draw; a tie goes to the prediction drawn first."""
-    code_of: dict[str, int] = {}
-    codes = np.array([code_of.setdefault(str(p), len(code_of)) for p in preds])
-    metrics = {}
-    for n in _subset_sizes(len(values)):
-        draws = _draws(len(values), n, seed)
-        drawn = codes[draws]
-        rows = np.arange(NUM_BOOTSTRAP)[:, None]
-        counts = np.zeros((NUM_BOOTSTRAP, len(code_of)), dtype=np.int64)
-        np.add.at(counts, (rows, drawn), 1)
-        winner = counts[rows, drawn].argmax(1)
-        picked = values[draws[rows[:, 0], winner]]
-        metrics |= {f"maj@{n}/mean": float(picked.mean()), f"maj@{n}/std": float(picked.std())}
-    return metrics
+def _majority(draws: NDArray[np.int64], preds: Sequence[str]) -> NDArray[np.int64]:
+    """The response of each draw with its most frequent prediction; a tie goes to the prediction drawn first."""
+    names, codes = np.unique(np.array(preds, object), return_inverse=True)
+    rows = np.arange(len(draws))
+    counts = np.zeros((len(draws), len(names)), dtype=np.int64)
+    np.add.at(counts, (rows[:, None], codes[draws]), 1)
+    return draws[rows, counts[rows[:, None], codes[draws]].argmax(1)]
 
 
 def _named(by_metric: Mapping[tuple[str, str, str], list[float]], core: Mapping[str, str]) -> dict[str, float]:

@@ -126,7 +126,7 @@ class RayBackend(Backend):
         return [by_ref[ref] for ref in done]
 
     def probe(self, rank: int) -> Pending:
-        return self._describe(rank, "probe")
+        return self._ask(rank, "probe", "describe")
 
     def host(self, rank: int) -> str:
         return self._places[rank][0].host if rank in self._places else "a host not known yet"
@@ -173,12 +173,12 @@ class RayBackend(Backend):
     def _actor(self, rank: int) -> Any:
         return host_class(self._cls_with_init.cls).options(name=self.names[rank], **self._options[rank]).remote()
 
-    def _describe(self, rank: int, stage: str) -> Pending:
-        refs = self._actors[rank].describe.options(num_returns=2).remote()
+    def _ask(self, rank: int, stage: str, method: str, *args: object) -> Pending:
+        refs = getattr(self._actors[rank], method).options(num_returns=2).remote(*args)
         return Pending(self, self._role, rank, stage, refs)
 
     def _locate(self, ranks: Sequence[int], deadline_s: float | None = None) -> None:
-        asked = [self._describe(rank, START) for rank in ranks]
+        asked = [self._ask(rank, START, "describe") for rank in ranks]
         finish(asked, deadline_s=deadline_s)
         self._places |= {one.rank: self.value(one) for one in asked}
 
@@ -204,12 +204,9 @@ class RayBackend(Backend):
     def _build(self, ranks: Sequence[int], deadline_s: float | None = None) -> None:
         made = self._cls_with_init
         arguments = ray.put((made.cls, made.args, made.kwargs))
-        built = []
         for rank in ranks:
             self._actors[rank].set_environment.remote(self._environments[rank])
-            refs = self._actors[rank].build.options(num_returns=2).remote(arguments)
-            built.append(Pending(self, self._role, rank, START, refs))
-        finish(built, deadline_s=deadline_s)
+        finish([self._ask(rank, START, "build", arguments) for rank in ranks], deadline_s=deadline_s)
 
     def _lost_node(self, rank: int, wait_s: float) -> str:
         """What to report if the node of a rank is gone, which Ray may notice seconds after its processes are."""
