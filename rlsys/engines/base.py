@@ -4,7 +4,6 @@ B rows of this rank, b rows of a micro-batch, R response tokens.
 """
 
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -96,18 +95,12 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
         return {name: values.to(rows.device or "cpu") for name, values in results.items()}
 
     def forward_backward(
-        self,
-        batch: DataProto,
-        loss_fn: LossFn,
-        *,
-        outputs: Sequence[Output] = ("log_probs",),
-        temperature: float = 1.0,
+        self, batch: DataProto, loss_fn: LossFn, *, outputs: Sequence[Output] = ("log_probs",), temperature: float = 1.0
     ) -> dict[str, float]:
         """Add the gradients of the loss sum to those there; returns global means of the metrics and `loss`."""
         if self.optimizer is None:
             raise ValueError("this engine has no optimizer: it only computes")
         rows = batch.tensors
-        sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
         names, numbers = list[str](), list[float | Tensor]()
 
         def loss_of(pack: Pack, compute: Compute) -> Tensor:
@@ -126,10 +119,8 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
             counted = self._run(batch, self.training, loss_of, backward=True)
             wide = [torch.as_tensor(number, dtype=torch.float64, device=self.ranks.device) for number in numbers]
             values = torch.stack(wide).tolist() if wide else []
-            for name, total, count in zip(names, values[::2], values[1::2], strict=True):
-                sums[name][0] += total
-                sums[name][1] += count
-            sums |= {name: list(both) for name, both in counted.items()}
+            own = [{name: pair} for name, *pair in zip(names, values[::2], values[1::2], strict=True)]
+            sums = sum_over_ranks([*own, counted])
             totals = sum_over_ranks(gather_json(sums if self.ranks.reports_loss else {}, self.ranks.loss_group))
         self._count += totals["loss"][1] if "loss" in totals else 0.0
         return {name: value / count if count else 0.0 for name, (value, count) in totals.items()}

@@ -147,11 +147,8 @@ def gather_json(value: object, group: dist.ProcessGroup | None = None) -> list[A
 
 def sum_over_ranks(parts: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, tuple[float, float]]:
     """The ranks' (sum, count) by name, added up in the order of the ranks."""
-    names = sorted({name for part in parts for name in part})
-    return {
-        name: (sum(p[name][0] for p in parts if name in p), sum(p[name][1] for p in parts if name in p))
-        for name in names
-    }
+    held = {name: [part[name] for part in parts if name in part] for name in sorted(set().union(*parts))}
+    return {name: (sum(total for total, _ in pairs), sum(count for _, count in pairs)) for name, pairs in held.items()}
 
 
 def max_over_ranks(value: int) -> int:

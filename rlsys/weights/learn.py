@@ -165,10 +165,7 @@ class _Probe:
                 else:
                     digits.mul_(RADIX**power)
                     numbers[name] = numbers[name].add_(digits) if name in numbers else digits
-        return {
-            name: held if isinstance(held, str) else torch.where(absent[name], NONE, held)
-            for name, held in numbers.items()
-        }
+        return {n: held if isinstance(held, str) else torch.where(absent[n], NONE, held) for n, held in numbers.items()}
 
     def _clear(self) -> None:
         for tensor in self.local.values():

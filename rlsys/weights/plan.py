@@ -11,11 +11,12 @@ from functools import cached_property
 from math import prod
 
 import numpy as np
+from torch import Tensor
 
 from rlsys.types import Box, WeightLayout
 from rlsys.utils.errors import WeightTransferError
 from rlsys.weights import tables
-from rlsys.weights.layout import element_bytes, missing_boxes
+from rlsys.weights.layout import element_bytes, missing_boxes, view_of
 from rlsys.weights.tables import BoxTable, Ints, NameIds, ShardTable
 
 
@@ -45,6 +46,14 @@ class Copy:
     @property
     def num_bytes(self) -> int:
         return prod(self.shape) * element_bytes(self.dtype)
+
+    def source_view(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """The elements in the local tensors of the source rank."""
+        return view_of(tensors[self.source_local], self.source_start, self.shape)
+
+    def view(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """The elements in the local tensors of the destination rank."""
+        return view_of(tensors[self.local], self.local_start, self.shape)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from rlsys.types import Box, WeightLayout
 from rlsys.utils.errors import WeightTransferError
 from rlsys.weights.checksum import add_checksums, digest, prepared_checksums
 from rlsys.weights.engine_update import EngineUpdate
-from rlsys.weights.layout import dtype_of, view_of
+from rlsys.weights.layout import dtype_of
 from rlsys.weights.plan import Copy, Plan, full_shapes
 from rlsys.weights.verify import tiling
 
@@ -91,9 +91,7 @@ def split_plan(plan: Plan, sources: Sequence[WeightLayout]) -> RankPlans:
 
 def source_checksums(plan: RankPlan, tensors: Mapping[str, Tensor]) -> Checksums:
     """The checksums of a trainer rank, each of the values cast to the dtype in which they will arrive."""
-    return _checksums(
-        plan, [view_of(tensors[copy.source_local], copy.source_start, copy.shape) for copy in plan.copies]
-    )
+    return _checksums(plan, [copy.source_view(tensors) for copy in plan.copies])
 
 
 def _checksums(plan: RankPlan, values: Sequence[Tensor]) -> Checksums:
@@ -118,9 +116,8 @@ class PlanReceiver:
             raise WeightTransferError(f"this engine has not received weight version {version}")
         if sent is not None:
             if self.checksums is None:
-                tensors, copies = self.update.tensors(), self.plan.copies
-                views = [view_of(tensors[copy.local], copy.local_start, copy.shape) for copy in copies]
-                self.checksums = _checksums(self.plan, views)
+                tensors = self.update.tensors()
+                self.checksums = _checksums(self.plan, [copy.view(tensors) for copy in self.plan.copies])
             for copy, number, checksum in zip(self.plan.copies, self.plan.checksum_ids, self.checksums(), strict=True):
                 if checksum != int(sent[number]):
                     raise WeightTransferError(f"tensor '{copy.tensor}': the received values differ from the trainer's")

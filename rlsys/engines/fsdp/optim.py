@@ -66,11 +66,8 @@ class ShardedOptimizer(BaseOptimizer):
         self._grads = self._take_gradients()
         norms = torch.stack(torch._foreach_norm(self._grads)) if self._grads else torch.zeros(1)
         size = math.prod(dist.get_world_size(group) for group in self._groups[1:])
-        copies = [
-            1 if tensor_parallel_part(p)[0] is not None else size
-            for p in self._parameters.values()
-            if p.grad is not None
-        ]
+        trained = [p for p in self._parameters.values() if p.grad is not None]
+        copies = [1 if tensor_parallel_part(p)[0] is not None else size for p in trained]
         squares = (norms.double().square() / torch.tensor(copies or [1.0], device=norms.device)).sum()
         for group in self._groups:
             if dist.get_world_size(group) > 1:

@@ -108,10 +108,7 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
                 weights = {**base, **lora.adapter_weights(plan.settings, plan.shapes)}
             self.held.fill(weights)
             if optim is not None:
-                dtype = self._weight_dtype
-                self.optimizer = MegatronAdamW(
-                    self.chunks, optim, dtype=dtype, grad_clip=grad_clip, total_steps=total_steps
-                )
+                self.optimizer = MegatronAdamW(self.chunks, optim, grad_clip=grad_clip, total_steps=total_steps)
                 self._state().fill("master", weights)
         self._recorder: RouterReplay | None = None
         self._carried = base if model.path is not None else {}

@@ -5,6 +5,7 @@ Every data-parallel rank holds a range of each parameter's elements: their float
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -42,20 +43,13 @@ class MegatronAdamW(BaseOptimizer):
     """
 
     def __init__(
-        self,
-        chunks: Sequence[TokenGPT],
-        optim: OptimConfig,
-        *,
-        dtype: torch.dtype,
-        grad_clip: float = 1.0,
-        total_steps: int = -1,
+        self, chunks: Sequence[TokenGPT], optim: OptimConfig, *, grad_clip: float = 1.0, total_steps: int = -1
     ) -> None:
         super().__init__(optim, grad_clip=grad_clip, total_steps=total_steps)
         self.config = chunks[0].config
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
-        self.chunks: list[Any] = [
-            DistributedDataParallel(self.config, ddp, chunk, disable_bucketing=True) for chunk in chunks
-        ]
+        wrap = partial(DistributedDataParallel, self.config, ddp, disable_bucketing=True)
+        self.chunks: list[Any] = [wrap(chunk) for chunk in chunks]
         adam = OptimizerConfig(
             lr=optim.lr,
             weight_decay=optim.weight_decay,
@@ -63,8 +57,8 @@ class MegatronAdamW(BaseOptimizer):
             adam_beta2=optim.betas[1],
             adam_eps=optim.eps,
             clip_grad=grad_clip,
-            bf16=dtype == torch.bfloat16,
-            params_dtype=dtype,
+            bf16=self.config.bf16,
+            params_dtype=self.config.params_dtype,
             use_distributed_optimizer=True,
         )
         chained: Any = get_megatron_optimizer(adam, self.chunks, config_overrides={}, use_gloo_process_groups=False)

@@ -85,9 +85,7 @@ class ModelShards:
     @cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
         """Parameters by local name."""
-        return {
-            f"{number}.{name}": p for number, chunk in enumerate(self.chunks) for name, p in chunk.named_parameters()
-        }
+        return {f"{number}.{n}": p for number, chunk in enumerate(self.chunks) for n, p in chunk.named_parameters()}
 
     @cached_property
     def buffers(self) -> dict[str, Tensor]:

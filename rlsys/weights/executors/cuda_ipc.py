@@ -26,7 +26,7 @@ from rlsys.weights.batched_copy import BatchedCopy
 from rlsys.weights.executors.base import Executor, Layouts, RemainingTime
 from rlsys.weights.executors.nccl import Message, form_group, messages_of, wait_for_peers
 from rlsys.weights.executors.relay import RelayRank, plan_relays, synchronize
-from rlsys.weights.layout import check_complete, device_of, element_bytes, view_of
+from rlsys.weights.layout import check_complete, device_of, element_bytes
 from rlsys.weights.plan import Copy, make_plan
 from rlsys.weights.rank_plan import Checksums, PlanReceiver, RankPlan, RankPlans, source_checksums, split_plan
 from rlsys.weights.shared_memory import SharedMemory, TensorHandle, pack_tensors, unpack_tensors
@@ -173,7 +173,7 @@ class Snapshot:
     @torch.no_grad()
     def write(self, plan: RankPlan, tensors: Mapping[str, Tensor]) -> None:
         for box, copy in zip(self.tensors.values(), plan.copies, strict=True):
-            box.copy_(view_of(tensors[copy.source_local], copy.source_start, copy.shape))
+            box.copy_(copy.source_view(tensors))
 
     def close(self) -> None:
         self.tensors = {}
@@ -286,16 +286,11 @@ class IpcImporter(PlanReceiver):
             if rank not in self._imported:
                 names = {copy.source_local for copies in self.rounds for copy in copies if copy.source_rank == rank}
                 self._imported[rank] = ImportedTensors(handle, names, device=self.device)
-        pairs = [
-            [
-                (
-                    view_of(tensors[copy.local], copy.local_start, copy.shape),
-                    view_of(self._imported[copy.source_rank].tensors[copy.source_local], copy.source_start, copy.shape),
-                )
-                for copy in copies
-            ]
+        given = {rank: memory.tensors for rank, memory in self._imported.items()}
+        pairs = (
+            [(copy.view(tensors), copy.source_view(given[copy.source_rank])) for copy in copies]
             for copies in self.rounds
-        ]
+        )
         self.copies, self._addresses = [*map(BatchedCopy, pairs)], addresses
 
     def _unmap(self, ranks: Collection[int]) -> None:

@@ -75,7 +75,7 @@ class DiskWriter:
         with self.spec.mapped(staging) as tensors:
             for copy in self.spec.writes:
                 target = view_of(tensors[copy.tensor], copy.start, copy.shape)
-                target.copy_(view_of(local[copy.source_local], copy.source_start, copy.shape))
+                target.copy_(copy.source_view(local))
                 part = box_checksum(target, copy.start, tensors[copy.tensor].shape)
                 checksums[copy.tensor] = checksums.get(copy.tensor, 0) + part
                 del target

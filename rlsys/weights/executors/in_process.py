@@ -5,7 +5,6 @@ Where this rank holds the whole model, tensors are copied by plan; otherwise the
 """
 
 import time
-from collections.abc import Mapping
 
 import torch
 
@@ -16,7 +15,7 @@ from rlsys.weights.checksum import box_checksums, digest
 from rlsys.weights.engine_update import EngineUpdate
 from rlsys.weights.executors.base import Executor, Layouts, RemainingTime, wait_all
 from rlsys.weights.fp8 import Fp8Weights, float8_shapes
-from rlsys.weights.layout import dtype_of, missing_boxes, view_of
+from rlsys.weights.layout import dtype_of, missing_boxes
 from rlsys.weights.plan import make_plan, resolve_names, source_dtypes
 from rlsys.weights.verify import layout_checksums, merge_rank_checksums
 
@@ -42,12 +41,16 @@ def reshard_local(
     if is_whole:
         given = trained.local_tensors()
         for copy in make_plan([source], [layout]).copies:
-            values = view_of(given[copy.source_local], copy.source_start, copy.shape)
-            view_of(tensors[copy.local], copy.local_start, copy.shape).copy_(values)
+            copy.view(tensors).copy_(copy.source_view(given))
         sent = merge_rank_checksums([layout_checksums(source, given, dtypes)], source.full_shapes)
         tensors = update.tensors()
     else:
-        sent = _load_gathered(trained, rollout, dtypes, bucket_bytes)
+        sent = dict[str, int]()  # checksums of what the engine's own loader is given, as cast
+        for bucket in trained.weights(bucket_bytes):
+            wanted = [(name, tensor.to(dtype_of(dtypes[name]))) for name, tensor in bucket if name in dtypes]
+            rollout.load(wanted)
+            checksums = box_checksums((tensor, (0,) * tensor.ndim, tensor.shape) for _, tensor in wanted)
+            sent |= zip([name for name, _ in wanted], checksums, strict=True)
         layout, tensors = rollout.weight_layout(), rollout.local_tensors()
     held = {shard.box.tensor: layout.full_shapes[shard.box.tensor] for shard in layout.shards}
     for name, checksum in merge_rank_checksums([layout_checksums(layout, tensors)], held).items():
@@ -60,20 +63,6 @@ def reshard_local(
         rollout.finish_update(version)
     seconds = time.monotonic() - started_s
     return TransferReport(version, num_bytes, seconds, digest({name: sent[name] for name in dtypes}))
-
-
-@torch.no_grad()
-def _load_gathered(
-    engine: TrainEngine | Fp8Weights, rollout: RolloutEngine, dtypes: Mapping[str, str], bucket_bytes: int
-) -> dict[str, int]:
-    """Load gathered tensors through the engine's own loader; returns their checksums, as cast."""
-    sent: dict[str, int] = {}
-    for bucket in engine.weights(bucket_bytes):
-        wanted = [(name, tensor.to(dtype_of(dtypes[name]))) for name, tensor in bucket if name in dtypes]
-        rollout.load(wanted)
-        checksums = box_checksums((tensor, (0,) * tensor.ndim, tensor.shape) for _, tensor in wanted)
-        sent |= zip([name for name, _ in wanted], checksums, strict=True)
-    return sent
 
 
 class LocalExecutor(Executor):

@@ -19,7 +19,7 @@ from rlsys.interfaces import RolloutEngine, TrainEngine
 from rlsys.ipc.process_group import LOOPBACK, PeerLostError, ProcessGroup, Rendezvous
 from rlsys.utils.boxes import buckets
 from rlsys.weights.executors.base import Executor, Layouts, RankFuture, RemainingTime, WeightGroup
-from rlsys.weights.layout import device_of, dtype_of, view_of
+from rlsys.weights.layout import device_of, dtype_of
 from rlsys.weights.plan import Copy, make_plan
 from rlsys.weights.rank_plan import PlanReceiver, RankPlan, RankPlans, source_checksums, split_plan
 
@@ -62,10 +62,8 @@ def _messages(copies: Sequence[Copy], limit_bytes: int) -> Iterator[tuple[Copy, 
 
 def messages_of(rounds: Sequence[Round], rank: int, side: int) -> tuple[tuple[Message, ...], ...]:
     """The messages of each round that a rank sends (side 0) or receives (side 1)."""
-    return tuple(
-        tuple((link[1 - side], copies) for link, copies in messages.items() if link[side] == rank)
-        for messages in rounds
-    )
+    own = ([(link[1 - side], copies) for link, copies in each.items() if link[side] == rank] for each in rounds)
+    return tuple(map(tuple, own))
 
 
 def _split(copy: Copy, limit_bytes: int) -> Iterator[Copy]:
@@ -178,7 +176,7 @@ class NcclReceiver(PlanReceiver, GroupMember):
             for number in range(len(self.receives)):
                 self.exchange(number, {})
                 for copy, values in self.received_in(number):
-                    view_of(tensors[copy.local], copy.local_start, copy.shape).copy_(values)
+                    copy.view(tensors).copy_(values)
             self._slots = []
         self.received = version
         return sum(copy.num_bytes for copy in self.plan.copies)
@@ -187,12 +185,12 @@ class NcclReceiver(PlanReceiver, GroupMember):
 def pack(copies: Sequence[Copy], tensors: Mapping[str, Tensor], device: torch.device) -> Tensor:
     """The message of some copies out of a rank's tensors, as bytes."""
     if len(copies) == 1:
-        only = view_of(tensors[copies[0].source_local], copies[0].source_start, copies[0].shape)
+        only = copies[0].source_view(tensors)
         if only.is_contiguous() and only.dtype == dtype_of(copies[0].dtype):
             return only.detach().reshape(-1).view(torch.uint8)
     buffer = torch.empty(packed_bytes(copies), dtype=torch.uint8, device=device)
     for view, copy in zip(unpacked(buffer, copies), copies, strict=True):
-        view.copy_(view_of(tensors[copy.source_local], copy.source_start, copy.shape))
+        view.copy_(copy.source_view(tensors))
     return buffer
 
 
