@@ -200,10 +200,13 @@ class DecodeLoop:
         cache, rows = self.cache, self.rows
         if cache.column == cache.window.num_columns:
             self._relayout(cache.window.num_rows, front=0, back=min(int(rows.tensors["num_left"].max()), COLUMN_STEP))
-        live, read = slice(0, rows.count), slice(0, cache.column + 1)
+        firsts = rows.tensors["starts"].tolist() if self.device.type == "cpu" else [0]
+        live, read = slice(0, rows.count), slice(min(firsts), cache.column + 1)
         seen = cache.look(live, read, slice(cache.column, cache.column + 1))
         ids, positions = rows.tensors["last_tokens"], rows.tensors["positions"] + rows.tensors["shifts"]
-        given = {"input_ids": ids[:, None], "position_ids": positions[:, None]}
+        given: dict[str, object] = {"input_ids": ids[:, None], "position_ids": positions[:, None]}
+        if sum(firsts) > (read.start + COLUMN_STEP) * rows.count:
+            given["first_columns"] = [first - read.start for first in firsts]
         logits = next_logits(self.model, 1, rows.mask[live, :, :, read], seen, **given)
         cache.column += 1
         if self.engine.routes is not None:

@@ -4,6 +4,8 @@ Every row's tokens end at the same column, so one step writes one column of ever
 and rows come and go by copying single rows. Letters: N rows, H key-value heads, C columns, D head size.
 """
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -119,16 +121,18 @@ def grouped_attention(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
+    first_columns: Sequence[int] = (),
     **kwargs: object,
 ) -> tuple[Tensor, None]:
     """Scaled dot-product attention that never repeats keys and values for grouped queries.
 
     The signature is the one that transformers calls. The queries of one group are laid behind one another, so that they
-    share one product with their keys; only for prompts on CPU torch's own grouping is faster.
+    share one product with their keys; only for prompts on CPU torch's own grouping is faster. With `first_columns` (N)
+    each row's product begins there.
     """
     num_rows, num_heads, num_queries, size = query.shape
     groups = num_heads // key.shape[1]
-    if groups == 1 or attention_mask is None or (num_queries > 1 and query.device.type == "cpu"):
+    if attention_mask is None or (num_queries > 1 and (groups == 1 or query.device.type == "cpu")):
         causal = attention_mask is None and num_queries > 1
         out = scaled_dot_product_attention(
             query, key, value, attn_mask=attention_mask, is_causal=causal, scale=scaling, enable_gqa=groups > 1
@@ -136,7 +140,12 @@ def grouped_attention(
         return out.transpose(1, 2).contiguous(), None
     mask = attention_mask.repeat(1, 1, groups, 1) if num_queries > 1 else attention_mask
     stacked = query.reshape(num_rows, key.shape[1], groups * num_queries, size)
-    out = scaled_dot_product_attention(stacked, key, value, attn_mask=mask, scale=scaling)
+    attend = partial(scaled_dot_product_attention, scale=scaling)
+    if first_columns:
+        rows = [(slice(row, row + 1), slice(first, None)) for row, first in enumerate(first_columns)]
+        out = torch.cat([attend(stacked[n], key[n, :, c], value[n, :, c], mask[n, ..., c]) for n, c in rows])
+    else:
+        out = attend(stacked, key, value, mask)
     return out.reshape(num_rows, num_heads, num_queries, value.shape[3]).transpose(1, 2).contiguous(), None
 
 

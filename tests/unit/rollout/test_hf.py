@@ -214,3 +214,15 @@ def test_a_step_that_never_ends_does_not_hold_up_an_exchange_and_fails_an_update
     deltas = engine.exchange(wait_s=scaled_s(10))
     assert {version for delta in deltas for version in delta.versions} <= {0, 1}
     engine.close()
+
+
+@pytest.mark.parametrize("num_key_value_heads", [2, 4])
+def test_short_rows_beside_a_long_one_are_what_they_are_alone(num_key_value_heads: int) -> None:
+    model = model_of(LlamaConfig(**SIZES | {"num_key_value_heads": num_key_value_heads}))
+    long = replace(requests_of(1)[0], input_ids=tuple(3 + n % 70 for n in range(1500)))
+    requests = [long, *requests_of(6, longest=5)[1:]]
+    alone = [HFRollout(model, GenerationConfig()).generate([one])[0] for one in requests]
+    together = HFRollout(model, GenerationConfig()).generate(requests)
+    assert tokens_of(together) == tokens_of(alone)
+    for one, other in zip(together, alone, strict=True):
+        assert one.output_logprobs == pytest.approx(other.output_logprobs, abs=1e-5)
