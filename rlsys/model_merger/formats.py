@@ -35,7 +35,7 @@ class SplitLayout(ParallelSizes):
         of their own, and nothing but what tensor-parallel ranks share is stored twice."""
         for pp, tp in product(range(self.pp), range(self.tp)):
             yield f"tp_{tp:03d}_pp_{pp:03d}.safetensors", RankPlace(self, pp_rank=pp, tp_rank=tp)
-        if family.expert:
+        if family.sparse:
             for pp, ep, etp in product(range(self.pp), range(self.ep), range(self.etp)):
                 place = RankPlace(self, pp_rank=pp, ep_rank=ep, etp_rank=etp)
                 yield f"experts_ep_{ep:03d}_etp_{etp:03d}_pp_{pp:03d}.safetensors", place

@@ -1,6 +1,7 @@
-"""FP8 checkpoints as DeepSeek-V3 was published: float8 weights, and a float32 scale for every block of 128 x 128.
+"""Quantised checkpoints, read as bfloat16, box by box.
 
-They are read as bfloat16, box by box. Arithmetic: an element times the scale of its block in float32, rounded once.
+FP8 as DeepSeek-V3 was published: float8 weights, and a float32 scale for every block of 128 x 128; an element times the
+scale of its block in float32, rounded once. MXFP4 as gpt-oss was: see `PackedExperts`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from rlsys.config.engines import FLOAT8_BLOCKS, float8_block
 from rlsys.config.schema.rollout import GenerationConfig
@@ -19,6 +21,8 @@ from rlsys.utils.errors import CheckpointError
 SCALE = "_scale_inv"
 """What the name of a weight's scales ends with."""
 FP8, FP8_NAME, BLOCK = torch.float8_e4m3fn, "float8_e4m3fn", FLOAT8_BLOCKS[0]
+BLOCKS = "_blocks"
+"""What the name of an MXFP4 weight's elements ends with, and `_scales` that of its scales."""
 SMALLEST, LARGEST = 1e-4, torch.finfo(FP8).max
 """Of magnitudes: of a block of zeros, and of an element."""
 
@@ -63,12 +67,37 @@ class BlockScaledTensor:
         return (self.elements.read(start, shape).float() * scales).to(torch.bfloat16)
 
 
+@dataclass(frozen=True)
+class PackedExperts:
+    """MXFP4 `blocks` (E, N, G, 16) of two elements a byte, with one of `scales` (E, N, G) for each block, as a bfloat16
+    tensor (E, 32 G, N) of which boxes are read."""
+
+    blocks: StoredTensor
+    scales: StoredTensor
+    dtype: str = "BF16"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        experts, columns, groups = self.scales.shape
+        return experts, 32 * groups, columns
+
+    def read(self, start: Sequence[int], shape: Sequence[int]) -> Tensor:
+        first, skipped = divmod(start[1], 32)
+        at, size = (start[0], start[2], first), (shape[0], shape[2], -(-(skipped + shape[1]) // 32))
+        packed = self.blocks.read((*at, 0), (*size, 16)), self.scales.read(at, size)
+        return convert_moe_packed_tensors(*packed, rows_per_chunk=2**20)[:, skipped : skipped + shape[1]]
+
+
 def unscaled(tensors: Mapping[str, StoredTensor], hf_config: HFConfig) -> dict[str, StoredTensor]:
-    """The tensors of a checkpoint with its config.json, FP8 weights with their scales as bfloat16 tensors.
+    """The tensors of a checkpoint with its config.json, quantised weights with their scales as bfloat16 tensors.
 
     CheckpointError for scales without a weight, or not of its blocks.
     """
     plain = {name: tensor for name, tensor in tensors.items() if not name.endswith(SCALE)}
+    for name in (name.removesuffix(BLOCKS) for name in tensors if name.endswith(BLOCKS)):
+        if (scales := f"{name}_scales") not in plain:
+            raise CheckpointError(f"{name}{BLOCKS} is there without {scales}")
+        plain[name] = PackedExperts(plain.pop(name + BLOCKS), plain.pop(scales))
     block = tuple((hf_config.get("quantization_config") or {}).get("weight_block_size") or (BLOCK, BLOCK))
     for name in (name for name in tensors if name.endswith(SCALE)):
         weight = name.removesuffix(SCALE)
@@ -85,13 +114,13 @@ def unscaled(tensors: Mapping[str, StoredTensor], hf_config: HFConfig) -> dict[s
 def check_blocks(quantised: Mapping[str, object], path: str | Path) -> None:
     """CheckpointError for a quantization_config of other weights than these, which are not read."""
     method, is_dynamic = quantised.get("quant_method"), quantised.get("activation_scheme", "dynamic") == "dynamic"
-    if not (method == "fp8" and quantised.get("weight_block_size") and is_dynamic):
-        why = "only fp8 with a scale for each block of weights is read; take a bfloat16 checkpoint of the model"
+    if method != "mxfp4" and not (method == "fp8" and quantised.get("weight_block_size") and is_dynamic):
+        why = "only mxfp4 and fp8 with a scale for each block are read; take a bfloat16 checkpoint of the model"
         raise CheckpointError(f"{path} is quantised ({method}): {why}")
 
 
 def without_fp8(hf_config: HFConfig, path: str | Path) -> dict[str, object]:
-    """The config.json of the bfloat16 model that an FP8 checkpoint is read as; CheckpointError as of `check_blocks`."""
+    """The config.json of the bfloat16 model that a quantised one is read as; CheckpointError as of `check_blocks`."""
     if quantised := hf_config.get("quantization_config"):
         check_blocks(quantised, path)
     return {name: value for name, value in hf_config.items() if name != "quantization_config"}

@@ -107,7 +107,8 @@ def _decoder(config: str, head: Head) -> Decoder:
     for name, shape in shapes.items():
         key = name.split(".")[2] if name.startswith(LAYER) else ""
         layers[key] = layers.get(key, 0) + prod(shape)
-    matrices = [(name, shape) for name, shape in shapes.items() if name.startswith(LAYER) and len(shape) == 2]
+    inner = [(name, shape) for name, shape in shapes.items() if name.startswith(LAYER) and not name.endswith("bias")]
+    matrices = [(name, shape) for name, shape in inner if len(shape) > 1]
     encoder = encoder_of(hf_config)
     outer = layers.pop("") + encoder.outer
     layers |= {f"image {number}": encoder.layer for number in range(encoder.num_layers)}
@@ -139,7 +140,7 @@ def _decoder(config: str, head: Head) -> Decoder:
         attended=sizes["layers"] * 2 * (kv if latent else q),
         cached=sizes["layers"] * (latent + hf_config["qk_rope_head_dim"] if latent else 2 * kv),
         cache_heads=1 if latent else sizes["groups"],
-        adaptable=sum(sum(shape) for _, shape in matrices) + encoder.adaptable,
+        adaptable=sum(sum(shape) for _, shape in matrices if len(shape) == 2) + encoder.adaptable,
         encoder=encoder,
     )
 

@@ -15,12 +15,13 @@ if TYPE_CHECKING:
 
 
 def plan_facts(hf_config: HFConfig, *, freeze_vision_tower: bool = False) -> HFConfig:
-    """What is planned by: a config.json, or of a vision-language model its decoder's with the sizes of the encoder.
+    """What is planned by: a config.json, quantised weights being read as bfloat16, or of a vision-language model its
+    decoder's with the sizes of the encoder.
 
     Itself where transformers cannot read it or there is no table of the decoder, which planning then says.
     """
     if hf_config.get("model_type") not in (*GRIDS, *TILES):
-        return hf_config
+        return {key: value for key, value in hf_config.items() if key != "quantization_config"}
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 

@@ -152,7 +152,7 @@ def test_interleaved_stages(model: str, world: int, case: Case) -> None:
 @pytest.mark.parametrize(
     ("model", "world", "case"),
     [
-        pytest.param(*entry, id=f"{entry[0]}-{entry[1]}ranks-{entry[2]}", marks=[pytest.mark.slow] * (number > 5))
+        pytest.param(*entry, id=f"{entry[0]}-{entry[1]}ranks-{entry[2]}", marks=[pytest.mark.slow] * (number > 7))
         for number, entry in enumerate(EXPERT_CASES)
     ],
 )

@@ -309,16 +309,21 @@ CASES = {"fsdp": FSDP_CASES, "megatron": MEGATRON_CASES}
 EP2, BY_GATHERING = ParallelSizes(ep=2), (("moe_token_dispatcher_type", "allgather"),)
 CP2_EP2 = ParallelSizes(cp=2, ep=2)
 TP2_EP2 = ParallelSizes(tp=2, ep=2, etp=1, sequence_parallel=True)
+TP2_WHOLE_EXPERTS = ParallelSizes(tp=2, etp=1, sequence_parallel=True)
 EXPERT_CASES = [
     ("qwen3-moe", 2, Case(rows=3, megatron=EP2)),
     ("qwen3-moe", 2, Case(rows=3, megatron=EP2, overrides=BY_GATHERING)),
     ("deepseek-v3", 2, Case(rows=3, megatron=TP2_EP2)),
+    ("gpt-oss", 2, Case(rows=3, megatron=TP2_EP2)),
+    ("gpt-oss", 2, Case(max_tokens=15, megatron=CP2_EP2, gradient_checkpointing=True)),
     ("deepseek-v3", 2, Case(rows=3, megatron=CP2_EP2)),
     ("qwen3-moe", 2, Case(max_tokens=15, megatron=CP2_EP2, overrides=BY_GATHERING)),
     ("mixtral", 2, Case(max_tokens=15, megatron=EP2, gradient_checkpointing=True)),
     ("qwen3-moe", 2, Case(rows=3, megatron=TP2_EP2)),
     ("qwen3-moe", 2, Case(rows=3, megatron=TP2_SP)),
+    ("gpt-oss", 2, Case(rows=3, megatron=TP2_WHOLE_EXPERTS)),
     ("qwen3-moe", 4, Case(rows=3, megatron=ParallelSizes(pp=2, ep=2))),
+    ("gpt-oss", 4, Case(rows=3, megatron=ParallelSizes(pp=2, ep=2))),
     ("qwen3-moe", 4, Case(rows=3, megatron=ParallelSizes(tp=2, ep=2, sequence_parallel=True))),
     ("qwen3-moe", 4, Case(rows=1, megatron=TP2_EP2, overrides=BY_GATHERING)),
     ("deepseek-v3", 2, Case(rows=1, megatron=ParallelSizes(pp=2))),

@@ -5,12 +5,13 @@ import os
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
 
 from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.rollout.base import EngineContext
@@ -19,6 +20,7 @@ from rlsys.rollout.engine_weights import EngineWeights
 from rlsys.rollout.hf_files import hf_tensors
 from rlsys.rollout.partial import PartialResponse
 from rlsys.types import ModelRequest, ResponseDelta, SamplingParams
+from rlsys.utils.errors import ConfigError
 from tests.contracts.rollout_engine import prompt_batch
 from tests.e2e.conftest import Toy, with_model
 from tests.ranks import run_ranks
@@ -61,6 +63,25 @@ def sparse(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Toy:
     )
 
 
+@pytest.fixture(scope="module")
+def oss(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Toy:
+    """The same sizes of gpt-oss, with a window in every other layer."""
+    return with_model(
+        toy,
+        tmp_path_factory.mktemp("oss"),
+        GptOssConfig,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=64,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=24,
+    )
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("training", [FSDP, MEGATRON], ids=["fsdp", "megatron"])
 @pytest.mark.parametrize("engine", ENGINES)
@@ -74,6 +95,29 @@ def test_experts_are_trained_and_served(engine: str, training: tuple[str, ...], 
         f"reward.custom_reward_function.path={sparse.grader}",
     )
     check(argv, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("training", [FSDP, MEGATRON], ids=["fsdp", "megatron"])
+def test_gpt_oss_is_trained_and_served(training: tuple[str, ...], oss: Toy, tmp_path: Path) -> None:
+    more = ("trainer.n_gpus_per_node=2", "ray_kwargs.ray_init.num_cpus=2", "trainer.device=cpu")
+    served = (f"{ROLLOUT}.max_model_len=24", f"{ROLLOUT}.validate_weight=true")
+    check(
+        oss.overrides(tmp_path, *training, *more, *served, f"reward.custom_reward_function.path={oss.grader}"), tmp_path
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("strategy", ["fsdp", "megatron"])
+def test_vllm_on_a_gpu_takes_the_stacks_of_gpt_oss(strategy: str, oss: Toy, tmp_path: Path) -> None:
+    argv = oss.overrides(
+        tmp_path,
+        *(f"actor_rollout_ref.actor.strategy={strategy}", f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.validate_weight=true"),
+        *(f"{ROLLOUT}.parity.freq=1", f"{ROLLOUT}.parity.policy=stop", f"{ROLLOUT}.gpu_memory_utilization=0.3"),
+        *("actor_rollout_ref.actor.optim.lr=1e-2", f"reward.custom_reward_function.path={oss.grader}"),
+    )
+    assert main(argv) == 0
 
 
 @pytest.mark.gpu
@@ -124,7 +168,7 @@ def learned_from_vllm(path: Path, tp: int, dp: int, ep: int) -> list[tuple[str, 
     layout = weights.layout(rank=dist.get_rank(), host="")
     assert not layout.loader
     boxes = [shard.box for shard in layout.shards if "layers.0." in shard.box.tensor]
-    return sorted((box.tensor, box.shape) for box in boxes if "gate_proj" in box.tensor or "q_proj" in box.tensor)
+    return sorted((box.tensor, box.shape) for box in boxes if "gate_" in box.tensor or "q_proj.w" in box.tensor)
 
 
 @pytest.mark.slow
@@ -138,6 +182,24 @@ def test_ranks_of_vllm_hold_whole_experts_or_parts_of_all(sparse: Toy) -> None:
     assert whole == [[*((name, (32, 64)) for name in held), half] for held in (gates[:2], gates[2:])]
     assert parts == [[*((name, (16, 64)) for name in gates), half]] * 2
     assert copies == [[*((name, (32, 64)) for name in held), both] for held in (gates[:2], gates[2:])]
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
+@pytest.mark.parametrize(("ep", "shape", "bias"), [(2, (2, 64, 128), (2, 128)), (1, (4, 64, 64), (4, 64))])
+def test_ranks_of_vllm_hold_parts_of_the_stacks_of_gpt_oss(ep: int, shape: Any, bias: Any, oss: Toy) -> None:
+    stack, half = "model.layers.0.mlp.experts.gate_up_proj", ("model.layers.0.self_attn.q_proj.weight", (64, 64))
+    assert run_ranks(2, learned_from_vllm, oss.model, 2, 1, ep) == [[(stack, shape), (f"{stack}_bias", bias), half]] * 2
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
+def test_vllm_that_would_load_gpt_oss_again_on_a_cpu_is_refused(oss: Toy) -> None:
+    from rlsys.rollout.vllm.engine_args import engine_arguments
+
+    with pytest.raises(ConfigError, match=r"the experts of gpt_oss once only: set rollout.name=hf"):
+        engine_arguments(oss.model, GenerationConfig(), EngineContext(load_format="dummy"))
 
 
 def served_together(folders: list[Path], tp: int) -> list[float]:

@@ -224,6 +224,7 @@ SHARED = {
     "recomputed": Shared(SMALL, 0.02, 0.1, recompute=True),
     "sparse": Shared({**SPARSE, **VOCABULARY}, 0.02, 0.2, ep=2),
     "latent": Shared(MODELS["deepseek-v3"], 0.02, 0.1),
+    "sinks": Shared(MODELS["gpt-oss"], 0.02, 0.1, ep=2),
     "float32": Shared(SMALL, 2e-3, 0.01, dtype="float32"),
     "fp8": Shared(SMALL, 0.1, 0.4, fp8="hybrid"),
 }
@@ -272,7 +273,9 @@ def test_shared_sequences_have_the_numbers_of_one_gpu(name: str) -> None:
     assert shared["metrics"]["row_length"] == alone["metrics"]["row_length"]
 
 
-@pytest.mark.parametrize(("name", "head"), [("qwen2-tied", "lm"), ("llama-untied", "scalar"), ("deepseek-v3", "lm")])
+@pytest.mark.parametrize(
+    ("name", "head"), [("qwen2-tied", "lm"), ("llama-untied", "scalar"), ("deepseek-v3", "lm"), ("gpt-oss", "lm")]
+)
 def test_loss_and_gradients_are_near_the_float64_reference(name: str, head: str) -> None:
     outputs, loss, gradients = reference(name, head)
     (rank,) = run_ranks(1, one_step, megatron, name, head, Case(rows=3), backend=BACKEND)

@@ -1,6 +1,6 @@
 """The tables and readers that families share: attention, gated MLPs, experts, and what config.json says of them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -49,6 +49,8 @@ def expert_rules(path: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
     )
 
 
+SCALED_ROPE = ("llama3", "yarn")
+"""Rotary scalings that are computed by transformers' functions."""
 EXPERT = expert_rules("mlp.experts", "gate_proj", "up_proj", "down_proj")
 ONLY: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
@@ -117,6 +119,7 @@ def expert_dims(hf_config: HFConfig, *, expert_ffn: str = "moe_intermediate_size
         "shared_ffn": hf_config[expert_ffn] * (hf_config.get("n_shared_experts") or 0),
         "mtp_layers": hf_config.get("num_nextn_predict_layers") or hf_config.get("num_mtp_layers") or 0,
         "two_hidden": 2 * hf_config["hidden_size"],
+        "gate_up": 2 * hf_config[expert_ffn],
     }
 
 
@@ -145,8 +148,8 @@ def rope_of(hf_config: HFConfig) -> Settings:
     return merged
 
 
-def rope_args(hf_config: HFConfig) -> Settings:
-    """GPTModel's rotary arguments; ConfigError for a scaling that Megatron does not compute."""
+def rope_args(hf_config: HFConfig, *, scaled: Sequence[str] = SCALED_ROPE) -> Settings:
+    """GPTModel's rotary arguments; ConfigError for a scaling that is not computed."""
     rope = rope_of(hf_config)
     kind = rope["rope_type"]
     args: Settings = {
@@ -154,16 +157,12 @@ def rope_args(hf_config: HFConfig) -> Settings:
         "rotary_base": rope["rope_theta"],
         "rotary_percent": rope.get("partial_rotary_factor") or hf_config.get("partial_rotary_factor") or 1.0,
     }
-    if kind == "default":
+    if kind == "default" or (kind in scaled and args["rotary_percent"] == 1.0 and "mrope_section" not in rope):
         return args
     if kind == "linear":
         return {**args, "seq_len_interpolation_factor": float(rope["factor"])}
-    fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    if kind == "llama3" and all(rope.get(key) == value for key, value in fixed.items()):
-        return {**args, "rope_scaling": True, "rope_scaling_factor": float(rope["factor"])}
-    raise ConfigError(
-        f"Megatron does not compute this rotary scaling: {rope}; known are default, linear and llama3 with {fixed}"
-    )
+    known = ", ".join(["default", "linear", *(f"{name} of whole heads" for name in scaled)])
+    raise ConfigError(f"Megatron does not compute this rotary scaling: {rope}; known are {known}; set strategy=fsdp")
 
 
 def windows(hf_config: HFConfig) -> Settings:

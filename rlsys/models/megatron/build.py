@@ -26,7 +26,7 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from rlsys.models.megatron.family import Family, Head
 from rlsys.models.megatron.image_tower import ImagePacking, ImageTower
 from rlsys.models.megatron.parallel import ParallelSizes
-from rlsys.models.megatron.spec import HAS_TRANSFORMER_ENGINE, add_blocks, block_spec, mend_latent_attention
+from rlsys.models.megatron.spec import HAS_TRANSFORMER_ENGINE, add_blocks, block_spec, hf_rope, mend_latent_attention
 from rlsys.models.packing import TokenRows
 from rlsys.models.token_model import token_numbers
 from rlsys.models.vision import feature_numbers
@@ -48,6 +48,8 @@ def transformer_config(
             "fp8_param: weights are kept in bfloat16, which is what is pushed and saved: remove fp8_param"
         )
     own = family.transformer_config(hf_config)
+    if scaled := hf_rope(family, hf_config):
+        own["softmax_scale"] = scaled[1] ** 2 * own["kv_channels"] ** -0.5
     moe = own.get("num_moe_experts") is not None
     if (moe or family.mla) and sizes.tp > 1 and not sizes.sequence_parallel:
         what = "latent attention" if family.mla else "experts"

@@ -40,7 +40,6 @@ TIED_OUTPUT = Rule("output_layer.weight", padded_rows, ("embed_tokens.weight [vo
 SCORE = Rule("output_layer.weight", whole, ("score.weight [1, hidden]",))
 SCORE_BIAS = Rule("output_layer.bias", whole, ("score.bias [1]",))
 WITHOUT_TABLE = {
-    "gpt_oss": " (its experts' gate and up columns are interleaved, which no parameter of Megatron is)",
     "qwen3_next": " (Megatron-Core 0.16 has gated delta layers for rows that are not packed only)",
     "qwen3_5": " (Megatron-Core 0.16 has gated delta layers for rows that are not packed only)",
 }
@@ -50,8 +49,8 @@ VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 
 @dataclass(frozen=True)
 class Family:
-    """One family: rules of every `layer`, of the ones with `dense` or `sparse` MLPs, and of one `expert`; what it does
-    not set is a plain decoder's: grouped-query attention and a gated MLP.
+    """One family: rules of every `layer`, of the ones with `dense` or `sparse` MLPs, and of one `expert` or the
+    `expert_stacks` of a layer; what it does not set is a plain decoder's: grouped-query attention and a gated MLP.
 
     `dims` reads the dimensions that the rules name from the HF config, `settings` the keyword arguments of Megatron's
     transformer configuration and `rope` GPTModel's rotary ones. The HF config must have the keys `needs`; keys in
@@ -71,6 +70,7 @@ class Family:
     dense: tuple[Rule, ...] = GATED_MLP
     sparse: tuple[Rule, ...] = ()
     expert: tuple[Rule, ...] = ()
+    expert_stacks: tuple[Rule, ...] = ()
     is_sparse: Callable[[HFConfig, int], bool] = lambda hf_config, layer: False
     needs: tuple[str, ...] = NEEDS
     only: Mapping[str, tuple[object, ...]] = field(default_factory=lambda: ONLY)
@@ -94,6 +94,8 @@ class Family:
             if key in hf_config and hf_config[key] not in allowed
         ]
         refused = filter(None, [self.refuse(hf_config)])
+        if self.expert_stacks and place.sizes.expert_tp > 1:
+            odd.append("its experts are not split: set expert_tensor_parallel_size=1")
         if problems := [*odd, *refused, *_indivisible(self.dims(hf_config), place)]:
             raise ConfigError(f"{self.model_types[0]}: {'; '.join(problems)}")
         self.transformer_config(hf_config)
@@ -148,7 +150,7 @@ class Family:
         self, layer: int, rules: Sequence[Rule], dims: Dims, *, experts: bool
     ) -> Iterator[tuple[str, tuple[int, ...]]]:
         prefix = f"{self.prefix}layers.{layer}."
-        for rule in rules:
+        for rule in (*rules, *(self.expert_stacks if experts else ())):
             yield from ((prefix + name, shape) for name, shape in rule.parts(dims))
         parts = [part for rule in self.expert for part in rule.parts(dims)]
         for e in range(dims["experts"] if experts else 0):
@@ -222,6 +224,9 @@ class Family:
         return [rule for rule in rules if not rule.when or dims[rule.when]]
 
     def _experts(self, local: str, hf: str, place: RankPlace, index: ShardIndex, te: bool) -> Iterator[Shard]:
+        stacks = ShardIndex(place.ep_rank, place.sizes.ep, index.dims)
+        for rule in self.expert_stacks:
+            yield from _rule_shards(rule, local, hf, stacks, te)
         count = index.dims["experts"] // place.sizes.ep
         pieces = [(rule.local, list(rule.shard_fn(rule.parts(index.dims), index))) for rule in self.expert]
         for number in range(count):

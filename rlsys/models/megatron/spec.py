@@ -11,11 +11,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from rlsys.models.attention import causal_attention
 from rlsys.models.context import own_spans, whole_order
 from rlsys.models.megatron import shim
-from rlsys.models.megatron.blocks import Settings
+from rlsys.models.megatron.blocks import SCALED_ROPE, Settings, rope_of
 from rlsys.models.megatron.family import Family
 from rlsys.types import HFConfig
 
@@ -29,6 +32,7 @@ from megatron.core.tensor_parallel import (
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -53,7 +57,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class PackedAttention(nn.Module):
-    """Causal attention within each sequence of a pack, one after another; grouped and latent heads included.
+    """Causal attention within each sequence of a pack, one after another; grouped and latent heads and sinks included.
 
     Under context parallelism this rank's queries meet the keys and values of all ranks (rlsys/models/context.py).
     """
@@ -72,7 +76,10 @@ class PackedAttention(nn.Module):
         super().__init__()
         self.config, self.group = config, pg_collection.cp
         window = config.window_size[0] + 1 if _is_windowed(config, layer_number) else None
-        self.options = softmax_scale, window
+        self.attend = partial(causal_attention, scaling=softmax_scale, window=window)
+        heads = config.num_attention_heads // pg_collection.tp.size()
+        sinks = torch.empty(heads, dtype=config.params_dtype) if config.softmax_type == "learnable" else None
+        self.register_parameter("softmax_offset", None if sinks is None else nn.Parameter(sinks))
 
     def forward(
         self,
@@ -92,12 +99,31 @@ class PackedAttention(nn.Module):
             key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
         spans = list(own_spans(lengths, self.group.rank(), size))
         parts = query.transpose(0, 1)[None].split([span.stop - span.start for span in spans], dim=2)
-        keys, values = key.transpose(0, 1)[None], value.transpose(0, 1)[None]
+        seen = [x.transpose(0, 1)[None] for x in (key, value)]
         outs = [
-            causal_attention(q, keys[:, :, own.first : own.stop], values[:, :, own.first : own.stop], *self.options)
+            self.attend(q, *(x[:, :, own.first : own.stop] for x in seen), sinks=self.softmax_offset)
             for q, own in zip(parts, spans, strict=True)
         ]
         return torch.cat(outs, dim=2)[0].transpose(0, 1).flatten(1)
+
+
+class StackedExperts(GptOssExperts):
+    """Transformers' experts of gpt-oss behind Megatron's dispatcher. T tokens, H hidden size."""
+
+    def __init__(self, num_local_experts: int, config: TransformerConfig, **options: object) -> None:
+        sizes = {"hidden_size": config.hidden_size, "intermediate_size": config.moe_ffn_hidden_size}
+        own = {"num_local_experts": num_local_experts, "swiglu_limit": config.activation_func_clamp_value}
+        with torch.device("meta"):
+            super().__init__(AutoConfig.for_model("gpt_oss", experts_implementation="grouped_mm", **sizes, **own))
+        self.to(config.params_dtype).to_empty(device=torch.cuda.current_device())
+        for parameter in self.parameters():
+            parameter.allreduce = False  # type: ignore[attr-defined]  # with the ranks that have the same experts only
+
+    # pyrefly: ignore
+    def forward(self, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
+        """tokens (T, H), those of the first expert first, and their weights (T,) -> (T, H)."""
+        experts = torch.repeat_interleave(tokens_per_expert.to(tokens.device), output_size=len(tokens))
+        return super().forward(tokens, experts[:, None], probs[:, None]), None
 
 
 def block_spec(config: Any, *, vp_stage: int | None) -> Any:
@@ -110,6 +136,9 @@ def block_spec(config: Any, *, vp_stage: int | None) -> Any:
     if replaced := _replaced(config):
         for layer in spec.layer_specs:
             _swap(layer, replaced)
+    for layer in spec.layer_specs if config.num_moe_experts and config.add_bias_linear else ():
+        mlp = layer.submodules.mlp  # since 0.17 a partial
+        getattr(mlp, "keywords", vars(mlp))["submodules"].experts = StackedExperts
     return spec
 
 
@@ -117,12 +146,12 @@ def _replaced(config: Any) -> dict[object, type[nn.Module]]:
     """Modules of Megatron's specification that ours stand in for.
 
     Of Transformer Engine's it is attention alone, where its own has no kernel to share sequences: in float32, and with
-    keys and values of different sizes, or to a window.
+    keys and values of different sizes, or to a window; and attention with sinks.
     """
     if not HAS_TRANSFORMER_ENGINE:
         return {WrappedTorchNorm: RMSNorm, DotProductAttention: PackedAttention}
     no_kernel = config.multi_latent_attention or config.window_size or config.params_dtype == torch.float32
-    if config.context_parallel_size > 1 and no_kernel:
+    if (config.context_parallel_size > 1 and no_kernel) or config.softmax_type != "vanilla":
         from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
         return {TEDotProductAttention: PackedAttention}
@@ -132,6 +161,8 @@ def _replaced(config: Any) -> dict[object, type[nn.Module]]:
 def add_blocks(model: Any, family: Family, hf_config: HFConfig) -> None:
     """Give a GPTModel what layers of the family have beside Megatron's own."""
     config = model.config
+    if scaled := hf_rope(family, hf_config):
+        model.rotary_pos_emb.inv_freq = scaled[0]
     if family.scaled_embedding and model.pre_process:
         model.embedding.register_forward_hook(lambda _, args, out: out * out.new_tensor(config.hidden_size**0.5))
     rotary = RotaryEmbedding(config.kv_channels, **family.window_rope(hf_config)) if family.window_rope else None
@@ -141,6 +172,14 @@ def add_blocks(model: Any, family: Family, hf_config: HFConfig) -> None:
             module.register_forward_hook(lambda module, args, out: (module.post_layernorm(out[0]), *out[1:]))
         if rotary and _is_windowed(config, layer.layer_number):
             layer.self_attention.register_forward_pre_hook(partial(_rotate, rotary), with_kwargs=True)
+
+
+def hf_rope(family: Family, hf_config: HFConfig) -> tuple[Tensor, float] | None:
+    """The rotary frequencies of a model for which transformers computes them, and the factor of queries and keys."""
+    kind = rope_of(hf_config)["rope_type"]
+    if family.mla or kind not in SCALED_ROPE:
+        return None
+    return ROPE_INIT_FUNCTIONS[kind](AutoConfig.for_model(**hf_config))
 
 
 def _rotate(rotary: RotaryEmbedding, module: object, args: object, options: Settings) -> tuple[object, Settings]:

@@ -34,6 +34,8 @@ def engine_arguments(path: str | Path, config: GenerationConfig, context: Engine
     if config.quantization and (on_cpu or not features.takes_fp8):
         why = "vLLM keeps FP8 weights in another form on CPUs, and before 0.26"
         raise ConfigError(f"{QUANTIZATION}={config.quantization}: {why}; set {QUANTIZATION}=null")
+    if on_cpu and is_pushed and text.model_type == "gpt_oss":
+        raise ConfigError("on CPUs vLLM loads the experts of gpt_oss once only: set rollout.name=hf, or use GPUs")
     arguments = {
         "model": str(path),
         "load_format": context.load_format,
@@ -56,7 +58,8 @@ def engine_arguments(path: str | Path, config: GenerationConfig, context: Engine
         "max_cudagraph_capture_size": config.cuda_graph_max_bs,
         "cudagraph_capture_sizes": config.cudagraph_capture_sizes and sorted(config.cudagraph_capture_sizes),
         **({"enable_return_routed_experts": True} if config.enable_rollout_routing_replay else {}),
-        **({"hf_overrides": {"quantization_config": None}} if is_pushed and is_quantised(path) else {}),
+        # not None: vLLM's gpt-oss reads the method
+        **({"hf_overrides": {"quantization_config": {"quant_method": ""}}} if is_pushed and is_quantised(path) else {}),
         **(float8_arguments(text.to_dict(), config, is_pushed=is_pushed) if config.quantization else {}),
         **(CPU_LATENT_ATTENTION if on_cpu and has_latent_attention else {}),
         **config.engine_kwargs.vllm,

@@ -1,4 +1,4 @@
-"""FP8 checkpoints in the published form: read as transformers dequantises them, trained, merged, and refused if odd."""
+"""FP8 and MXFP4 checkpoints as published: read as transformers dequantises them, trained, merged; refused if odd."""
 
 import json
 from pathlib import Path
@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from rlsys.config.schema.megatron import MegatronConfig
 from rlsys.config.schema.model import ModelConfig, ShardConfig
@@ -103,10 +104,11 @@ def test_every_box_is_that_of_the_whole(data: st.DataObject) -> None:
     assert torch.equal(source.read(start, sizes), (elements.float() * wide).bfloat16()[box])
 
 
-def held_by(folder: Path, megatron: bool) -> dict[str, Tensor]:
+def held_by(folder: Path, megatron: bool, tp: int = 2) -> dict[str, Tensor]:
     model = ModelConfig(path=str(folder))
     if megatron:
-        return weights_of(MegatronEngine(model, megatron=MegatronConfig(tensor_model_parallel_size=2)))
+        sizes = MegatronConfig(tensor_model_parallel_size=tp, expert_model_parallel_size=2 // tp)
+        return weights_of(MegatronEngine(model, megatron=sizes))
     return weights_of(FSDPEngine(model, shard=ShardConfig(model_dtype="bfloat16")))
 
 
@@ -143,13 +145,15 @@ def test_it_is_merged_into_a_bfloat16_model_and_split(
 
 @pytest.mark.parametrize(
     "changed",
-    [{"quant_method": "mxfp4"}, {"quant_method": "gptq", "bits": 4}, {**FP8, "weight_block_size": None}],
-    ids=["mxfp4", "gptq", "one scale"],
+    [{"quant_method": "gptq", "bits": 4}, {**FP8, "weight_block_size": None}],
+    ids=["gptq", "one scale"],
 )
 def test_other_quantisations_are_refused_by_name(folder: Path, tmp_path: Path, changed: dict[str, Any]) -> None:
     written = json.loads((folder / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**written, "quantization_config": changed}))
-    with pytest.raises(CheckpointError, match=f"is quantised .{changed['quant_method']}.: only fp8 with a scale for"):
+    with pytest.raises(
+        CheckpointError, match=f"is quantised .{changed['quant_method']}.: only mxfp4 and fp8 with a scale"
+    ):
         read_config(ModelConfig(path=str(tmp_path)))
 
 
@@ -159,3 +163,44 @@ def test_scales_that_do_not_fit_are_named() -> None:
         unscaled(in_memory({"w": elements, "w_scale_inv": scales[:1]}), {})
     with pytest.raises(CheckpointError, match="v_scale_inv scales a tensor that is not there"):
         unscaled(in_memory({"w": elements, "v_scale_inv": scales}), {})
+    with pytest.raises(CheckpointError, match="w_blocks is there without w_scales"):
+        unscaled(in_memory({"w_blocks": elements}), {})
+
+
+def packed_stack(experts: int, columns: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Random MXFP4 elements, all sixteen of them, and scales."""
+    draw = torch.Generator().manual_seed(0)
+    blocks = torch.randint(0, 256, (experts, columns, rows // 32, 16), generator=draw, dtype=torch.uint8)
+    return blocks, torch.randint(118, 126, blocks.shape[:3], generator=draw, dtype=torch.uint8)
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_every_box_of_mxfp4_experts_is_that_of_transformers(data: st.DataObject) -> None:
+    blocks, scales = packed_stack(3, 10, 96)
+    source = unscaled(in_memory({"w_blocks": blocks, "w_scales": scales}), {})["w"]
+    assert (source.shape, source.dtype) == ((3, 96, 10), "BF16")
+    start = [data.draw(st.integers(0, size - 1)) for size in source.shape]
+    sizes = [data.draw(st.integers(1, size - at)) for size, at in zip(source.shape, start, strict=True)]
+    box = tuple(slice(at, at + size) for at, size in zip(start, sizes, strict=True))
+    assert torch.equal(source.read(start, sizes), convert_moe_packed_tensors(blocks, scales)[box])
+
+
+@pytest.mark.parametrize("megatron", [False, True], ids=["fsdp", "megatron"])
+def test_both_engines_train_mxfp4_experts(tmp_path: Path, megatron: bool) -> None:
+    sizes = {**SIZES, "num_local_experts": 4, "hidden_size": 32, "intermediate_size": 64, "head_dim": 8}
+    config = AutoConfig.for_model("gpt_oss", **sizes, num_key_value_heads=1, dtype="bfloat16")
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    expected = load_file(tmp_path / "model.safetensors")
+    stored = dict(expected)
+    for name in [name for name in stored if name.endswith(("up_proj", "down_proj"))]:
+        experts, rows, columns = stored.pop(name).shape
+        packed = packed_stack(experts, columns, rows)
+        stored |= zip((f"{name}_blocks", f"{name}_scales"), packed, strict=True)
+        expected[name] = convert_moe_packed_tensors(*packed)
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    written = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**written, "quantization_config": {"quant_method": "mxfp4"}}))
+    for held in run_ranks(2, held_by, tmp_path, megatron, 1):
+        assert held.keys() == expected.keys()
+        assert all(torch.equal(tensor.float(), expected[name].float()) for name, tensor in held.items())

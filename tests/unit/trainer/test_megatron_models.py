@@ -75,16 +75,9 @@ def test_what_fsdp_cannot_split_is_refused(
         check_model("critic.fsdp", ModelConfig(path=str(tmp_path), **settings), ShardConfig(tensor_parallel_size=2))
 
 
-@pytest.mark.parametrize(
-    ("model_type", "says"),
-    [
-        ("gpt_oss", "its experts' gate and up columns are interleaved"),
-        ("qwen3_next", "gated delta"),
-    ],
-)
-def test_models_without_blocks_in_megatron_are_refused_with_the_reason(model_type: str, says: str) -> None:
-    with pytest.raises(ConfigError, match=f"Megatron has no table for {model_type}.*{says}.*strategy=fsdp"):
-        family_of({"model_type": model_type})
+def test_models_without_blocks_in_megatron_are_refused_with_the_reason() -> None:
+    with pytest.raises(ConfigError, match=r"Megatron has no table for qwen3_next.*gated delta.*strategy=fsdp"):
+        family_of({"model_type": "qwen3_next"})
 
 
 def test_a_decoder_behind_an_encoder_without_a_table_is_refused() -> None:

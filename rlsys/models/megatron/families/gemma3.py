@@ -32,7 +32,7 @@ def settings(hf_config: HFConfig) -> Settings:
 def layer_rope(hf_config: HFConfig, layer_type: str) -> Settings:
     """Megatron's rotary arguments of the layers of one type."""
     own = (hf_config.get("rope_parameters") or {}).get(layer_type)
-    return rope_args({**hf_config, "rope_parameters": own})
+    return rope_args({**hf_config, "rope_parameters": own}, scaled=())
 
 
 FAMILY = Family(

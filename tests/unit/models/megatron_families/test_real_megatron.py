@@ -58,6 +58,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, to
 def test_logits_and_weights_are_those_of_transformers(layout: str, models: dict[str, Any]) -> None:
     sizes, world = LAYOUTS[layout], WORLDS.get(layout, 4)
     names = [name for name in models if sizes.ep == 1 or "experts" in str(read_config(models[name][0]))]
+    names = [name for name in names if sizes.expert_tp == 1 or name != "gpt-oss"]
     ranks = run_ranks(world, _make_all, [models[name][0] for name in names], sizes)
     for number, name in enumerate(names):
         path, expected = models[name]

@@ -12,14 +12,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers import AutoConfig
 
 from rlsys.models.hf import in_memory
 from rlsys.models.megatron.convert import load_shards
 from rlsys.models.megatron.family import Family, family_of
 from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
+from rlsys.planning.footprint import decoder_of
+from rlsys.planning.image_encoder import plan_facts
 from rlsys.utils.errors import ConfigError
 from tests.unit.models.megatron_families.assemble import full_tensors
-from tests.unit.models.megatron_families.tiny import CONFIGS, DENSE, YARN
+from tests.unit.models.megatron_families.tiny import CONFIGS, DENSE, PLAIN_YARN, YARN
 
 MODELS = [
     name for name in CONFIGS if name not in ("llama-linear-rope", "qwen3-moe-unnormalised", "glm4-moe-air", "mistral")
@@ -74,6 +77,8 @@ def test_every_layout_gives_the_same_bits_back(name: str) -> None:
     config = config_of(name)
     expert_sizes = list(product((1, 2, 4), (1, 2))) if "num_experts_per_tok" in config else [(1, 1), (1, 2)]
     tried = set()
+    if name == "gpt-oss":
+        expert_sizes = [(1, 1), (2, 1), (4, 1)]
     for tp, (pp, vp), (ep, etp) in product((1, 2, 4), ((1, 1), (2, 1), (2, 2), (4, 1)), expert_sizes):
         te = (tp + vp + pp // 2 + ep // 2 + etp) % 2 == 0  # each of the names with every size
         round_trip(config, list(places(tp, pp, vp, ep, etp)), te=te)
@@ -251,6 +256,9 @@ def test_scalar_heads_replace_the_output(head: Any, held: set[str]) -> None:
             "8 experts are not divisible by expert_model_parallel_size=3",
         ),
         ("qwen3-moe", {}, at(etp=3), "expert_tensor_parallel_size=3"),
+        ("gemma3", {"rope_parameters": {"full_attention": PLAIN_YARN}}, RankPlace(), "known are default, linear;"),
+        ("gpt-oss", {}, at(tp=2), "its experts are not split: set expert_tensor_parallel_size=1"),
+        ("glm4-moe", {"rope_parameters": PLAIN_YARN}, RankPlace(), "yarn of whole heads"),
         ("deepseek-v3", {"num_experts_per_tok": 6}, RankPlace(), "2 x topk_group"),
         ("deepseek-v3", {"norm_topk_prob": False}, RankPlace(), "norm_topk_prob=False"),
         ("deepseek-v3", {"quantization_config": {"quant_method": "fp8"}}, RankPlace(), "quantization_config"),
@@ -322,6 +330,18 @@ def test_published_sizes_are_met() -> None:
     assert round(sum(map(prod, extra.values())) / 1e9, 1) == 13.5
     assert extra["model.layers.61.eh_proj.weight"] == (7168, 14336)
     assert extra["model.layers.61.mlp.experts.255.up_proj.weight"] == (2048, 7168)
+
+
+@pytest.mark.parametrize(("layers", "experts", "billions", "active"), [(24, 32, 20.9, 3.6), (36, 128, 116.8, 5.1)])
+def test_published_sizes_of_gpt_oss_are_met(layers: int, experts: int, billions: float, active: float) -> None:
+    """Active are the parameters that a token passes, the output head among them."""
+    sizes = {"num_hidden_layers": layers, "num_local_experts": experts}
+    published = AutoConfig.for_model("gpt_oss", **sizes).to_dict() | {"quantization_config": {"quant_method": "mxfp4"}}
+    config = plan_facts(published)
+    family_of(config).check(config, RankPlace(ParallelSizes(ep=8, etp=1)))
+    decoder = decoder_of(config)
+    assert round(decoder.parameters / 1e9, 1) == billions
+    assert round((decoder.active + decoder.vocab * decoder.hidden) / 1e9, 1) == active
 
 
 KIMI: dict[str, Any] = {

@@ -48,9 +48,9 @@ LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
     "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
+    "low_freq_factor": 2.0,
+    "high_freq_factor": 8.0,
+    "original_max_position_embeddings": 64,
 }
 YARN = {
     "rope_type": "yarn",
@@ -61,6 +61,15 @@ YARN = {
     "mscale": 0.8,
     "mscale_all_dim": 1.1,
     "original_max_position_embeddings": 2048,
+}
+PLAIN_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
 }
 EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 16, "head_dim": 6}
 
@@ -73,7 +82,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
     },
     "qwen2-tied": {**DENSE, "model_type": "qwen2", "num_key_value_heads": 2, "tie_word_embeddings": True},
-    "qwen3": {**DENSE, "model_type": "qwen3", "head_dim": 12},
+    "qwen3": {**DENSE, "model_type": "qwen3", "head_dim": 12, "rope_parameters": {**PLAIN_YARN, "truncate": True}},
     "qwen3-moe": {
         **DENSE,
         **EXPERTS,
@@ -100,6 +109,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
         },
     },
+    "gpt-oss": {
+        **DENSE,
+        "model_type": "gpt_oss",
+        "head_dim": 6,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "sliding_window": 5,
+        "swiglu_limit": 0.7,
+        "rope_parameters": PLAIN_YARN,
+        "experts_implementation": "eager",
+    },
     "mistral": {**DENSE, "model_type": "mistral", "sliding_window": 5},
     "deepseek-v3-full-q": {**LATENT, "model_type": "deepseek_v3", "q_lora_rank": None, "n_group": 1, "topk_group": 1},
 }
@@ -115,7 +135,7 @@ def write_model(name: str, path: Path) -> Any:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         for tensor_name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if tensor_name.endswith(("norm.weight", "bias")):
+            if tensor_name.endswith(("norm.weight", "bias", "sinks")):
                 tensor.copy_(torch.randn_like(tensor) * 0.3 + tensor_name.endswith("norm.weight"))
     model.save_pretrained(path, max_shard_size="100KB")
     return model
