@@ -157,6 +157,11 @@ class LLMRequest:
     request_id: str = field(default_factory=lambda: uuid4().hex)
     stream: bool = False
 
+    @property
+    def gconfig(self) -> GenerationHyperparameters:
+        """How its tokens are sampled."""
+        return GenerationHyperparameters(**self.generation_config)
+
 
 @dataclass(frozen=True)
 class LLMResponse:

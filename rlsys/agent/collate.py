@@ -32,9 +32,7 @@ def collate_episodes(
     uids = prompts.non_tensor_batch["uid"]
     columns: dict[str, object] = {
         **prompts.non_tensor_batch,
-        "uid": object_array(
-            [uid if result.rows else f"{uid}/{n}" for n, (uid, result) in enumerate(zip(uids, results))]
-        ),
+        "uid": object_array([uid if one.rows else f"{uid}/{n}" for n, (uid, one) in enumerate(zip(uids, results))]),
         "finish_reason": object_array([row.finish.value for row in rows]),
         "episode_end": object_array([result.end for result in results]),
         "__num_turns__": object_array([result.num_turns for result in results]),

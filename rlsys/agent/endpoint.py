@@ -141,18 +141,15 @@ class Endpoint:
         answers = await self._drawn(episode, body, is_retry=request.headers.get("x-stainless-retry-count", "0") != "0")
         episode.last = answers[0]
         parent = answers[0].span.parent
-        num_prompt, num_drawn = parent.num_tokens if parent else 0, sum(len(a.span.ids) for a in answers)
+        num_drawn = sum(len(answer.span.ids) for answer in answers)
+        usage = {"prompt_tokens": parent.num_tokens if parent else 0, "completion_tokens": num_drawn}
         return {
             "id": f"chatcmpl-{secrets.token_hex(8)}",
             "object": "chat.completion",
             "created": int(time.time()),
             "model": str(body.get("model") or "policy"),
             "choices": [_choice(number, answer) for number, answer in enumerate(answers)],
-            "usage": {
-                "prompt_tokens": num_prompt,
-                "completion_tokens": num_drawn,
-                "total_tokens": num_prompt + num_drawn,
-            },
+            "usage": {**usage, "total_tokens": sum(usage.values())},
         }
 
     async def _drawn(self, episode: OpenEpisode, body: JsonObject, *, is_retry: bool) -> list[Answer]:

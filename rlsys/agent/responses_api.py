@@ -17,12 +17,8 @@ def chat_request(body: JsonObject) -> JsonObject:
     for item in items:
         _append(messages, item)
     tools = [_tool(tool) for tool in body.get("tools") or []]
-    asked = {
-        "model": body.get("model"),
-        "tool_choice": body.get("tool_choice"),
-        "max_tokens": body.get("max_output_tokens"),
-    }
-    return {**asked, "messages": messages, "tools": tools}
+    asked = {name: body.get(name) for name in ("model", "tool_choice")}
+    return {**asked, "max_tokens": body.get("max_output_tokens"), "messages": messages, "tools": tools}
 
 
 def response(completion: JsonObject, body: JsonObject) -> JsonObject:

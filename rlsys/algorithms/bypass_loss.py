@@ -33,12 +33,8 @@ def bypass_mode(
     """
     correction = rollout_correction or RolloutCorrectionConfig()
     num_tokens = response_mask.bool().sum().double()
-    corrected = correct(
-        old_log_probs=log_prob.detach(),
-        rollout_log_probs=old_log_prob,
-        response_mask=torch.where(num_tokens > 0, response_mask, torch.ones_like(response_mask)),
-        config=correction,
-    )
+    mask = torch.where(num_tokens > 0, response_mask, torch.ones_like(response_mask))
+    corrected = correct(old_log_probs=log_prob, rollout_log_probs=old_log_prob, response_mask=mask, config=correction)
     metrics = {name: (value * num_tokens, num_tokens) for name, value in corrected.metrics.items()}
     kept = corrected.response_mask * response_mask
     if correction.loss_type != "reinforce":

@@ -310,9 +310,7 @@ def clip_cov(
     unclipped, clipped = clipped_surrogate(log_ratio.exp(), advantages, config)
     if selected is None:
         eligible = response_mask.bool() & (clipped <= unclipped)
-        selected = _draw_clipped(
-            log_prob.detach(), advantages, response_mask, config, eligible, config.data_loader_seed
-        )
+        selected = _draw_clipped(log_prob, advantages, response_mask, config, eligible, config.data_loader_seed)
     dropped = selected.bool()
     metrics = {
         "actor/pg_clipfrac": over_tokens(dropped, response_mask),
@@ -338,7 +336,7 @@ def kl_cov(
     """
     log_ratio = clamped_log_ratio(log_prob, old_log_prob)
     if selected is None:
-        selected = _largest_covariance(log_prob.detach(), advantages, response_mask, config)
+        selected = _largest_covariance(log_prob, advantages, response_mask, config)
     penalty = config.policy_loss.ppo_kl_coef * log_ratio.abs()
     per_token = -advantages * log_ratio.exp() + torch.where(selected.bool(), penalty, torch.zeros_like(penalty))
     return PolicyLoss(per_token, response_mask, {"actor/ppo_kl": over_tokens(log_ratio.abs(), response_mask)})
@@ -361,7 +359,7 @@ def select_tokens(
 
 
 def _covariance(log_prob: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    return (advantages - masked_mean(advantages, mask)) * (log_prob - masked_mean(log_prob, mask))
+    return (advantages - masked_mean(advantages, mask)) * (log_prob - masked_mean(log_prob, mask)).detach()
 
 
 def _draw_clipped(

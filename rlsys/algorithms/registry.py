@@ -37,9 +37,7 @@ class Registry(Generic[F]):
     `adapt` turns a function of verl's form into one of ours.
     """
 
-    def __init__(
-        self, what: str, *, takes: Collection[str] | None, adapt: Callable[[F], F] = lambda function: function
-    ) -> None:
+    def __init__(self, what: str, *, takes: Collection[str] | None, adapt: Callable[[F], F] = lambda f: f) -> None:
         self.what, self.takes, self._adapt = what, takes, adapt
         self._functions: dict[str, F] = {}
 

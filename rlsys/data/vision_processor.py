@@ -30,12 +30,7 @@ class VisionProcessor:
     """
 
     def __init__(
-        self,
-        config: Any,
-        image_processor: Any,
-        tokenizer: "PreTrainedTokenizerBase",
-        *,
-        limit_images: int | None = None,
+        self, config: Any, image_processor: Any, tokenizer: "PreTrainedTokenizerBase", *, limit_images: int | None
     ) -> None:
         self.config, self.image_processor, self.tokenizer = config, image_processor, tokenizer
         self.limit_images = limit_images
@@ -50,12 +45,7 @@ class VisionProcessor:
 
     @classmethod
     def from_path(
-        cls,
-        path: str,
-        tokenizer: "PreTrainedTokenizerBase",
-        *,
-        settings: Mapping[str, Any],
-        limit_images: int | None = None,
+        cls, path: str, tokenizer: "PreTrainedTokenizerBase", *, settings: Mapping[str, Any], limit_images: int | None
     ) -> "VisionProcessor | None":
         """That of the model in a folder, None for a model of text; `settings` replace those of its image processor."""
         if model_facts(path).get("model_type") not in (*GRIDS, *TILES):

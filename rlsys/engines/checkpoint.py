@@ -35,10 +35,10 @@ FORMAT = 1
 
 
 class Contents(Protocol):
-    """What is saved or restored. `extra`: the random generators are included."""
+    """What is saved or restored: `parts` among "model", "optimizer" and "extra", the random generators."""
 
     @property
-    def extra(self) -> bool: ...
+    def parts(self) -> frozenset[str]: ...
     @property
     def layout(self) -> tuple[str, JsonObject]:
         """Name and contents of the file that says from which layout the checkpoint was written."""
@@ -66,7 +66,7 @@ class Saving:
         self.copied = Event()
         self._path, self._state, self._header, self._settings = path, state, header, settings
         self._name_end = f"world_size_{dist.get_world_size()}_rank_{dist.get_rank()}"
-        self._extra = json.dumps(rng.capture()) if state.extra else None
+        self._extra = json.dumps(rng.capture()) if "extra" in state.parts else None
         with staged(path, "save") as self._staging:
             together(lambda: staging_dir(path), only_first=True)
         self._files = in_daemon_thread(partial(self._run, list(state.boxes()), copies), name="checkpoint")
@@ -141,10 +141,10 @@ def verify(path: Path, *, part: int = 0, parts: int = 1) -> JsonObject:
         expected = manifest["files"][name]
         if not (path / name).is_file():
             raise CheckpointError(f"{path / name} is missing")
-        size = (path / name).stat().st_size
-        if size != expected["bytes"]:
-            raise CheckpointError(f"{path / name} is truncated: {size} bytes instead of {expected['bytes']}")
-        if _fingerprint(path / name) != expected:
+        there = _fingerprint(path / name)
+        if there["bytes"] != expected["bytes"]:
+            raise CheckpointError(f"{path / name} is truncated: {there['bytes']} bytes instead of {expected['bytes']}")
+        if there != expected:
             raise CheckpointError(f"{path / name} is corrupted: its checksum differs from the manifest's")
     return manifest
 
@@ -161,7 +161,7 @@ def load(path: Path, state: Contents, *, optimizer: str | None = None) -> JsonOb
         )
     together(lambda: _check_same_model(path, state.shapes()))
     together(lambda: state.read(path))
-    if state.extra:
+    if "extra" in state.parts:
         together(lambda: _restore_rng(path, manifest["world_size"]))
     return manifest
 

@@ -25,6 +25,9 @@ from rlsys.rollout.partial import EXCHANGE_WAIT_S, PartialResponse
 from rlsys.types import Finish, ModelRequest, ModelResponse, ResponseDelta
 from rlsys.utils.errors import DeadlineError, RolloutError, WeightTransferError
 
+Work = Sequence[ModelRequest | PartialResponse]
+"""Requests to complete, and responses to continue."""
+
 log = logging.getLogger(__name__)
 MAX_SESSIONS = 100_000
 TURN_S = 0.00002  # how long a thread of the controller keeps the others waiting, which torch does at every operation
@@ -81,9 +84,7 @@ class RolloutFleet:
 
     # ---- requests ----------------------------------------------------------------------------------------------
 
-    def submit(
-        self, work: Sequence[ModelRequest | PartialResponse], *, together: bool = False
-    ) -> list[Future[ModelResponse]]:
+    def submit(self, work: Work, *, together: bool = False) -> list[Future[ModelResponse]]:
         """Complete requests, or continue partial responses; a future that is cancelled gives its request up.
 
         Futures raise ValueError for a request that no engine can serve, and RolloutError with replicas and causes for

@@ -100,9 +100,8 @@ def split(model_dir: Path, target_dir: Path, layout: SplitLayout, *, overwrite: 
     files = list(layout.files(family))
     for _, place in files:
         family.check(hf_config, place)
-    hf.check_names(
-        family.hf_shapes(hf_config, head=layout.head), weights, aliases=[*family.aliases(hf_config), *carried]
-    )
+    expected, unused = family.hf_shapes(hf_config, head=layout.head), [*family.aliases(hf_config), *carried]
+    hf.check_names(expected, weights, aliases=unused)
 
     def write(staging: Path) -> None:
         for file, place in files:

@@ -10,9 +10,7 @@ SHOWN = ("critic/score/mean", "val-core/", "val-aux/", "train/loss", "val/", "ac
 
 def write_model_card(checkpoint: Path, target: Path, *, title: str) -> None:
     """Write README.md with the metadata that the Hugging Face Hub reads, if the checkpoint is in a run's folder."""
-    step = next(
-        (folder for folder in (checkpoint, *checkpoint.parents) if folder.name.startswith("global_step_")), None
-    )
+    step = next((path for path in (checkpoint, *checkpoint.parents) if path.name.startswith("global_step_")), None)
     if step is None or not (step.parent / "config.yaml").is_file():
         return
     from huggingface_hub import ModelCardData
@@ -22,12 +20,9 @@ def write_model_card(checkpoint: Path, target: Path, *, title: str) -> None:
     model = OmegaConf.select(settings, "actor_rollout_ref.model.path") or OmegaConf.select(settings, "model.path")
     estimator = OmegaConf.select(settings, "algorithm.adv_estimator")
     files = OmegaConf.select(settings, "data.train_files")
-    head = ModelCardData(
-        base_model=model.partition("@")[0] if model and is_hub_id(model) else None,
-        library_name="transformers",
-        pipeline_tag="text-generation",
-        tags=["rlsys", *([estimator] if estimator else [])],
-    )
+    base = model.partition("@")[0] if model and is_hub_id(model) else None
+    tags = ["rlsys", *([estimator] if estimator else [])]
+    head = ModelCardData(base_model=base, library_name="transformers", pipeline_tag="text-generation", tags=tags)
     facts = {"start": model or "the start model", "method": estimator, "data": files, "step": number}
     rows = {key: value for key, value in facts.items() if value is not None} | _figures(step.parent, number)
     table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())

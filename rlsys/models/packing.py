@@ -43,10 +43,9 @@ class TokenRows:
         return len(self.token_ids)
 
     def to(self, device: torch.device) -> "TokenRows":
-        names = ("token_ids", "position_ids", "before", "at", "targets", "cells", "columns", "topk_ids")
-        held = {name: getattr(self, name) for name in names}
+        moved = {name: to_device(x, device) for name, x in vars(self).items() if isinstance(x, Tensor)}
         images = None if self.images is None else self.images.to(device, non_blocking=True)
-        return replace(self, images=images, **{n: to_device(x, device) for n, x in held.items() if x is not None})
+        return replace(self, images=images, **moved)
 
     def scatter(self, values: Tensor) -> Tensor:
         """(M, ...) -> (B, R, ...), zero at padding; differentiable."""
@@ -119,10 +118,8 @@ def padded_each(rows: TokenRows, multiple: int) -> TokenRows:
     shift = torch.tensor([0, *extra[:-1]], device=device).cumsum(0)
     lengths = torch.tensor(rows.lengths, device=device)
     place = torch.arange(rows.num_tokens, device=device) + shift.repeat_interleave(lengths)
-    total = rows.num_tokens + sum(extra)
-    ids, positions = (
-        x.new_zeros(*x.shape[:-1], total).index_copy(-1, place, x) for x in (rows.token_ids, rows.position_ids)
-    )
+    total, both = rows.num_tokens + sum(extra), (rows.token_ids, rows.position_ids)
+    ids, positions = (x.new_zeros(*x.shape[:-1], total).index_copy(-1, place, x) for x in both)
     images = None if rows.images is None else replace(rows.images, places=place[rows.images.places])
     return replace(
         rows,

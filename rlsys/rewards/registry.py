@@ -75,10 +75,8 @@ def check_sources(data_sources: Iterable[str], *, runs_here: bool = True) -> Non
     if runs_here and any(target and target.startswith("code:") for target in targets):
         available = available_guarantees()
         if lacking := [guarantee for guarantee in GUARANTEES if guarantee not in available]:
-            needs = "Landlock and seccomp, that is Linux 5.13 or later and a container that allows them"
-            raise ConfigError(
-                f"programs are not run here: {', '.join(lacking)} cannot be restricted; they need {needs}"
-            )
+            needs = "they need Landlock and seccomp, that is Linux 5.13 or later and a container that allows them"
+            raise ConfigError(f"programs are not run here: {', '.join(lacking)} cannot be restricted; {needs}")
         if ISOLATION not in available:
             log.warning(
                 "no namespaces in this container: graded programs can see that files outside exist, and the size of "

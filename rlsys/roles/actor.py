@@ -107,13 +107,8 @@ class PPOActor:
                     part = add_selected_tokens(part, config, seed=first_seed + index)
                 yield part, partial(loss, part)
 
-        metrics = run_updates(
-            self.engine,
-            losses(),
-            outputs=[name for name in wanted if wanted[name]],
-            prefix="actor",
-            temperature=_temperature(batch),
-        )
+        outputs = [name for name in wanted if wanted[name]]
+        metrics = run_updates(self.engine, losses(), outputs=outputs, prefix="actor", temperature=_temperature(batch))
         if config.use_kl_loss:
             metrics["actor/kl_coef"] = config.kl_loss_coef
         return metrics

@@ -35,14 +35,9 @@ class PPOCritic:
         config = with_scale(self.config, batch)
 
         def loss(part: DataProto, outputs: Mapping[str, Tensor], rows: TensorDict) -> LossSum:
-            return compute_value_loss(
-                vpreds=outputs["values"],
-                returns=rows["returns"],
-                values=rows["values"],
-                response_mask=rows["response_mask"],
-                config=config,
-                batch_rows=len(part) * self.engine.dp_size,
-            )
+            columns = {name: rows[name] for name in ("returns", "values", "response_mask")}
+            num_rows = len(part) * self.engine.dp_size
+            return compute_value_loss(vpreds=outputs["values"], **columns, config=config, batch_rows=num_rows)
 
         losses = ((part, partial(loss, part)) for part in parts)
         return run_updates(self.engine, losses, outputs=("values",), prefix="critic")

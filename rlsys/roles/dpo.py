@@ -77,10 +77,8 @@ class DPOEngine:
             real, chosen = whole.repeat_interleave(2), torch.arange(len(batch)) % 2 == 0
             margin = config.beta * (pairs[:, 0] - pairs[:, 1]) * whole
             count, loss = at_first(whole.double()), at_first(dpo_loss(pairs[:, 0], pairs[:, 1], config))
-            extra = {
-                "rewards/accuracies": (at_first((margin > 0).double()), count),
-                "rewards/margins": (at_first(margin), count),
-            }
+            right = at_first((margin > 0).double())
+            extra = {"rewards/accuracies": (right, count), "rewards/margins": (at_first(margin), count)}
         for name, which in {"chosen": chosen & real, "rejected": ~chosen & real}.items():
             extra[f"rewards/{name}"] = (config.beta * ratio * which, which.double())
             extra[f"logps/{name}"] = (sums * which, which.double())

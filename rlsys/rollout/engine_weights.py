@@ -87,9 +87,7 @@ def whole_layout(tensors: NamedTensors, aliases: Mapping[str, str], *, rank: int
     return WeightLayout(
         rank=rank,
         host=host,
-        shards=tuple(
-            Shard(Box(name, (0,) * t.ndim, tuple(t.shape)), name, (0,) * t.ndim) for name, t in tensors.items()
-        ),
+        shards=tuple(Shard(Box(n, (0,) * t.ndim, tuple(t.shape)), n, (0,) * t.ndim) for n, t in tensors.items()),
         full_shapes={name: tuple(t.shape) for name, t in tensors.items()},
         dtypes={name: str(t.dtype).removeprefix("torch.") for name, t in tensors.items()},
         aliases=aliases,

@@ -44,12 +44,8 @@ class PartialResponse:
     def rest(self, rid: str) -> ModelRequest:
         """The request for the tokens that are still missing."""
         params, num_done = self.request.gconfig, len(self.tokens)
-        return replace(
-            self.request,
-            rid=rid,
-            input_ids=self.request.input_ids + tuple(self.tokens),
-            gconfig=replace(params, max_new_tokens=self.room, min_new_tokens=max(0, params.min_new_tokens - num_done)),
-        )
+        params = replace(params, max_new_tokens=self.room, min_new_tokens=max(0, params.min_new_tokens - num_done))
+        return replace(self.request, rid=rid, input_ids=(*self.request.input_ids, *self.tokens), gconfig=params)
 
     def add(self, delta: ResponseDelta) -> None:
         """Append what was sampled."""

@@ -78,13 +78,9 @@ class FSDPEngine(BaseTrainEngine[Ranks, ShardedOptimizer]):
         self._load_initial_weights()
         if optim is not None:
             trained = {name: p for name, p in parameters_by_name(self.model).items() if p.requires_grad}
+            groups = [self.ranks.mesh.get_group("shard"), *([tp_mesh.get_group()] if tp_mesh else [])]
             self.optimizer = ShardedOptimizer(
-                trained,
-                optim,
-                [self.ranks.mesh.get_group("shard"), *([tp_mesh.get_group()] if tp_mesh else [])],
-                matrices=matrices,
-                grad_clip=grad_clip,
-                total_steps=total_steps,
+                trained, optim, groups, matrices=matrices, grad_clip=grad_clip, total_steps=total_steps
             )
 
     def _load_initial_weights(self) -> None:
@@ -134,16 +130,8 @@ class FSDPEngine(BaseTrainEngine[Ranks, ShardedOptimizer]):
         return self._held().full(bucket_bytes)
 
     def _state(self, contents: frozenset[str]) -> FSDPState:
-        parameters = parameters_by_name(self.model)
-        moments = self.optimizer.moments() if self.optimizer is not None else {}
-        return FSDPState(
-            ranks=self.ranks,
-            stacks=self._stacks,
-            model=parameters if "model" in contents else {},
-            moments=moments if "optimizer" in contents else {},
-            parameters=parameters,
-            extra="extra" in contents,
-        )
+        moments = self.optimizer.moments() if self.optimizer is not None and "optimizer" in contents else {}
+        return FSDPState(self.ranks, self._stacks, parameters_by_name(self.model), moments, contents)
 
     def _adapter(self) -> tuple[lora.LoraSettings, list[str], dict[str, Tensor]] | None:
         if self.lora is None:

@@ -63,7 +63,11 @@ class ShardedOptimizer(BaseOptimizer):
         return local_of(parameter).to("cpu" if self._on_host else parameter.device)
 
     def _gradient_norm(self, count: float) -> float:
-        self._grads = self._take_gradients()
+        self.rebind()
+        for name, local in self._local.items():
+            grad = self._parameters[name].grad
+            local.grad = None if grad is None else local_of(grad).to(local)
+        self._grads = [local.grad for local in self._local.values() if local.grad is not None]
         norms = torch.stack(torch._foreach_norm(self._grads)) if self._grads else torch.zeros(1)
         size = math.prod(dist.get_world_size(group) for group in self._groups[1:])
         trained = [p for p in self._parameters.values() if p.grad is not None]
@@ -90,14 +94,6 @@ class ShardedOptimizer(BaseOptimizer):
         self._grads = []
         for name, local in self._local.items():
             local.grad = self._parameters[name].grad = None
-
-    def _take_gradients(self) -> list[Tensor]:
-        """Give the sharded gradients to the plain tensors."""
-        self.rebind()
-        for name, local in self._local.items():
-            grad = self._parameters[name].grad
-            local.grad = None if grad is None else local_of(grad).to(local)
-        return [local.grad for local in self._local.values() if local.grad is not None]
 
     def _states(self) -> Iterator[tuple[str, dict[str, Any]]]:
         states = {local: state for optimizer in self._optimizers for local, state in optimizer.state.items()}

@@ -24,17 +24,16 @@ from rlsys.utils.boxes import slices
 @dataclass(frozen=True)
 class FSDPState:
     """A Contents of rlsys.engines.checkpoint: sharded parameters by name, this rank's parts of the optimizer's moments
-    by `<moment>.<name>`, and whether the random generators are included. `parameters` also has those not saved.
+    by `<moment>.<name>`, and `parts` among "model", "optimizer" and "extra".
 
     What is named absmax are the scales of the blocks of a rank's 8-bit moments: a row of a matrix for each rank.
     """
 
     ranks: Ranks
     stacks: Stacks
-    model: Mapping[str, Tensor]
-    moments: Mapping[str, Tensor]
     parameters: Mapping[str, Tensor]
-    extra: bool
+    moments: Mapping[str, Tensor]
+    parts: frozenset[str]
 
     @property
     def layout(self) -> tuple[str, JsonObject]:
@@ -43,7 +42,7 @@ class FSDPState:
 
     def _tensors(self) -> Iterator[tuple[str, str, Tensor]]:
         """Prefix of the keys in the checkpoint, name of the sharded parameter, this rank's rows."""
-        for name, parameter in self.model.items():
+        for name, parameter in self.parameters.items() if "model" in self.parts else ():
             yield "model.", name, local_of(parameter)
         for key, local in self.moments.items():
             moment, _, name = key.partition(".")
@@ -83,6 +82,6 @@ class FSDPState:
 
     @torch.no_grad()
     def read(self, path: Path) -> None:
-        source = saved_tensors(path, read_tensor_index(path) if self.model or self.moments else {})
+        source = saved_tensors(path, read_tensor_index(path) if "model" in self.parts or self.moments else {})
         for key, box, values in self._boxes():
             values.copy_(source[key].read(box.start, box.shape))

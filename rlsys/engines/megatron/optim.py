@@ -65,11 +65,9 @@ class MegatronAdamW(BaseOptimizer):
         self._megatron = chained
         self._parts = [part for part in chained.chained_optimizers if not part.is_stub_optimizer]
         for part in self._parts:
-            for group in part.optimizer.param_groups:
-                for parameter in group["params"]:
-                    moments = {name: torch.zeros_like(parameter, dtype=torch.float32) for name in MOMENTS}
-                    has_own_step = isinstance(part.optimizer, torch.optim.AdamW)
-                    part.optimizer.state[parameter] = {"step": torch.zeros(()), **moments} if has_own_step else moments
+            part.init_state_fn(part.optimizer)
+            for state in part.optimizer.state.values() if isinstance(part.optimizer, torch.optim.AdamW) else ():
+                state["step"] = torch.zeros(())
 
     def _gradient_norm(self, count: float) -> float:
         self._finalize()

@@ -34,10 +34,6 @@ class MegatronState:
     parts: frozenset[str]
 
     @property
-    def extra(self) -> bool:
-        return "extra" in self.parts
-
-    @property
     def layout(self) -> tuple[str, JsonObject]:
         return "megatron_config.json", {"world_size": dist.get_world_size(), **asdict(self.held.ranks.sizes)}
 

@@ -15,19 +15,11 @@ from rlsys.fleet.external.backends import Backend, SGLangBackend, VLLMBackend, a
 from rlsys.fleet.external.http import ServerFault, open_session
 from rlsys.fleet.external.server import ServerReplica
 from rlsys.fleet.external.settings import KEY, RemoteSettings
-from rlsys.fleet.fleet import RolloutFleet
+from rlsys.fleet.fleet import RolloutFleet, Work
 from rlsys.fleet.requests import FleetDeadlines, Replica
 from rlsys.protocol import DataProto
 from rlsys.rollout.batch import score_sequences
-from rlsys.rollout.partial import PartialResponse
-from rlsys.types import (
-    GenerationHyperparameters,
-    LLMRequest,
-    LLMResponse,
-    ModelRequest,
-    ModelResponse,
-    WeightUpdateMeta,
-)
+from rlsys.types import LLMRequest, LLMResponse, ModelRequest, ModelResponse, WeightUpdateMeta
 from rlsys.utils.daemon_threads import LoopThread, cancel_others
 from rlsys.utils.errors import DeadlineError, RolloutError, WeightTransferError
 
@@ -111,9 +103,7 @@ class RemoteEngine(RolloutFleet):
                 raise DeadlineError(who, "start", self.settings.start_s, f"start the servers first. {states}")
             await asyncio.sleep(0 if any(server.is_admitted for server in self.servers) else POLL_S)
 
-    def submit(
-        self, work: Sequence[ModelRequest | PartialResponse], *, together: bool = False
-    ) -> list[Future[ModelResponse]]:
+    def submit(self, work: Work, *, together: bool = False) -> list[Future[ModelResponse]]:
         self.connect()
         if self.quarantined:
             raise WeightTransferError("the servers are quarantined: their weights are not whole until the next update")
@@ -128,8 +118,7 @@ class RemoteEngine(RolloutFleet):
             return await self.sample(req)
         if self.tokenizer is None or req.stream:
             raise ValueError("requests in text need engine.tokenizer and stream=False: an answer is given as a whole")
-        params = GenerationHyperparameters(**req.generation_config)
-        response = await self.sample(ModelRequest(self.tokenizer.encode(req.text), params, rid=req.request_id))
+        response = await self.sample(ModelRequest(self.tokenizer.encode(req.text), req.gconfig, rid=req.request_id))
         text = self.tokenizer.decode(list(response.output_tokens), skip_special_tokens=True)
         usage = {"prompt_tokens": len(response.input_tokens), "completion_tokens": len(response.output_tokens)}
         return LLMResponse(text, response.logprobs, response.stop_reason.value, usage)

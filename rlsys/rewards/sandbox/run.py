@@ -156,9 +156,7 @@ def _watched(spec: Mapping[str, object], stdin: str, folder: Path, limits: Sandb
         process.wait()
         if process.returncode == -signal.SIGXCPU:
             status = "time limit"
-        stdout, stderr = (
-            os.pread(file.fileno(), limits.output_bytes, 0).decode("utf-8", "replace") for file in (out, err)
-        )
+        stdout, stderr = (os.pread(f.fileno(), limits.output_bytes, 0).decode("utf-8", "replace") for f in (out, err))
     return SandboxRun(status or ("failed" if process.returncode else "exit"), stdout, stderr)
 
 

@@ -112,8 +112,7 @@ class TorchRows:
             banned = torch.where((indices < self._min_new)[:, None], self._stops, NO_TOKEN)
         sampled = sample_tokens(logits, positions, self._params, banned)
         logits.scatter_(1, sampled.tokens[:, None], FORCED)
-        columns = (indices, sampled.tokens, sampled.full_logprobs, sampled.sampled_logprobs, sampled.finite)
-        return torch.stack([column.double() for column in columns], 1)
+        return torch.stack([column.double() for column in (indices, *sampled)], 1)
 
 
 class KernelRows:

@@ -6,6 +6,7 @@ the token in its sequence, and on nothing else: neither on the rest of its batch
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -79,8 +80,7 @@ class BatchSampling:
     max_top_k: int = -1
 
 
-@dataclass(frozen=True)
-class SampledTokens:
+class SampledTokens(NamedTuple):
     """Tokens (B,), their log-probabilities under the full and the sampled distribution (B,), finite (B,) bool."""
 
     tokens: Tensor

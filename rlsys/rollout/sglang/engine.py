@@ -70,12 +70,8 @@ class SGLangRollout(BaseRolloutEngine):
         length = config.max_model_len or text.max_position_embeddings
         SGLANG.installed_features()
         arguments = server_arguments(path, config, context, max_model_len=length, replica=replica)
-        super().__init__(
-            replace(context, offload_on_sleep=arguments["enable_weights_cpu_backup"]),
-            hf_config,
-            max_model_len=length,
-            eos_token_ids=eos_ids_of(path),
-        )
+        context = replace(context, offload_on_sleep=arguments["enable_weights_cpu_backup"])
+        super().__init__(context, hf_config, max_model_len=length, eos_token_ids=eos_ids_of(path))
         self.config, self._num_layers = config, text.num_hidden_layers
         self.is_leader = replica.rank == 0
         self._folder = tempfile.TemporaryDirectory(prefix="rlsys-sglang-")

@@ -89,9 +89,7 @@ class SchedulerEngine:
         end_s = time.monotonic() + IDLE_WAIT_S
         while self.num_stops == self._num_seen_stops or not (self._is_paused or self._scheduler.is_fully_idle()):
             if time.monotonic() > end_s:
-                raise WeightTransferError(
-                    f"the first rank of this replica did not stop SGLang within {IDLE_WAIT_S:g} s"
-                )
+                raise WeightTransferError(f"this replica's first rank did not stop SGLang within {IDLE_WAIT_S:g} s")
             time.sleep(0.005)
         self._num_seen_stops = self.num_stops
         if not self._is_paused:

@@ -50,9 +50,8 @@ class ProfiledImage:
         """A prompt that is one image of the largest size."""
         config = self.info.get_hf_config()
         image = ImageInputs(("",), (), one_image(config, self.info.side))
-        return image_prompt(
-            [config.image_token_id] * sum(num_features(config, image.tensors)), config, [image], salt=""
-        )
+        ids = [config.image_token_id] * sum(num_features(config, image.tensors))
+        return image_prompt(ids, config, [image], salt="")
 
     get_dummy_mm_inputs = apply
 

@@ -68,13 +68,8 @@ def export_tensors(tensors: Mapping[str, Tensor]) -> IpcHandle:
         storage = tensor.untyped_storage()
         if storage._cdata not in storages:
             storages[storage._cdata] = len(storages), _export_storage(storage)
-        handles[name] = TensorHandle(
-            storages[storage._cdata][0],
-            str(tensor.dtype).removeprefix("torch."),
-            tuple(tensor.shape),
-            tuple(tensor.stride()),
-            int(tensor.storage_offset()),
-        )
+        number, dtype = storages[storage._cdata][0], str(tensor.dtype).removeprefix("torch.")
+        handles[name] = TensorHandle(number, dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
     return IpcHandle(tuple(handle for _, handle in storages.values()), handles)
 
 

@@ -154,12 +154,12 @@ def test_a_batch_holds_and_sends_each_image_once_however_its_rows_are_arranged(l
 def test_settings_of_the_image_processor_are_obeyed_or_refused(tmp_path: Path) -> None:
     folder = str(write_model(tmp_path / "model"))
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-    small = VisionProcessor.from_path(folder, tokenizer, settings={"max_pixels": 64})
+    small = VisionProcessor.from_path(folder, tokenizer, settings={"max_pixels": 64}, limit_images=None)
     assert small is not None
     _, (inputs,) = small.encode("<image>", [Image.new("RGB", (64, 64))])
     assert inputs.tensors["image_grid_thw"].tolist() == [[1, 2, 2]]
     with pytest.raises(ConfigError, match=r"data\.mm_processor_kwargs: max_pixel is not among .*max_pixels"):
-        VisionProcessor.from_path(folder, tokenizer, settings={"max_pixel": 64})
+        VisionProcessor.from_path(folder, tokenizer, settings={"max_pixel": 64}, limit_images=None)
 
 
 def test_content_parts_are_text_with_markers() -> None:
@@ -216,7 +216,7 @@ def test_a_video_is_its_frames_in_pairs_with_their_time(tmp_path: Path, config: 
 
 
 def test_models_of_tiles_take_no_videos(processor: VisionProcessor) -> None:
-    other = VisionProcessor(processor.config, processor.image_processor, processor.tokenizer)
+    other = VisionProcessor(processor.config, processor.image_processor, processor.tokenizer, limit_images=None)
     other.video_token = ""
     with pytest.raises(ImageError, match="only models of type qwen2_vl"):
         other.load([as_video([picture(16)])])

@@ -3,32 +3,25 @@ has norms on queries and keys. Multi-token prediction layers are carried."""
 
 from dataclasses import replace
 
-from rlsys.models.megatron.blocks import (
-    ATTENTION,
-    ONLY,
-    QK_NORM,
-    QKV_BIAS,
-    Settings,
-    attention_settings,
-    expert_dims,
-    rope_args,
-)
+from rlsys.models.megatron import blocks
 from rlsys.models.megatron.families import deepseek_v3
 from rlsys.models.megatron.family import SPARSE_NEEDS
 from rlsys.types import HFConfig
+
+QK_NORM = tuple(replace(rule, when="qk_norm") for rule in blocks.QK_NORM)
 
 
 def dims(hf_config: HFConfig) -> dict[str, int]:
     """The model's dimensions by the names that the tables use."""
     has = {"qkv_bias": hf_config.get("attention_bias"), "qk_norm": hf_config.get("use_qk_norm")}
-    return {**expert_dims(hf_config), **{name: int(bool(value)) for name, value in has.items()}}
+    return {**blocks.expert_dims(hf_config), **{name: int(bool(value)) for name, value in has.items()}}
 
 
-def settings(hf_config: HFConfig) -> Settings:
+def settings(hf_config: HFConfig) -> blocks.Settings:
     """Keyword arguments of Megatron's transformer configuration."""
     own = dims(hf_config)
     attention = {"add_qkv_bias": bool(own["qkv_bias"]), "qk_layernorm": bool(own["qk_norm"])}
-    return {**attention_settings(hf_config), **deepseek_v3.sparse_settings(hf_config, own), **attention}
+    return {**blocks.attention_settings(hf_config), **deepseek_v3.sparse_settings(hf_config, own), **attention}
 
 
 FAMILY = replace(
@@ -36,9 +29,9 @@ FAMILY = replace(
     model_types=("glm4_moe",),
     dims=dims,
     settings=settings,
-    rope=lambda hf_config: rope_args({"partial_rotary_factor": 0.5, **hf_config}),
+    rope=lambda hf_config: blocks.rope_args({"partial_rotary_factor": 0.5, **hf_config}),
     needs=SPARSE_NEEDS,
-    only={**ONLY, "attention_bias": (True, False, None), "norm_topk_prob": (True,)},
-    layer=(*ATTENTION, replace(QKV_BIAS, when="qkv_bias"), *(replace(rule, when="qk_norm") for rule in QK_NORM)),
+    only={**blocks.ONLY, "attention_bias": (True, False, None), "norm_topk_prob": (True,)},
+    layer=(*blocks.ATTENTION, replace(blocks.QKV_BIAS, when="qkv_bias"), *QK_NORM),
     mla=False,
 )

@@ -14,10 +14,7 @@ def dims(hf_config: HFConfig) -> dict[str, int]:
 
 def settings(hf_config: HFConfig) -> blocks.Settings:
     """Keyword arguments of Megatron's transformer configuration."""
-    return {
-        **blocks.attention_settings(hf_config),
-        **blocks.expert_settings(hf_config, dims(hf_config), normalised=True),
-    }
+    return blocks.attention_settings(hf_config) | blocks.expert_settings(hf_config, dims(hf_config), normalised=True)
 
 
 FAMILY = Family(

@@ -7,9 +7,8 @@ from rlsys.types import HFConfig
 
 def settings(hf_config: HFConfig) -> blocks.Settings:
     """Keyword arguments of Megatron's transformer configuration."""
-    experts = blocks.expert_settings(
-        hf_config, blocks.expert_dims(hf_config), normalised=bool(hf_config.get("norm_topk_prob"))
-    )
+    normalised = bool(hf_config.get("norm_topk_prob"))
+    experts = blocks.expert_settings(hf_config, blocks.expert_dims(hf_config), normalised=normalised)
     return {**blocks.attention_settings(hf_config), **experts, "qk_layernorm": True}
 
 
