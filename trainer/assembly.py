@@ -102,10 +102,7 @@ def assemble(
         weights = WeightPush(transfer, fleet, rollout.validate_weight)
         refill = weights.push_again if Role.Rollout in moves and drops_weights_on_sleep(cfg) else None
         residency = Residency(moves, reporter.stage, refill)
-        longest, probed = cfg.data.max_prompt_length, inputs.train_dataset
-        parity = ParityProbe(rollout.parity, probed, graded, longest, scorer, groups.actor, residency)
-        rows = inputs.val_dataset
-        validation = None if rows is None else Validation(cfg, rows, graded, on_validation, cfg.data.seed)
+        longest, probed, rows = cfg.data.max_prompt_length, inputs.train_dataset, inputs.val_dataset
         grader, kl_ctrl, reward_rows = cfg.reward.reward_model, KLController(cfg.algorithm.kl_ctrl), None
         if grader.input_tokenizer is not None:
             reward_rows = partial(collate_answers, tokenizer=inputs.tokenizer, own=load_tokenizer(grader.model))
@@ -113,8 +110,8 @@ def assemble(
             source,
             Steps(cfg, plan, groups, residency, reporter, kl_ctrl, reward_rows),
             weights,
-            validation,
-            parity,
+            None if rows is None else Validation(cfg, rows, graded, on_validation, cfg.data.seed),
+            ParityProbe(rollout.parity, probed, graded, longest, scorer, groups.actor, residency),
             None if pools.colocated else StalenessAdvisor(cfg, fleet),
             stack.pop_all().close,
         )

@@ -87,11 +87,10 @@ def import_external_libs(models: Mapping[str, ModelFolderConfig]) -> tuple[tuple
 
     ConfigError naming the key of one that cannot be imported.
     """
-    libraries = {f"{section}.external_lib": model.external_lib for section, model in models.items()}
     given = tuple(
-        (key, str(Path(library).expanduser().absolute()) if library.endswith(".py") else library)
-        for key, library in libraries.items()
-        if library
+        (f"{section}.external_lib", str(Path(lib).expanduser().absolute()) if lib.endswith(".py") else lib)
+        for section, model in models.items()
+        if (lib := model.external_lib)
     )
     import_libraries(given)
     return given

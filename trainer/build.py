@@ -102,32 +102,31 @@ def prepare(config: PPOConfig) -> PreparedRun:
 def _build(
     start: PreparedRun, backend: WorkerBackend, trainer_cls: type[RayPPOTrainer] = RayPPOTrainer
 ) -> RayPPOTrainer:
-    config, plan, model = start.config, start.plan, start.config.actor_rollout_ref.model
+    config, plan, policy = start.config, start.plan, start.config.actor_rollout_ref
     mapping, pools = place_roles(config, plan, backend.node_size)
     actor_steps, critic = start.num_steps - config.trainer.critic_warmup, plan.critic
     for_workers = EngineRun(
         device=backend.device,
-        nccl_timeout_s=config.actor_rollout_ref.nccl_timeout,
-        rollout_n=config.actor_rollout_ref.rollout.n,
+        nccl_timeout_s=policy.nccl_timeout,
+        rollout_n=policy.rollout.n,
         actor_steps=max(1, actor_steps * plan.actor.optimizer_steps),
         critic_steps=start.num_steps * critic.optimizer_steps if critic else -1,
         offload_on_sleep=not drops_weights_on_sleep(config),
         external_libs=start.external_libs,
     )
-    actor = MegatronPPOWorker if config.actor_rollout_ref.actor.strategy == "megatron" else ActorWorker
-    rollout = config.actor_rollout_ref.rollout
-    grader = config.reward.reward_model
+    actor = MegatronPPOWorker if policy.actor.strategy == "megatron" else ActorWorker
+    rollout, grader = policy.rollout, config.reward.reward_model
     judge = (grader.model, grader.rollout.generation, replace(for_workers, offload_on_sleep=True), "auto")
     loss = config.distillation.distillation_loss if config.distillation.enabled else None
     teachers = (tuple(config.teachers.values()), config.teacher_policy, loss.topk if loss and loss.is_topk else 0)
     worker_args: dict[Role, tuple[object, ...]] = {
-        Role.Actor: (actor, config.actor_rollout_ref, config.algorithm, for_workers, loss),
-        Role.Rollout: (None if plan.pools.external else worker_class(rollout.name), model, rollout, for_workers),
+        Role.Actor: (actor, policy, config.algorithm, for_workers, loss),
+        Role.Rollout: (None if plan.pools.external else worker_class(rollout.name), policy.model, rollout, for_workers),
         Role.Critic: (CriticWorker, config.critic, for_workers),
-        Role.RefPolicy: (ReferenceWorker, config.actor_rollout_ref, for_workers),
+        Role.RefPolicy: (ReferenceWorker, policy, for_workers),
         Role.Judge: (grader.rollout.name and worker_class(grader.rollout.name), *judge),
         Role.Teacher: (TeacherWorker, *teachers, for_workers),
-        Role.RewardModel: (RewardModelWorker, config.reward.reward_model, for_workers),
+        Role.RewardModel: (RewardModelWorker, grader, for_workers),
     }
     return trainer_cls(
         config,

@@ -150,8 +150,8 @@ class CheckpointStore:
 
     def prune(self, newest: int) -> None:
         """Remove the checkpoints before `newest` that are not to be kept."""
-        steps = sorted((int(m[1]) for p in self.root.iterdir() if (m := _STEP_DIR.fullmatch(p.name))), reverse=True)
-        steps = [step for step in steps if step <= newest]
+        saved = (int(m[1]) for p in self.root.iterdir() if (m := _STEP_DIR.fullmatch(p.name)))
+        steps = sorted((step for step in saved if step <= newest), reverse=True)
         for role, keep in self._keep.items():
             for step in steps[keep:] if keep is not None else []:
                 shutil.rmtree(self.path(step) / role, ignore_errors=True)
@@ -191,7 +191,6 @@ def load_state(folder: Path) -> TrainerState:
         record = read_checked_json(folder / STATE)
         if record.pop("data_blake2b") != digest_of((folder / DATA).read_bytes()):
             raise ValueError(f"the checksum of {DATA} is not the one that was saved")
-        source = json.loads(torch.load(folder / DATA, weights_only=True))
-        return TrainerState(**record, source=source)
+        return TrainerState(**record, source=json.loads(torch.load(folder / DATA, weights_only=True)))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, EOFError) as error:
         raise CheckpointError(f"{folder}: {STATE} or {DATA} is damaged: {error}") from error

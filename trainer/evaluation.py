@@ -56,12 +56,8 @@ class Validation:
         whole = graded[0] if len(graded) == 1 else DataProto.concat(graded)
         self.on_validation(whole, step)
         infos = {"reward": whole.tensors["token_level_scores"].sum(-1).tolist(), **numeric_columns(whole)}
-        return validation_metrics(
-            [str(source) for source in whole.non_tensor_batch["data_source"]],
-            [str(uid) for uid in whole.non_tensor_batch["uid"]],
-            infos,
-            seed=self.seed,
-        )
+        sources, uids = (list(map(str, whole.non_tensor_batch[name])) for name in ("data_source", "uid"))
+        return validation_metrics(sources, uids, infos, seed=self.seed)
 
     def batches(self) -> Iterator[DataProto]:
         """The prompts, data.val_batch_size at a time."""

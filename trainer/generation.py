@@ -98,18 +98,10 @@ def print_answers(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> None:
 
 def sampling_meta(sampling: SamplingParams, *, pad_token_id: int, step: int) -> dict[str, object]:
     """How engines are to complete prompts, as meta_info (see rlsys.rollout.batch)."""
-    return {
-        "response_length": sampling.max_new_tokens,
-        "pad_token_id": pad_token_id,
-        "temperature": sampling.temperature,
-        "do_sample": not sampling.greedy,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "ignore_eos": sampling.ignore_eos,
-        "stop_token_ids": sampling.stop_token_ids,
-        "seed": sampling.seed,
-        "global_steps": step,
-    }
+    renamed = {"response_length": sampling.max_new_tokens, "do_sample": not sampling.greedy}
+    same = ("temperature", "top_p", "top_k", "ignore_eos", "stop_token_ids", "seed")
+    own = {"pad_token_id": pad_token_id, "global_steps": step}
+    return {name: getattr(sampling, name) for name in same} | renamed | own
 
 
 def meta_of_all_calls(meta: Mapping[str, object]) -> dict[str, object]:
@@ -131,7 +123,6 @@ def validation_sampling(cfg: PPOConfig | EvalConfig) -> SamplingParams:
 
 def _sampling(cfg: PPOConfig | EvalConfig, section: RolloutConfig | ValKwargsConfig, *, seed: int) -> SamplingParams:
     rollout = cfg.actor_rollout_ref.rollout
-    own_ends = rollout.eos is not None and not rollout.ignore_eos
     return SamplingParams(
         max_new_tokens=cfg.data.max_response_length,
         temperature=section.temperature if section.do_sample else 0.0,
@@ -139,5 +130,5 @@ def _sampling(cfg: PPOConfig | EvalConfig, section: RolloutConfig | ValKwargsCon
         top_k=section.top_k,
         seed=seed,
         ignore_eos=rollout.ignore_eos or rollout.eos is not None,
-        stop_token_ids=rollout.eos if own_ends and rollout.eos else (),
+        stop_token_ids=() if rollout.ignore_eos else rollout.eos or (),
     )

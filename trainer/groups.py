@@ -181,12 +181,8 @@ def start_groups(
     groups: dict[str, Any] = {}
     try:
         for pool, roles in by_pool.items():
-            group = group_cls(
-                manager.resource_pool_dict[pool],
-                create_colocated_worker_cls(roles),
-                role="+".join(roles),
-                deadlines=stage_deadlines(deadlines),
-            )
+            cls, resources = create_colocated_worker_cls(roles), manager.resource_pool_dict[pool]
+            group = group_cls(resources, cls, role="+".join(roles), deadlines=stage_deadlines(deadlines))
             groups |= group.spawn(list(roles))
         for name, group in groups.items():
             log.info("loading the model of %s", name)

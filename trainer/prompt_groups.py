@@ -324,8 +324,7 @@ def _continued(answer: PartialResponse, response: ModelResponse, limit: float = 
 
 
 def _numbered(number: int, rows: DataProto) -> DataProto:
-    columns = {**rows.non_tensor_batch, NUMBER: np.full(len(rows), number)}
-    return DataProto(rows.batch, columns, rows.meta_info)
+    return DataProto(rows.batch, {**rows.non_tensor_batch, NUMBER: np.full(len(rows), number)}, rows.meta_info)
 
 
 def _parts(path: Path) -> list[tuple[int, DataProto]]:

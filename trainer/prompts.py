@@ -103,8 +103,7 @@ def load_prompts(
     load = partial(
         PromptDataset.load, source, tokenizer, data, default_source=default_source(config.reward), processor=processor
     )
-    own = data.custom_cls.path is not None
-    rows = load() if own else load(max_samples=max_samples, seed=seed)
+    rows = load() if data.custom_cls.path is not None else load(max_samples=max_samples, seed=seed)
     _check_agents(config, rows)
     return rows
 

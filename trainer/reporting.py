@@ -125,8 +125,7 @@ class Reporter:
         self._tokens = (int(batch.tensors["attention_mask"].sum()) - response, response)
 
     def add_entropy(self, entropy: torch.Tensor, mask: torch.Tensor) -> None:
-        count = mask.sum().clamp(min=1)
-        self.add({"actor/entropy": float((entropy.double() * mask).sum() / count)})
+        self.add({"actor/entropy": float((entropy.double() * mask).sum() / mask.sum().clamp(min=1))})
 
     def finish_step(self, step: int) -> dict[str, float]:
         """Write the step's metrics to all trackers; publish a checkpoint of the step only after this."""
@@ -178,8 +177,7 @@ class Reporter:
     def _drain_stages(self) -> list[MemoryRecord]:
         """Take over the controller's stages; returns the memory of all stages since the last call."""
         self.add_stages(self._stages.drain())
-        memory = self._memory
-        self._memory = []
+        memory, self._memory = self._memory, list[MemoryRecord]()
         return memory
 
     def _flush_timeline(self) -> None:

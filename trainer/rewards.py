@@ -26,8 +26,7 @@ def reward_pool(reward: GradingConfig, *, num_workers: int | None = None, judge:
         kwargs = dict(custom.reward_kwargs)
     if isinstance(reward, RewardConfig) and reward.has_judge:
         kwargs |= {"reward_router_address": judge, "reward_model_tokenizer": reward.reward_model.model_path}
-    grader = Grader(custom.path, custom.name, kwargs)
-    return RewardPool(grader, num_workers=num_workers, timeout_s=reward.timeout_s)
+    return RewardPool(Grader(custom.path, custom.name, kwargs), num_workers=num_workers, timeout_s=reward.timeout_s)
 
 
 def reward_manager(cfg: PPOConfig | EvalConfig, tokenizer: Any, pool: RewardPool) -> "RewardManager":

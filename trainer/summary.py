@@ -46,8 +46,7 @@ def _curves(path: Path) -> Iterator[tuple[str, str]]:
         return
     names = dict.fromkeys(name for record in records for name in record)
     means = [name for name in names if name.startswith(VALIDATION) and MEAN in name]
-    named = CURVES | {f"validation of {name.removeprefix(VALIDATION)}": name for name in means}
-    for title, name in named.items():
+    for title, name in (CURVES | {f"validation of {name.removeprefix(VALIDATION)}": name for name in means}).items():
         points = [(int(record["step"]), float(record[name])) for record in records if record.get(name) is not None]
         if points:
             (first_step, first), (last_step, last) = points[0], points[-1]

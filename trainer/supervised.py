@@ -100,10 +100,7 @@ class SupervisedTrainer(CheckpointedLoop):
         """Start the worker group and load its model."""
         self.begin = self.folder.enter_context(run_folder(self.cfg))
         engine_run = EngineRun(
-            device=backend.device,
-            nccl_timeout_s=self.cfg.nccl_timeout,
-            actor_steps=self.total_steps,
-            external_libs=self.external_libs,
+            backend.device, self.cfg.nccl_timeout, actor_steps=self.total_steps, external_libs=self.external_libs
         )
         with self.stage("start_workers"):
             self.group = start_group(backend, self.run, "train", SupervisedWorker, self.cfg, engine_run)
@@ -181,7 +178,6 @@ def pad_with_empty_rows(batch: DataProto, multiple: int) -> DataProto:
     if num_padding == 0:
         return batch
     rows = padded.tensors.clone()
-    width = rows["responses"].shape[1]
     rows["response_mask"][-num_padding:] = 0
-    rows["attention_mask"][-num_padding:, -width:] = 0
+    rows["attention_mask"][-num_padding:, -rows["responses"].shape[1] :] = 0
     return DataProto(rows, padded.non_tensor_batch, padded.meta_info)

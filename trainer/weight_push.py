@@ -58,8 +58,7 @@ class WeightPush:
 def drops_weights_on_sleep(cfg: PPOConfig) -> bool:
     """Whether sleeping engines lose their weights: copies to the host are slow, and each step pushes new ones."""
     rollout = cfg.actor_rollout_ref.rollout
-    can_drop = rollout_backend(rollout.name).drops_weights
-    return can_drop and rollout.free_cache_engine and cfg.trainer.sync_freq == 1
+    return rollout_backend(rollout.name).drops_weights and rollout.free_cache_engine and cfg.trainer.sync_freq == 1
 
 
 def connect_weights(groups: WorkerGroups, cfg: PPOConfig, *, colocated: bool) -> ShardingManager:

@@ -122,25 +122,15 @@ def build_reference_engine(
     cfg: ActorRolloutRefConfig, run: EngineRun, model: PolicyModelConfig | None = None
 ) -> "Engine":
     """The engine of the reference, or of another frozen `model`, which only computes."""
-    return _engine(
-        model or cfg.reference_model,
-        cfg.ref_shard,
-        run,
-        sp_size=cfg.ref.ulysses_sequence_parallel_size,
-        training=cfg.ref.scoring,
-    )
+    sp_size = cfg.ref.ulysses_sequence_parallel_size
+    return _engine(model or cfg.reference_model, cfg.ref_shard, run, sp_size=sp_size, training=cfg.ref.scoring)
 
 
 def build_reward_engine(cfg: RewardModelConfig, run: EngineRun) -> "Engine":
     """A reward model's engine, which only computes; a head that its checkpoint lacks is drawn from seed 0."""
-    return _engine(
-        ModelConfig(path=cfg.model_path, trust_remote_code=cfg.trust_remote_code),
-        ShardConfig(dtype=cfg.dtype, seed=0),
-        run,
-        sp_size=1,
-        head="scalar",
-        training=cfg.scoring,
-    )
+    model = ModelConfig(path=cfg.model_path, trust_remote_code=cfg.trust_remote_code)
+    shard = ShardConfig(dtype=cfg.dtype, seed=0)
+    return _engine(model, shard, run, sp_size=1, head="scalar", training=cfg.scoring)
 
 
 def build_supervised_engine(cfg: SFTConfig | RMConfig | DPOConfig, run: EngineRun, *, frozen: bool = False) -> "Engine":

@@ -38,8 +38,7 @@ class MfuMeter:
             mask = rows.tensors["attention_mask"]
             num_predicted = int(mask[:, -rows.tensors["responses"].shape[1] :].sum()) if self.lm_head else 0
             forward = ModelFlops(self.model).forward(mask.sum(1).tolist(), num_head_tokens=num_predicted)
-            flops = forward * (1 if epochs is None else 3 * epochs)
         except (AttributeError, TypeError, ValueError) as error:
             log.debug("no MFU of a %s: %s", type(self.model).__name__, error)
             return
-        metrics[f"perf/mfu/{name}"] = flops / (seconds * self.peak)
+        metrics[f"perf/mfu/{name}"] = forward * (1 if epochs is None else 3 * epochs) / (seconds * self.peak)

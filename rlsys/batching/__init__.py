@@ -81,8 +81,7 @@ def _spread(packed: list[np.ndarray], sizes: np.ndarray, max_tokens: int, count:
         return parts
     parts = list(packed)
     while len(parts) < min(count, len(sizes)):
-        largest = max(range(len(parts)), key=lambda i: (len(parts[i]) > 1, sizes[parts[i]].sum()))
-        whole = parts.pop(largest)
+        whole = parts.pop(max(range(len(parts)), key=lambda i: (len(parts[i]) > 1, sizes[parts[i]].sum())))
         parts += [whole[half] for half in balanced_partitions(sizes[whole], 2)]
     return parts + [np.empty(0, np.int64)] * (count - len(parts))
 
@@ -105,8 +104,7 @@ def _best_fit(sizes: np.ndarray, max_tokens: int) -> list[np.ndarray]:
 def seqlen_metrics(lengths: Lengths, parts: Sequence[np.ndarray]) -> dict[str, float]:
     """Tokens per rank before (contiguous chunks) and after balancing into `parts`, under verl's names."""
     sizes = _array(lengths)
-    step = max(len(sizes) // len(parts), 1)
-    before = np.add.reduceat(sizes, np.arange(0, len(sizes), step))
+    before = np.add.reduceat(sizes, np.arange(0, len(sizes), max(len(sizes) // len(parts), 1)))
     after = [int(sizes[part].sum()) for part in parts]
     return {
         "global_seqlen/min": float(before.min()),

@@ -78,12 +78,9 @@ def plan_batches(cfg: PPOConfig) -> BatchPlan:
     samples = cfg.data.train_batch_size * answers
 
     def plan_of(role: ActorConfig | CriticConfig) -> RolePlan:
+        mini, dp = role.ppo_mini_batch_size * answers, pools.train_ranks // shared_by(role)
         return RolePlan(
-            samples=samples,
-            mini_batch_samples=role.ppo_mini_batch_size * answers,
-            dp_size=pools.train_ranks // shared_by(role),
-            epochs=role.ppo_epochs,
-            size=role.training,
+            samples=samples, mini_batch_samples=mini, dp_size=dp, epochs=role.ppo_epochs, size=role.training
         )
 
     critic = plan_of(cfg.critic) if cfg.use_critic else None
@@ -139,24 +136,18 @@ def _ppo_lines(cfg: PPOConfig, facts: Mapping[str, str]) -> list[tuple[str, str]
 
 
 def _supervised_lines(cfg: SupervisedConfig) -> list[tuple[str, str]]:
-    data, trainer = cfg.data, cfg.trainer
-    role = RolePlan(
-        samples=data.train_batch_size,
-        mini_batch_samples=data.train_batch_size,
-        dp_size=trainer.nnodes * trainer.n_gpus_per_node // shared_by(cfg.engine),
-        epochs=1,
-        size=data.training,
-    )
+    data, trainer, rows = cfg.data, cfg.trainer, cfg.data.train_batch_size
+    dp = trainer.nnodes * trainer.n_gpus_per_node // shared_by(cfg.engine)
+    role = RolePlan(samples=rows, mini_batch_samples=rows, dp_size=dp, epochs=1, size=data.training)
     return [
-        ("step", f"{data.train_batch_size} rows of {data.max_length} tokens at most; {_rank_words(role)}"),
-        ("length", _length_words(trainer, data.train_batch_size)),
+        ("step", f"{rows} rows of {data.max_length} tokens at most; {_rank_words(role)}"),
+        ("length", _length_words(trainer, rows)),
         ("workers", _worker_words(trainer)),
     ]
 
 
 def _many(count: int, noun: str) -> str:
-    plural = "es" if noun.endswith(("batch", "process")) else "s"
-    return f"{count} {noun}{'' if count == 1 else plural}"
+    return f"{count} {noun}{'' if count == 1 else 'es' if noun.endswith(('batch', 'process')) else 's'}"
 
 
 def _role_words(role: RolePlan, section: str) -> str:

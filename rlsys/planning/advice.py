@@ -32,8 +32,7 @@ def memory_line(cfg: PPOConfig, machine: Machine) -> str:
     figures = [f"{_gib(stages['start'])} to start"]
     if generating := own.get("rollout") or stages.get("rollout"):
         where = " (on a rollout device)" if own else ""
-        share = device == "cuda" and not generating.bytes.get(CACHE)
-        cache = f" + {policy.rollout.name}'s cache" if share else ""
+        cache = "" if device == "cpu" or generating.bytes.get(CACHE) else f" + {policy.rollout.name}'s cache"
         figures.append(f"{_gib(generating)}{cache} to generate{where}")
     figures.append(f"{_gib(peak)} at most in the other stages ({peak.name})")
     kind = "GPU" if device == "cuda" else "CPU process"

@@ -115,7 +115,6 @@ def _decoder(config: str, head: Head) -> Decoder:
     routed = int(hf_config.get("num_experts_per_tok") or 0) if sizes.get("experts") else 0
     sparse = routed * sizes.get("expert_ffn", 0) + sizes.get("shared_ffn", 0)
     num_sparse = sum(family.is_sparse(hf_config, layer) for layer in range(sizes["layers"]))
-    dense = num_sparse < sizes["layers"]
     in_experts = sum(prod(shape) for name, shape in matrices if EXPERTS in name)
     in_dense = sum(prod(shape) for _, shape in matrices) - in_experts
     q, kv = _attention_widths(hf_config, sizes)
@@ -130,7 +129,7 @@ def _decoder(config: str, head: Head) -> Decoder:
         vocab=sizes["vocab"],
         q=q,
         kv=kv,
-        ffn=max(sparse, sizes["ffn"] if dense else 0),
+        ffn=max(sparse, sizes["ffn"] if num_sparse < sizes["layers"] else 0),
         routed=routed,
         num_experts=(experts := sizes.get("experts") or 1),
         num_sparse=num_sparse,
@@ -194,8 +193,7 @@ def held_at(hf_config: HFConfig, place: RankPlace, *, head: Head = "lm") -> Held
 def _held(config: str, place: RankPlace, head: Head) -> Held:
     hf_config = json.loads(config)
     family = family_of(hf_config)
-    shards = family.shards(hf_config, place, head=head)
-    shapes = family.local_shapes(hf_config, place, shards)
+    shapes = family.local_shapes(hf_config, place, family.shards(hf_config, place, head=head))
     experts = sum(prod(shape) for name, shape in shapes.items() if EXPERTS in name)
     layers = sum(len(chunk) for chunk in family.layers_of(hf_config, place))
     return Held(sum(prod(shape) for shape in shapes.values()) - experts, experts, layers)
@@ -208,9 +206,8 @@ def adapters_at(hf_config: HFConfig, place: RankPlace, lora: "LoraSettings", *, 
     family = family_of(hf_config)
     shards_at = partial(family.shards, hf_config, head=head, te=te)
     held = shards_at(place)
-    whole = shards_at(place.without_tensor_parallelism())
     plan = plan_adapters(lora, shards_at(RankPlace()), family.hf_shapes(hf_config, head=head))
-    factors = factors_of(plan, held, whole)
+    factors = factors_of(plan, held, shards_at(place.without_tensor_parallelism()))
     shards = [shard for of_weight in factors.values() for one in of_weight for shard in one.shards]
     experts = sum(prod(shard.box.shape) for shard in shards if EXPERTS in shard.local)
     merged: dict[str, int] = {}
@@ -232,8 +229,7 @@ def layer_saved_bytes(d: Blocks, tokens: int, *, c: int, fused: bool, tp: int = 
     routed = c * 2 * d.routed * d.hidden
     if fused:
         return tokens * (c * 4 * d.hidden // norms + c * (2 * d.q + 2 * d.kv + 3 * d.ffn) // tp + routed)
-    wide = 16 * d.hidden + c * d.hidden
-    return tokens * (wide // norms + c * (2 * d.q + 2 * d.kv + 4 * d.ffn) // tp + routed)
+    return tokens * ((16 + c) * d.hidden // norms + c * (2 * d.q + 2 * d.kv + 4 * d.ffn) // tp + routed)
 
 
 def layer_passing_bytes(d: Blocks, tokens: int, *, c: int, tp: int = 1, backward: bool) -> int:
@@ -272,14 +268,12 @@ def logits_bytes(
 ) -> int:
     """Chunks of logits in float32 and the gradient of the output weight, at their highest (`rlsys.models.logprobs`)."""
     vocab = -(-d.vocab // tp)
-    rows = min(max(1, LOGITS_CHUNK_ELEMENTS[device] // vocab), responses)
-    chunk = WIDE * rows * vocab
+    chunk = WIDE * vocab * min(max(1, LOGITS_CHUNK_ELEMENTS[device] // vocab), responses)
     if not backward:
         return chunk * (3 if entropy else 2)
     narrow = chunk * c // WIDE if c < WIDE else 0
     slope = WIDE * vocab * d.hidden if trained else 0
-    product = slope if c < WIDE else 0
-    return max((3 if entropy else 2) * chunk + narrow + slope, chunk + narrow + slope + product)
+    return narrow + slope + max((3 if entropy else 2) * chunk, chunk + (slope if c < WIDE else 0))
 
 
 def cache_columns(prompt: int, response: int, *, step: int = 256) -> int:

@@ -107,8 +107,7 @@ def _training_layouts(cfg: PPOConfig, machine: Machine, cluster: GpuCluster) -> 
     ranks, trained = plan.pools.train_ranks, [role for role in (plan.actor, plan.critic) if role is not None]
 
     def divides(shared_by: int) -> bool:
-        dp = ranks // shared_by
-        return not ranks % shared_by and not any(role.mini_batch_samples % dp for role in trained)
+        return not ranks % shared_by and not any(role.mini_batch_samples % (ranks // shared_by) for role in trained)
 
     for share, ulysses in product(sorted({ranks, *(n * cluster.node_size for n in SIZES[:4])}), SIZES[:4]):
         if share <= ranks and not (ranks % share or facts[HEADS] % ulysses) and divides(ulysses):
@@ -120,23 +119,22 @@ def _training_layouts(cfg: PPOConfig, machine: Machine, cluster: GpuCluster) -> 
         return
     for tp, pp, cp, ep in product(SIZES[:4], SIZES, SIZES[:4], SIZES):
         sizes = (tp, pp, cp, ep)
-        last = layers - (pp - 1) * -(-layers // pp)
-        uneven = {"num_layers_in_last_pipeline_stage": last} if pp > 1 and layers % pp else {}
-        own_last = last if uneven else None
+        last = layers - (pp - 1) * -(-layers // pp) if layers % pp else None
         if ranks % (tp * pp * cp) or ranks % (ep * pp):
             continue
-        layout = ParallelSizes(tp, pp, cp=cp, ep=ep, etp=1, sequence_parallel=True, last_layers=own_last)
+        layout = ParallelSizes(tp, pp, cp=cp, ep=ep, etp=1, sequence_parallel=True, last_layers=last)
         try:
             family.check(facts, RankPlace(layout))
         except ConfigError:
             continue
         if divides(tp * pp * cp):
-            keys = {f"{name}_model_parallel_size": size for name, size in zip(NAMES, sizes, strict=True)}
+            keys: Settings = {f"{name}_model_parallel_size": size for name, size in zip(NAMES, sizes, strict=True)}
             keys["context_parallel_size"] = keys.pop("context_model_parallel_size")
             keys |= {"expert_tensor_parallel_size": 1, "sequence_parallel": True}
             name = ", ".join(f"{key[0].upper()}P{size}" for key, size in zip(NAMES, sizes, strict=True) if size > 1)
-            own = keys | ({"override_transformer_config": uneven} if uneven else {})
-            yield from _offloaded(f"Megatron, {name or 'DP'}", {"strategy": "megatron"}, "megatron", own)
+            if last is not None:
+                keys["override_transformer_config"] = {"num_layers_in_last_pipeline_stage": last}
+            yield from _offloaded(f"Megatron, {name or 'DP'}", {"strategy": "megatron"}, "megatron", keys)
 
 
 def _offloaded(name: str, role: Settings, section: str, sharding: Settings) -> Iterator[tuple[str, Settings]]:

@@ -214,10 +214,9 @@ def _engine(job: PlanInputs, beside: ro.Bytes) -> ro.Bytes:
     prompts = min(-(-rows // rollout.n) * job.lengths.prompt, rollout.max_num_batched_tokens)
     images, encoding = fp.image_bytes(d, min(prompts, -(-rows // rollout.n) * job.image_tokens), c=c, trained=False)
     reading = images + max(encoding, fp.layer_passing_bytes(d, prompts, c=c, backward=False))
-    columns = fp.cache_columns(job.lengths.prompt, job.lengths.response)
     return {
         ROLLOUT_WEIGHTS: weights,
-        CACHE: fp.cache_bytes(d, rows, columns, c=c),
+        CACHE: fp.cache_bytes(d, rows, fp.cache_columns(job.lengths.prompt, job.lengths.response), c=c),
         DRAWING: max(reading, fp.drawing_bytes(d, rows, c=c)),
     }
 
@@ -259,8 +258,7 @@ def device_roles(job: PlanInputs) -> list[DeviceRole]:
 
 def width_of(dtype: str, device: Device) -> int:
     """Bytes of an element."""
-    narrow = dtype in ("bfloat16", "float16") or (dtype == "auto" and device == "cuda")
-    return 2 if narrow else fp.WIDE
+    return 2 if dtype in ("bfloat16", "float16") or (dtype == "auto" and device == "cuda") else fp.WIDE
 
 
 def _actor(job: PlanInputs) -> DeviceRole:
@@ -272,14 +270,8 @@ def _actor(job: PlanInputs) -> DeviceRole:
         stages.append(("old_log_prob", False, scored))
     if job.plan.use_reference and not policy.has_reference_weights:
         stages.append(("ref", False, scored))
-    role = _role(
-        job,
-        job.machine.actor,
-        actor.shard,
-        policy.model,
-        entropy=actor.entropy_coeff != 0 or actor.calculate_entropy,
-        optim=actor.optim,
-    )
+    entropy = actor.entropy_coeff != 0 or actor.calculate_entropy
+    role = _role(job, job.machine.actor, actor.shard, policy.model, entropy=entropy, optim=actor.optim)
     return DeviceRole(role, _leaving(actor.shard), tuple(stages))
 
 
@@ -306,10 +298,9 @@ def _critic(job: PlanInputs, plan: RolePlan) -> DeviceRole:
 
 
 def _reward_model(job: PlanInputs, facts: Facts) -> DeviceRole:
-    grader, ranks = job.cfg.reward.reward_model, job.plan.pools.train_ranks
-    scored = largest_pass(job.lengths, job.plan.samples // ranks, grader.scoring)
-    how = ro.Computing(width_of(grader.dtype, job.device), job.device, recompute=False)
-    role = ro.FsdpRole(fp.decoder_of(facts, head="value"), how, ranks, master=fp.WIDE, trained=False, lm=False)
+    grader = job.cfg.reward.reward_model
+    scored = largest_pass(job.lengths, job.plan.samples // job.plan.pools.train_ranks, grader.scoring)
+    role = _role(job, facts, ShardConfig(dtype=grader.dtype), head="value")
     return DeviceRole(role, frozenset(), (("reward_model", False, scored),))
 
 

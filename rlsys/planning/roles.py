@@ -117,12 +117,11 @@ class FsdpRole:
         added = fp.WIDE * self.tp / self.ranks if size.count > 1 else 0  # reduced, to be added to those there
         layer_comm = int((c + fp.WIDE * self._prefetched + added) * d.layer) if full else 0
         outer_comm = int((c + fp.WIDE + added) * d.outer) if full else 0
-        head_grad = c * d.vocab * d.hidden if full and self.lm else 0
         summed, logits = grads if size.count > 1 else 0, _logits(self, size, backward=True)
         return _higher(
             {GRADIENTS: summed, GATHERED: c * d.outer, ACTIVATIONS: kept + head, LOGITS: logits},
             {
-                GRADIENTS: summed + head_grad,
+                GRADIENTS: summed + (c * d.vocab * d.hidden if full and self.lm else 0),
                 GATHERED: c * (d.outer + d.layer * self._prefetched) + layer_comm,
                 ACTIVATIONS: kept + extra,
             },

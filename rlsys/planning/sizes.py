@@ -85,9 +85,8 @@ class _Sizes:
             return
         d, c, rows = fp.decoder_of(machine.actor), width_of(rollout.dtype, "cuda"), rollout.max_num_seqs
         columns = cfg.data.max_prompt_length + cfg.data.max_response_length
-        tp = rollout.tensor_model_parallel_size
         weights = fp.served_bytes(machine.actor, rollout, c=c)
-        cache = rows * columns * d.cached // min(tp, d.cache_heads)
+        cache = rows * columns * d.cached // min(rollout.tensor_model_parallel_size, d.cache_heads)
         encoding = fp.image_bytes(d, min(LARGEST_IMAGE, rollout.max_model_len or columns), c=c, trained=False)
         needed = weights + c * cache + fp.drawing_bytes(d, rows, c=c) + sum(encoding) + ENGINE_EXTRA
         wanted = max(LEAST_SHARE, needed / machine.device_bytes) if plan_batches(cfg).pools.colocated else 1.0

@@ -151,11 +151,10 @@ def staleness_advice(run: MeasuredRun, max_staleness: int) -> str:
         groups_per_step=max(1, round(run.groups_per_step * share)),
         train_s=run.train_s / share,
     )
-    small_share = small.num_replicas / run.num_replicas
     forecasts = [forecast(small, choice) for choice in CHOICES]
     lines = ["max_staleness   tokens/s   mean age   trainer idle   rollout idle"]
     for one in forecasts:
-        speed = f"{one.tokens_per_s / small_share:8.1f}   {one.age:8.2f}"
+        speed = f"{one.tokens_per_s / (small.num_replicas / run.num_replicas):8.1f}   {one.age:8.2f}"
         lines.append(f"{one.max_staleness:13}   {speed}   {one.trainer_idle:12.2f}   {one.rollout_idle:12.2f}")
     best = proposed(forecasts).max_staleness
     lines.append(f"smallest within 2 % of the fastest: trainer.max_staleness={best}; this run has {max_staleness}")

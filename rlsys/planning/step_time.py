@@ -106,14 +106,13 @@ def step_seconds(cfg: PPOConfig, phases: Sequence[Phase]) -> float:
 def _passes(job: PlanInputs, role: Role, size: Pass, cluster: GpuCluster, *, trains: bool) -> dict[str, float]:
     """All micro-batches of a rank, and with `trains` the reduction of gradients and the optimizer."""
     d, c, row = role.model, role.how.c, job.lengths.mean_prompt + job.lengths.mean_response
-    fused, pp, vp, flops = isinstance(role, MegatronRole), 1, 1, cluster.gpu.flops
-    tp = role.sizes.tp if isinstance(role, MegatronRole) else role.tp
-    held = d.parameters / tp
+    fused, flops = isinstance(role, MegatronRole), cluster.gpu.flops
     if isinstance(role, MegatronRole):
-        pp, vp = role.sizes.pp, role.sizes.vp
-        held = role.held_here.parameters
+        tp, pp, vp, held = role.sizes.tp, role.sizes.pp, role.sizes.vp, role.held_here.parameters
         is_fp8 = role.trained and role.lm and job.cfg.actor_rollout_ref.actor.megatron.fp8
         flops = cluster.gpu.fp8_flops if is_fp8 else flops
+    else:
+        tp, pp, vp, held = role.tp, 1, 1, d.parameters / role.tp
     again, layers = int(trains and role.how.recompute), d.num_layers / pp
     blocks = 2.0 * size.tokens * (d.active + d.attended * (row + 1) / 2) / (pp * tp)
     head = 2.0 * size.responses * d.vocab * d.hidden / tp if role.lm else 0.0
@@ -136,8 +135,7 @@ def _passes(job: PlanInputs, role: Role, size: Pass, cluster: GpuCluster, *, tra
     seconds = {cause: size.count * one for cause, one in times.items()}
     seconds |= {"bubble": (pp - 1) / vp * hypot(busy, host)}
     if trains:
-        state = 3 * role.held().get(OPTIMIZER, 0)
-        seconds["memory"] += state / (MEMORY * cluster.gpu.memory_rate)
+        seconds["memory"] += 3 * role.held().get(OPTIMIZER, 0) / (MEMORY * cluster.gpu.memory_rate)
         seconds["communication"] += sum(_reduction(job, role, cluster))
     return seconds
 

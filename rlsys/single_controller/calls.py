@@ -240,14 +240,9 @@ def _first_cause(failed: Sequence[tuple[Pending, Failure]]) -> BaseException:
     backend = pending.backend
     also = [f"rank {other.rank}: {f.cause.partition(chr(10))[0]}" for other, f in ordered[1:5]]
     others = f"also failed: {'; '.join(also)}" if also else ""
-    where = FailedWorker(
-        role=pending.role,
-        rank=pending.rank,
-        host=backend.host(pending.rank),
-        stage=pending.stage,
-        cause="\n".join(filter(None, [failure.cause, failure.trace, others])),
-        log_tail=backend.log_tail(pending.rank),
-    )
+    cause = "\n".join(filter(None, [failure.cause, failure.trace, others]))
+    host, tail = backend.host(pending.rank), backend.log_tail(pending.rank)
+    where = FailedWorker(pending.role, pending.rank, host, pending.stage, cause, tail)
     if isinstance(failure.exception, SPOKEN_ERRORS):
         failure.exception.add_note(f"raised by {where.role} rank {where.rank} on {where.host} at stage '{where.stage}'")
         return failure.exception

@@ -89,10 +89,9 @@ def register(
         raise ValueError(f"dispatch_mode is {mode!r}; it must be a member of Dispatch or a dict of two functions")
     if not isinstance(execute_mode, Execute):
         raise ValueError(f"execute_mode is {execute_mode!r}; it must be Execute.ALL or Execute.RANK_ZERO")
-    registration = Registration(dispatch_mode=mode, execute_mode=execute_mode, blocking=blocking)
 
     def mark(method: F) -> F:
-        setattr(method, MAGIC_ATTR, registration)
+        setattr(method, MAGIC_ATTR, Registration(dispatch_mode=mode, execute_mode=execute_mode, blocking=blocking))
         return method
 
     return mark
@@ -147,8 +146,7 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str, auto_padding: bool = F
 def _dispatch_nd(
     mesh_name: str, pads: bool, group: "WorkerGroup", /, *args: object, **kwargs: object
 ) -> SplitArguments:
-    ranks = group.dispatch_info(mesh_name)
-    return _split_by_rows(group, [rank.dp_rank for rank in ranks], pads, args, kwargs)
+    return _split_by_rows(group, [rank.dp_rank for rank in group.dispatch_info(mesh_name)], pads, args, kwargs)
 
 
 def _nd_parts(mesh_name: str, group: "WorkerGroup", /) -> list[int]:
@@ -229,12 +227,11 @@ def _split_by_rows(
     group: "WorkerGroup", dp_ranks: Sequence[int], pads: bool, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> SplitArguments:
     """Give rank r the rows of dp_ranks[r]; values without rows go to all."""
-    named = {**dict(enumerate(args)), **kwargs}
     chunks = max(dp_ranks) + 1
     spread: dict[int | str, list[object]] = {}
     lengths: dict[int | str, int] = {}
     padding: tuple[int, ...] = ()
-    for name, whole in named.items():
+    for name, whole in {**dict(enumerate(args)), **kwargs}.items():
         if is_rows(value := whole.get() if is_future(whole) else whole):
             lengths[name] = len(value)
             wants_padding = hasattr(value, "is_padding_enabled") and value.is_padding_enabled()

@@ -24,12 +24,8 @@ class Guard:
     """The driver's side of it; made before the cluster, whose log directory is added by `watch`."""
 
     def __init__(self, mark: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", __file__, str(os.getpid()), mark],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        command, quiet = [sys.executable, "-I", __file__, str(os.getpid()), mark], subprocess.DEVNULL
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=quiet, start_new_session=True)
 
     def watch(self, log_dir: str) -> None:
         """Recognise the processes that have files of this directory open."""

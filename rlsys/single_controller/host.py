@@ -95,20 +95,15 @@ def without_padding(result: object, num_padding: int, method: str) -> object:
 def answer(run: Callable[[], object]) -> tuple[Header, object]:
     """Run a function; its header says whether it succeeded."""
     try:
-        value = run()
+        return Header(), run()
     except Exception as error:
         return Header(failure_of(error)), None
-    return Header(), value
 
 
 def failure_of(error: BaseException) -> Failure:
     """An exception in a form that another process can read."""
-    return Failure(
-        cause=f"{type(error).__name__}: {error}",
-        trace=_trace(error)[-TRACE_CHARS:],
-        at_s=time.time(),
-        exception=error if _travels(error) else None,
-    )
+    cause, trace = f"{type(error).__name__}: {error}", _trace(error)[-TRACE_CHARS:]
+    return Failure(cause, trace, at_s=time.time(), exception=error if _travels(error) else None)
 
 
 def _trace(error: BaseException) -> str:

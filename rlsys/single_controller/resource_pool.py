@@ -61,6 +61,8 @@ class ResourcePool:
 
 
 P = TypeVar("P", bound=ResourcePool)
+KIND = ("max_colocate_count", "use_gpu", "accelerator_type", "num_cpus", "detached")
+"""What pools that are merged must have in common."""
 
 
 def split_resource_pool(resource_pool: P, split_size: int | Sequence[int]) -> list[P]:
@@ -81,14 +83,10 @@ def split_resource_pool(resource_pool: P, split_size: int | Sequence[int]) -> li
 
 def merge_resource_pool(first: P, second: P) -> P:
     """One pool over the slots of both; ConfigError unless they are of one kind."""
-    if type(first) is not type(second) or _kind(first) != _kind(second):
+    kinds = [(type(pool), *(getattr(pool, name, None) for name in KIND)) for pool in (first, second)]
+    if kinds[0] != kinds[1]:
         raise ConfigError("only pools of one kind can be merged: same use_gpu, accelerator_type and max_colocate_count")
     return first.with_slots((*first.slots, *second.slots))
-
-
-def _kind(pool: ResourcePool) -> tuple[object, ...]:
-    names = ("max_colocate_count", "use_gpu", "accelerator_type", "num_cpus", "detached")
-    return tuple(getattr(pool, name, None) for name in names)
 
 
 @dataclass(frozen=True)

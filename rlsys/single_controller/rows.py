@@ -9,8 +9,7 @@ from typing import Any, TypeGuard
 
 def is_rows(value: object) -> TypeGuard[Any]:
     """Whether a value is a batch: it has a length, slices, `chunk` and `concat`."""
-    kind = type(value)
-    return all(hasattr(kind, name) for name in ("__len__", "__getitem__", "chunk", "concat"))
+    return all(hasattr(type(value), name) for name in ("__len__", "__getitem__", "chunk", "concat"))
 
 
 def is_future(value: object) -> TypeGuard[Any]:

@@ -83,8 +83,7 @@ class WorkerGroup:
         if not 0 <= rank < self.world_size:
             raise ValueError(f"{self.role} has ranks 0..{self.world_size - 1}, not {rank}")
         spec = CallSpec(method, self.role, self._target, tuple(kwargs))
-        values = _resolved((*args, *kwargs.values()))
-        return of_rank(self.backend.submit([(rank, spec, values)])[0])
+        return of_rank(self.backend.submit([(rank, spec, _resolved((*args, *kwargs.values())))])[0])
 
     def execute_rank(
         self, rank: int, method: str, *args: object, deadline_s: float | None = None, **kwargs: Any
@@ -176,8 +175,7 @@ class WorkerGroup:
         for rank in self.backend.present:
             num_padding = split.num_padding[rank] if split.num_padding else 0
             values = tuple(value[rank] for value in (*split.args, *split.kwargs.values()))
-            spec = CallSpec(method, self.role, self._target, names, num_padding)
-            calls.append((rank, spec, _resolved(values)))
+            calls.append((rank, CallSpec(method, self.role, self._target, names, num_padding), _resolved(values)))
         return self.backend.submit(calls)
 
     def _results(self, pending: Sequence[Pending], collect: Callable[[Sequence[Pending]], object] | None = None) -> Any:

@@ -59,8 +59,7 @@ class MemoryLedger:
     def stage(self, name: str) -> Generator[None]:
         """Record one stage, also when it raises; usable as a listener of StageTimer."""
         with _boundaries:
-            before = _new_peaks()
-            record = MemoryRecord(self.worker, name, before, MemorySnapshot(0, 0))
+            record = MemoryRecord(self.worker, name, _new_peaks(), MemorySnapshot(0, 0))
             _open.append(record)
         try:
             yield
@@ -127,8 +126,7 @@ def by_stage(records: Iterable[MemoryRecord]) -> list[MemoryRecord]:
     """One record per worker and stage in order of appearance: the last before/after, the highest peaks."""
     rows: dict[tuple[str, str], MemoryRecord] = {}
     for r in records:
-        earlier = rows.get((r.worker, r.stage), r)
-        rows[r.worker, r.stage] = replace(r, after=r.after.with_peaks_of(earlier.after))
+        rows[r.worker, r.stage] = replace(r, after=r.after.with_peaks_of(rows.get((r.worker, r.stage), r).after))
     return list(rows.values())
 
 
@@ -137,8 +135,7 @@ def memory_table(records: Iterable[MemoryRecord]) -> str:
     lines = [["worker", "stage", *COLUMNS]]
     for r in by_stage(records):
         rss, cuda = (r.before.rss_bytes, r.after.rss_bytes), (r.before.cuda_bytes, r.after.cuda_bytes)
-        peaks = (r.after.cuda_peak_bytes, r.after.cuda_reserved_peak_bytes)
-        sizes = (*rss, r.after.rss_peak_bytes, *cuda, *peaks)
+        sizes = (*rss, r.after.rss_peak_bytes, *cuda, r.after.cuda_peak_bytes, r.after.cuda_reserved_peak_bytes)
         lines.append([r.worker, r.stage, *(f"{size / GIB:.2f}" for size in sizes)])
     return aligned(lines, num_left=2)
 

@@ -175,8 +175,7 @@ class Progress:
             if not over:
                 below.append(f"{self._stages():<{_STAGE_WIDTH}}  ", style="bold cyan")
             below.append("  ".join(self._facts.values()))
-        lines = Group(grid, below) if below.plain.strip() else grid
-        return Constrain(lines, self._console.width - _SPARE_COLUMNS)
+        return Constrain(Group(grid, below) if below.plain.strip() else grid, self._console.width - _SPARE_COLUMNS)
 
     def _pace(self, *, eta: bool = True) -> str:
         if not self._step_seconds:

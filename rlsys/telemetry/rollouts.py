@@ -64,8 +64,7 @@ def dump_rollouts(
     for row in sampled_order(groups, scores, seed=step):
         sample = {"input": inputs[row], "output": outputs[row], "gts": gts[row], "score": scores[row], "step": step}
         sample |= {name: column[row] for name, column in {**extras, **about}.items()}
-        has_values = used <= room * _SHARE_WITH_TOKENS
-        values = {name: column[row] for name, column in token_values.items() if has_values}
+        values = {name: column[row] for name, column in token_values.items() if used <= room * _SHARE_WITH_TOKENS}
         line = encode_line(sample | {name: _short(column, 6) for name, column in values.items()})
         if used + len(line) > room:
             break

@@ -194,12 +194,8 @@ class TrackioTracker(WandbTracker):
 
     def __init__(self, run: TrackedRun) -> None:
         self._run = import_module("trackio")
-        self._run.init(
-            project=run.project,
-            name=run.experiment,
-            config=dict(run.config),
-            resume="never" if run.resume_step is None else "allow",
-        )
+        resume = "never" if run.resume_step is None else "allow"
+        self._run.init(project=run.project, name=run.experiment, config=dict(run.config), resume=resume)
 
     def _table(self, rows: Sequence[Generation], step: int) -> object:
         import pandas as pd

@@ -202,8 +202,7 @@ def _python(cfg: Section, section: str, file: str, name: str, kind: str) -> Iter
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
         yield wrong(cfg, key, f"not valid Python{line}: {getattr(error, 'msg', None) or error}")
         return
-    names = {getattr(node, field, None) for node in ast.walk(tree) for field in ("name", "asname", "id")}
-    if name not in names:
+    if name not in {getattr(node, field, None) for node in ast.walk(tree) for field in ("name", "asname", "id")}:
         made = [n for n in tree.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)]
         defined = ", ".join([n.name for n in made if not n.name.startswith("_")][:5]) or "nothing"
         yield wrong(cfg, f"{section}.name", f"{file} has no {kind} of that name; it defines {defined}")

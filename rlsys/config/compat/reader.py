@@ -121,8 +121,7 @@ def read_blocks(name: str) -> list[dict[str, Any]]:
     import yaml
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    text = (Path(__file__).parent / name).read_text(encoding="utf-8")
-    return yaml.load(text, Loader=loader)["blocks"]
+    return yaml.load((Path(__file__).parent / name).read_text(encoding="utf-8"), Loader=loader)["blocks"]
 
 
 def absolute_names(text: str, path: str) -> str:

@@ -65,8 +65,7 @@ class RayBackend(Backend):
     def start(self, pool: RayResourcePool, bin_pack: bool, name_prefix: str, detached: bool) -> None:
         """Make an actor on every slot, set its rank, build the workers; all ranks at once."""
         self.world_size = pool.world_size
-        deadline_s = deadline_for(self.deadlines, START)
-        bundles = pool.acquire(bin_pack, deadline_s)
+        bundles = pool.acquire(bin_pack, deadline_for(self.deadlines, START))
         self._pool = pool
         try:
             common = {
@@ -250,11 +249,8 @@ def _values_once(values: Sequence[tuple[object, ...]]) -> list[tuple[object, ...
     """Values that several ranks get are put into the object store once and sent as references."""
     small = (str, bytes, int, float, bool, type(None))
     times = Counter(id(value) for of_rank in values for value in of_rank if not isinstance(value, small))
-    stored: dict[int, object] = {}
-    for of_rank in values:
-        for value in of_rank:
-            if times[id(value)] > 1 and id(value) not in stored:
-                stored[id(value)] = ray.put(value)
+    shared = {id(value): value for of_rank in values for value in of_rank if times[id(value)] > 1}
+    stored = {key: ray.put(value) for key, value in shared.items()}
     return [tuple(stored.get(id(value), value) for value in of_rank) for of_rank in values]
 
 

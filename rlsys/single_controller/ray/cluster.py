@@ -77,8 +77,7 @@ def connect(ray_init: Mapping[str, Any] | None = None, *, timeline_json_file: st
     if ray.is_initialized():
         return _checked(Cluster(cluster_address(), False, timeline_json_file))
     env = runtime_env(options.pop("runtime_env", None) or {})
-    quiet: dict[str, object] = {"log_to_driver": False, "logging_level": logging.WARNING, "namespace": NAMESPACE}
-    options = quiet | options
+    options = {"log_to_driver": False, "logging_level": logging.WARNING, "namespace": NAMESPACE, **options}
     if address not in (None, "local"):
         for name in ("num_cpus", "num_gpus", "resources", "object_store_memory", "include_dashboard"):
             if options.pop(name, None) is not None:
@@ -196,8 +195,7 @@ def _set_defaults_for_local_cluster() -> None:
         "RAY_process_group_cleanup_enabled": "1",
         "RAY_kill_worker_timeout_milliseconds": "1000",
     }
-    has_token = "RAY_AUTH_TOKEN_PATH" in os.environ or (Path.home() / ".ray" / "auth_token").exists()
-    if not has_token:
+    if "RAY_AUTH_TOKEN_PATH" not in os.environ and not (Path.home() / ".ray" / "auth_token").exists():
         defaults["RAY_AUTH_TOKEN"] = uuid4().hex * 2
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
@@ -253,12 +251,8 @@ def on_node(node_id: str, function: Callable[[ProcessInfo], T], info: ProcessInf
     """Run a function on a node: right here if it is this one, else as a small task; None if it does not answer."""
     if node_id == ray.get_runtime_context().get_node_id():
         return function(info)
-    task = ray.remote(function).options(
-        num_cpus=0,
-        max_retries=0,
-        scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
-        **import_options(),
-    )
+    there = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    task = ray.remote(function).options(num_cpus=0, max_retries=0, scheduling_strategy=there, **import_options())
     try:
         return ray.get(task.remote(info), timeout=timeout_s)
     except ray_exceptions.RayError as error:
