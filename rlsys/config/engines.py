@@ -27,7 +27,7 @@ class RolloutBackend:
 
     `worker`: "module:Class" of its RolloutWorker, or for external servers of the RemoteEngine that is made from
     RemoteSettings. `weights_in`: the worker's process, a child process of it, or a server. `dims`: its parallel sizes
-    in an allocation (d data, t tensor, e expert). `settings`: those of ENGINE_SETTINGS that it reads.
+    in an allocation (d data, t tensor, e expert, p pipeline). `settings`: those of ENGINE_SETTINGS that it reads.
     `cache_share_of`: it allocates its cache at start, as a share of the device's memory or of the free memory.
     `drops_weights`: its weights can be dropped while it sleeps.
     """
@@ -53,7 +53,7 @@ _BACKENDS = {
     for backend in (
         RolloutBackend("hf", "workers.rollout:HFRolloutWorker"),
         _serving("sglang", "workers.rollout:SGLangRolloutWorker", weights_in="child", cache_share_of="free"),
-        _serving("vllm", "workers.rollout:VLLMRolloutWorker", cache_share_of="device"),
+        _serving("vllm", "workers.rollout:VLLMRolloutWorker", dims="dtep", cache_share_of="device"),
         _external("sglang_remote", "rlsys.fleet.external.engine:SGLangRemoteEngine"),
         _external("vllm_remote", "rlsys.fleet.external.engine:VLLMRemoteEngine"),
     )
@@ -75,7 +75,7 @@ def rollout_backends() -> tuple[RolloutBackend, ...]:
 
 def rollout_backend(name: str) -> RolloutBackend:
     """The engine of this name; one that is not registered yet is assumed to support every setting."""
-    return _BACKENDS.get(name) or RolloutBackend(name, None, dims="dte", settings=ENGINE_SETTINGS, batch_invariant=True)
+    return _BACKENDS.get(name) or RolloutBackend(name, None, "process", "dtep", ENGINE_SETTINGS, batch_invariant=True)
 
 
 def float8_block(hf_config: Mapping[str, object], rollout: "GenerationConfig", *, is_pushed: bool = True) -> int:

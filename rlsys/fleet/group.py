@@ -89,7 +89,7 @@ def group_fleet(
     A replica of one rank that dies is restarted if `restartable`, and `manager` brings its weights back. With
     `min_replicas` some ranks may have no process yet, and the manager is connected to those that serve.
     """
-    size, attention_size = rollout.replica_size, rollout.tensor_model_parallel_size
+    size, attention_size = rollout.replica_size, rollout.attention_size
     replicas = [GroupReplica(group, rank, size, attention_size) for rank in range(0, group.world_size, size)]
 
     def restore(replica: GroupReplica) -> None:

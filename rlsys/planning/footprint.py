@@ -145,12 +145,22 @@ def _decoder(config: str, head: Head) -> Decoder:
 
 
 def served_bytes(hf_config: HFConfig, rollout: GenerationConfig, *, c: int) -> int:
-    """Bytes of the weights on a rank of a rollout engine; data-parallel ranks share only the experts."""
-    decoder = decoder_of(hf_config)
-    experts, copies = decoder.in_experts, rollout.data_parallel_size
-    held = (copies * (decoder.parameters - experts) + experts) // rollout.replica_size
-    matrices = (copies * decoder.in_dense + experts) // rollout.replica_size if rollout.quantization else 0
+    """Bytes of the weights on a rank of a rollout engine, in its largest stage; data-parallel ranks share only experts.
+
+    vLLM keeps the embeddings and the head of some models in every stage.
+    """
+    d, stages, copies = decoder_of(hf_config), rollout.pipeline_model_parallel_size, rollout.data_parallel_size
+    layers, ranks = -(-d.num_layers // stages), rollout.replica_size // stages
+    experts = d.in_experts * min(layers, d.num_sparse) // max(1, d.num_sparse)
+    held = (copies * (d.outer + (d.parameters - d.outer - d.in_experts) * layers // d.num_layers) + experts) // ranks
+    matrices = (copies * d.in_dense * layers // d.num_layers + experts) // ranks if rollout.quantization else 0
     return c * (held - matrices) + matrices + (scale_bytes(matrices, hf_config, rollout) if matrices else 0)
+
+
+def served_cache(d: Decoder, rollout: GenerationConfig) -> int:
+    """Elements of a token in the cache of a rank of a rollout engine, in its largest stage."""
+    layers = -(-d.num_layers // rollout.pipeline_model_parallel_size)
+    return d.cached // d.num_layers * layers // min(rollout.tensor_model_parallel_size, d.cache_heads)
 
 
 def scale_bytes(elements: int, hf_config: HFConfig, rollout: GenerationConfig) -> int:

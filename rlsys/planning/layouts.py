@@ -86,19 +86,20 @@ def propose_layouts(
 
 
 def _rollout_layouts(cfg: PPOConfig, machine: Machine) -> Iterator[tuple[str, Settings]]:
-    """Copies of the engine whose weights fit, by tensor parallelism and with several copies of the attention."""
+    """Copies of the engine whose weights fit: cut by tensors, into stages, or with several copies of the attention."""
     rollout, ranks = cfg.actor_rollout_ref.rollout, plan_batches(cfg).pools.rollout_ranks
     d, heads = fp.decoder_of(machine.actor), machine.actor[HEADS]
     dims, whole = rollout_backend(rollout.name).dims, rollout.expert_parallel_size > 1
-    for tp, dp in product(*(SIZES if dim in dims else (1,) for dim in "te")):
-        sizes = {"tensor_model": tp, "data": dp, "expert": tp * dp if whole or dp > 1 else 1}
+    for tp, dp, pp in product(*(SIZES if dim in dims else (1,) for dim in "tep")):
+        sizes = {"tensor_model": tp, "data": dp, "pipeline_model": pp, "expert": tp * dp if whole or dp > 1 else 1}
         settings = {f"{ROLLOUT}.{name}_parallel_size": size for name, size in sizes.items()}
         held = replaced(cfg, settings)
-        divides = ranks and not (heads % tp or d.num_experts % sizes["expert"])
+        divides = ranks and not (heads % tp or d.num_experts % sizes["expert"]) and pp <= min(8, d.num_layers)
         if not divides or any(not isinstance(one, Note) for one in check_rollout(held, ranks)):
             continue
         if fp.served_bytes(machine.actor, held.actor_rollout_ref.rollout, c=2) < machine.room_bytes:
-            yield f"TP{tp}" + f", DP attention {dp}" * (dp > 1) + f" x DP{ranks // (tp * dp)}", settings
+            stages, copies = f", PP{pp}" * (pp > 1), f", DP attention {dp}" * (dp > 1)
+            yield f"TP{tp}{stages}{copies} x DP{ranks // (tp * dp * pp)}", settings
 
 
 def _training_layouts(cfg: PPOConfig, machine: Machine, cluster: GpuCluster) -> Iterator[tuple[str, Settings]]:

@@ -70,7 +70,7 @@ class _Sizes:
         rollout, ranks = self.cfg.actor_rollout_ref.rollout, plan_batches(self.cfg).pools.rollout_ranks
         if SEQS in self.given or not ranks or self.cfg.trainer.reproducible:
             return
-        device, answers = self.machine.device, rollout.n * rollout.tensor_model_parallel_size
+        device, answers = self.machine.device, rollout.n * rollout.attention_size
         number = min(MOST_SEQS[device], max(FEWEST_SEQS[device], -(-self.cfg.data.gen_batch_size * answers // ranks)))
         has_share = rollout_backend(rollout.name).cache_share_of
         while number > 1 and not has_share and not self.fits({SEQS: number}, "start", "rollout"):
@@ -86,7 +86,7 @@ class _Sizes:
         d, c, rows = fp.decoder_of(machine.actor), width_of(rollout.dtype, "cuda"), rollout.max_num_seqs
         columns = cfg.data.max_prompt_length + cfg.data.max_response_length
         weights = fp.served_bytes(machine.actor, rollout, c=c)
-        cache = rows * columns * d.cached // min(rollout.tensor_model_parallel_size, d.cache_heads)
+        cache = rows * columns * fp.served_cache(d, rollout)
         encoding = fp.image_bytes(d, min(LARGEST_IMAGE, rollout.max_model_len or columns), c=c, trained=False)
         needed = weights + c * cache + fp.drawing_bytes(d, rows, c=c) + sum(encoding) + ENGINE_EXTRA
         wanted = max(LEAST_SHARE, needed / machine.device_bytes) if plan_batches(cfg).pools.colocated else 1.0

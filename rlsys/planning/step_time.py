@@ -169,7 +169,7 @@ def _reduction(job: PlanInputs, role: Role, cluster: GpuCluster) -> Iterator[flo
 def rollout_phase(job: PlanInputs, cluster: GpuCluster, sigma: float) -> Phase:
     """A prompt is read once for its answers; answers are decoded together, fewer and fewer of them as they end."""
     rollout, lengths, d = job.cfg.actor_rollout_ref.rollout, job.lengths, fp.decoder_of(job.machine.actor)
-    rows = -(-job.plan.samples * rollout.tensor_model_parallel_size // job.plan.pools.rollout_ranks)
+    rows = -(-job.plan.samples * rollout.attention_size // job.plan.pools.rollout_ranks)
     floor, row_s = DECODE_S.get(rollout.name, DECODE_S["vllm"])
     if rollout.name == "hf":
         floor, row_s = HF_LAYER_S * d.num_layers, 0.0
@@ -192,20 +192,23 @@ def rollout_phase(job: PlanInputs, cluster: GpuCluster, sigma: float) -> Phase:
 def _cache_rows(job: PlanInputs, d: fp.Decoder, cluster: GpuCluster) -> float:
     """Answers of mean length that the cache of a serving engine has room for."""
     rollout, lengths = job.cfg.actor_rollout_ref.rollout, job.lengths
-    c, tp = width_of(rollout.dtype, "cuda"), rollout.tensor_model_parallel_size
+    c = width_of(rollout.dtype, "cuda")
     if rollout_backend(rollout.name).cache_share_of is None:
         return inf
     room = rollout.gpu_memory_utilization * cluster.gpu.memory_bytes - fp.served_bytes(job.machine.actor, rollout, c=c)
-    return room * min(tp, d.cache_heads) / (c * d.cached * (lengths.mean_prompt + lengths.mean_response))
+    return room / (c * fp.served_cache(d, rollout) * (lengths.mean_prompt + lengths.mean_response))
 
 
 def _decode_s(job: PlanInputs, d: fp.Decoder, cluster: GpuCluster, running: float, context: float) -> float:
-    """A decode step on the GPU: weights and cache are read once, of experts those that some answer is sent to."""
+    """A decode step on the GPU: weights and cache are read once, of experts those that some answer is sent to.
+
+    Stages take turns; each sends rows and residuals on, the last its logits to all.
+    """
     rollout, gpu = job.cfg.actor_rollout_ref.rollout, cluster.gpu
     tp, c, head = rollout.tensor_model_parallel_size, width_of(rollout.dtype, "cuda"), d.vocab * d.hidden
-    dp = rollout.data_parallel_size
+    dp, stages = rollout.data_parallel_size, rollout.pipeline_model_parallel_size
     unused = (1 - d.routed / d.num_experts) ** (running * dp) if d.num_sparse else 0.0
-    weights = (head + d.parameters - d.outer - d.in_experts) / tp + d.in_experts * (1 - unused) / rollout.replica_size
+    weights = (head + d.parameters - d.outer - d.in_experts + d.in_experts * (1 - unused) / dp) / tp
     cache = running * d.cached * context / min(tp, d.cache_heads)
     memory = c * (weights + cache) / (MEMORY * gpu.memory_rate)
     compute = 2 * running * (d.active + head + d.attended * context) / (tp * MATMUL * gpu.flops)
@@ -213,6 +216,7 @@ def _decode_s(job: PlanInputs, d: fp.Decoder, cluster: GpuCluster, running: floa
     sent = 2 * d.num_layers * (reduce_s + 2 * cluster.ring_s(c * running * d.hidden, tp)) if tp > 1 else 0.0
     if dp > 1:  # experts get the rows of all data-parallel ranks
         sent += 2 * d.num_sparse * (reduce_s + cluster.ring_s(c * running * dp * d.hidden, dp, tp))
+    sent += cluster.ring_s(c * running * (2 * stages * d.hidden + d.vocab), stages, tp)
     return max(memory, compute) + sent
 
 

@@ -1,18 +1,23 @@
 """The contract of a RolloutEngine, run on every engine; a further backend joins by one factory in `FACTORIES`."""
 
+import multiprocessing
+import os
 import tempfile
 from collections.abc import Collection, Iterator, Sequence
 from functools import cache, partial
 from importlib.util import find_spec
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from torch import Tensor
 
 from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.fleet.external.engine import RemoteEngine, SGLangRemoteEngine, VLLMRemoteEngine
 from rlsys.fleet.external.settings import RemoteSettings
+from rlsys.interfaces import RolloutEngine
 from rlsys.protocol import DataProto
 from rlsys.rollout.base import EngineContext, check_tags
 from rlsys.rollout.hf.engine import HFRollout
@@ -42,6 +47,55 @@ def vllm_bench() -> Bench:
     reference.save_pretrained(folder)
     engine = VLLMRollout(folder, GenerationConfig(seed=11, enforce_eager=True, max_num_seqs=32), EngineContext())
     return Bench(engine, lambda ids: reference(ids[None]).logits[0].detach())
+
+
+def answer_calls(rank: int, folder: Path, config: GenerationConfig, pipe: Connection) -> None:
+    """One rank's engine, which does what a pipe says."""
+    from rlsys.rollout.vllm.engine import VLLMRollout
+
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(os.getppid()), "LOCAL_RANK": "0"}
+    size = config.replica_size
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), size), rank=rank, world_size=size)
+    engine, name = VLLMRollout(folder, config, EngineContext()), ""
+    while name != "close":
+        name, args, kwargs = pipe.recv()
+        try:
+            pipe.send(getattr(engine, name)(*args, **kwargs))
+        except Exception as error:
+            pipe.send(error)
+
+
+class EveryRank:
+    """The engines of a replica's ranks behind the verbs of one: all get the same calls, and the first answers."""
+
+    def __init__(self, folder: Path, config: GenerationConfig) -> None:
+        context, self.config, self._pipes = multiprocessing.get_context("spawn"), config, list[Connection]()
+        for rank in range(config.replica_size):
+            ours, theirs = context.Pipe()
+            context.Process(target=answer_calls, args=(rank, folder, config, theirs), daemon=True).start()
+            self._pipes.append(ours)
+        for name in (name for name in vars(RolloutEngine) if not name.startswith("_")):
+            setattr(self, name, partial(self._call, name))
+
+    def _call(self, name: str, *args: object, **kwargs: object) -> Any:
+        for pipe in self._pipes:
+            pipe.send((name, args, kwargs))
+        assert all(pipe.poll(scaled_s(120)) for pipe in self._pipes), f"no answer to {name}"
+        answer, *_ = [pipe.recv() for pipe in self._pipes]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+@cache
+def stages_bench() -> Bench:
+    """One vLLM in two stages for all tests, each in a process."""
+    reference = tiny_model()
+    folder = Path(tempfile.mkdtemp(prefix="rlsys-stages-"))
+    reference.save_pretrained(folder)
+    config = GenerationConfig(seed=11, enforce_eager=True, max_num_seqs=32, pipeline_model_parallel_size=2)
+    lacks = frozenset({"tensors", "on_update=recompute"})
+    return Bench(EveryRank(folder, config), lambda ids: reference(ids[None]).logits[0].detach(), lacks)  # type: ignore[arg-type]
 
 
 @cache
@@ -127,6 +181,7 @@ def reset(bench: Bench) -> None:
 FACTORIES = {
     "hf": (hf_bench, lambda bench: bench.engine.close()),
     "vllm": (vllm_bench, reset),
+    "vllm in stages": (stages_bench, reset),
     "sglang": (sglang_bench, reset),
     "sglang_remote": (partial(remote_bench, "sglang"), lambda bench: bench.close()),
     "vllm_remote": (partial(remote_bench, "vllm"), lambda bench: bench.close()),
@@ -135,6 +190,11 @@ FACTORIES = {
 
 MARKS = {
     "vllm": [pytest.mark.vllm, pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")],
+    "vllm in stages": [
+        pytest.mark.slow,
+        pytest.mark.vllm,
+        pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM"),
+    ],
     "sglang": [pytest.mark.sglang, pytest.mark.skipif(find_spec("sglang") is None, reason="needs SGLang")],
 }
 
@@ -151,7 +211,7 @@ def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
 def shared_engines() -> Iterator[None]:
     """Engines that serve several tests end with the last of them."""
     yield
-    for make in (vllm_bench, sglang_bench):
+    for make in (vllm_bench, stages_bench, sglang_bench):
         if make.cache_info().currsize:
             make().engine.close()
             make.cache_clear()

@@ -135,8 +135,8 @@ def test_the_processes_of_a_copy_hold_whole_experts(engine: str, dense: str, spa
     assert main(argv) == 0
 
 
-def learned_from_vllm(path: Path, tp: int, dp: int, ep: int) -> list[tuple[str, tuple[int, ...]]]:
-    """The queries and experts' gates that one of two ranks holds, by vLLM's own loader."""
+def learned_from_vllm(path: Path, tp: int, dp: int, ep: int, stages: int = 1) -> list[tuple[str, tuple[int, ...]]]:
+    """The queries and experts' gates that one of two ranks holds, by vLLM's own loader; of stages all tensors."""
     from vllm import EngineArgs
     from vllm.config import set_current_vllm_config
     from vllm.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
@@ -153,6 +153,7 @@ def learned_from_vllm(path: Path, tp: int, dp: int, ep: int) -> list[tuple[str, 
         tensor_model_parallel_size=tp,
         data_parallel_size=dp,
         expert_parallel_size=ep,
+        pipeline_model_parallel_size=stages,
     )
     arguments = EngineArgs(skip_tokenizer_init=True, **engine_arguments(path, rollout, EngineContext()))
     with rank_within_replica(dist.get_rank()):
@@ -160,13 +161,15 @@ def learned_from_vllm(path: Path, tp: int, dp: int, ep: int) -> list[tuple[str, 
     with set_current_vllm_config(config):
         with own_shared_memory():
             init_distributed_environment(2, dist.get_rank(), "env://", dist.get_rank(), "gloo")
-            initialize_model_parallel(tp)
+            initialize_model_parallel(tp, stages)
         model = initialize_model(config)
         tensors, aliases = hf_tensors(path, dtype="float32")
         weights = EngineWeights(tensors, aliases, lambda: model, lambda: None)
         learn_engine_layout(weights, keep=False)
     layout = weights.layout(rank=dist.get_rank(), host="")
     assert not layout.loader
+    if stages > 1:
+        return sorted((name, tuple(shape)) for name, shape in layout.full_shapes.items())
     boxes = [shard.box for shard in layout.shards if "layers.0." in shard.box.tensor]
     return sorted((box.tensor, box.shape) for box in boxes if "gate_" in box.tensor or "q_proj.w" in box.tensor)
 
@@ -202,22 +205,33 @@ def test_vllm_that_would_load_gpt_oss_again_on_a_cpu_is_refused(oss: Toy) -> Non
         engine_arguments(oss.model, GenerationConfig(), EngineContext(load_format="dummy"))
 
 
-def served_together(folders: list[Path], tp: int) -> list[float]:
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
+def test_stages_of_vllm_hold_the_tensors_of_their_layers(sparse: Toy) -> None:
+    first, last = run_ranks(2, learned_from_vllm, sparse.model, 1, 1, 1, 2)
+    whole = {name: tuple(tensor.shape) for name, tensor in load_file(sparse.model / "model.safetensors").items()}
+    assert dict(first) == {name: shape for name, shape in whole.items() if not name.startswith("model.layers.1.")}
+    assert dict(last) == {name: shape for name, shape in whole.items() if not name.startswith("model.layers.0.")}
+
+
+def served_together(folders: list[Path], tp: int, stages: int) -> list[float]:
     """How far log-probs are from transformers', on a rank of two copies of the attention that share four experts."""
     from rlsys.rollout.vllm.engine import VLLMRollout
 
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(os.getppid()), "LOCAL_RANK": "0"}
     divide_experts_on_cpus()
     sizes = {"tensor_model_parallel_size": tp, "data_parallel_size": 2, "expert_parallel_size": 2 * tp}
+    sizes["pipeline_model_parallel_size"] = stages
     rollout = GenerationConfig(enforce_eager=True, max_model_len=64, dtype="float32", max_num_seqs=8, **sizes)
     engine, differences = VLLMRollout(folders[0], rollout, EngineContext()), []
-    group, _ = dist.new_subgroups(2 * tp)
+    group, _ = dist.new_subgroups(2 * tp * stages)
 
     def exchanged(new: Sequence[ModelRequest] = ()) -> list[ResponseDelta]:
         """What the ranks that answer for their copies return."""
-        returned: list[list[ResponseDelta]] = [[]] * 2 * tp
+        returned: list[list[ResponseDelta]] = [[]] * 2 * tp * stages
         dist.all_gather_object(returned, engine.exchange(new, wait_s=0.05), group)
-        return [delta for deltas in returned[::tp] for delta in deltas]
+        return [delta for deltas in returned[:: tp * stages] for delta in deltas]
 
     def update(version: int) -> None:
         engine.begin_update()
@@ -261,14 +275,18 @@ def served_together(folders: list[Path], tp: int) -> list[float]:
 @pytest.mark.vllm
 @pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
 @pytest.mark.parametrize(
-    ("num_ranks", "tp"), [(2, 1), (4, 2), (4, 1)], ids=["one copy", "tensor parallel", "two copies"]
+    ("num_ranks", "tp", "stages"),
+    [(2, 1, 1), (4, 2, 1), (4, 1, 1), (4, 1, 2)],
+    ids=["one copy", "tensor parallel", "two copies", "in stages"],
 )
-def test_copies_of_the_attention_share_experts(num_ranks: int, tp: int, sparse: Toy, tmp_path: Path) -> None:
+def test_copies_of_the_attention_share_experts(
+    num_ranks: int, tp: int, stages: int, sparse: Toy, tmp_path: Path
+) -> None:
     config = AutoConfig.from_pretrained(sparse.model)
     for seed in range(3):
         torch.manual_seed(seed)
         AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / str(seed))
-    for differences in run_ranks(num_ranks, served_together, [tmp_path / str(seed) for seed in range(3)], tp):
+    for differences in run_ranks(num_ranks, served_together, [tmp_path / str(seed) for seed in range(3)], tp, stages):
         assert max(differences) < 1e-5
 
 

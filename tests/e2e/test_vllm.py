@@ -1,6 +1,7 @@
 """The main job with real vLLM rollouts: weights reach the engine after every step, and answers are of those weights."""
 
 import json
+import os
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import copytree
@@ -8,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen2Config
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
 from rlsys.config import load_config
 from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.rollout.base import EngineContext
 from rlsys.rollout.vllm.engine import VLLMRollout
 from tests.e2e.conftest import Toy, with_model
+from tests.ranks import run_ranks
 from trainer.main_ppo import main
 from workers.build import EngineRun
 from workers.rollout import VLLMRolloutWorker
@@ -66,9 +68,31 @@ def test_fsdp_trains_beside_vllm_in_one_process_and_again_after_that(wide: Toy, 
         check(run(wide, tmp_path / str(number), "trainer.backend=local"))
 
 
-def test_two_fsdp_ranks_train_beside_one_vllm_that_they_serve_together(wide: Toy, tmp_path: Path) -> None:
-    sizes = ("trainer.n_gpus_per_node=2", f"{ROLLOUT}.tensor_model_parallel_size=2", "ray_kwargs.ray_init.num_cpus=2")
+@pytest.mark.parametrize("cut", ["tensor", "pipeline"])
+def test_two_fsdp_ranks_train_beside_one_vllm_that_they_serve_together(cut: str, wide: Toy, tmp_path: Path) -> None:
+    sizes = ("trainer.n_gpus_per_node=2", f"{ROLLOUT}.{cut}_model_parallel_size=2", "ray_kwargs.ray_init.num_cpus=2")
     check(run(wide, tmp_path, "trainer.backend=ray", *sizes))
+
+
+def cache_blocks(folder: Path) -> tuple[int, int]:
+    """The layers of this rank's stage of two, and the blocks of its cache."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(os.getppid()), "LOCAL_RANK": "0"}
+    sizes = {"enforce_eager": True, "max_model_len": 64, "pipeline_model_parallel_size": 2}
+    engine = VLLMRollout(folder, GenerationConfig(**sizes), EngineContext())
+    names = {name.split(".")[2] for name, _ in engine._model().named_parameters() if ".layers." in name}
+    blocks = engine.engine.vllm_config.cache_config.num_gpu_blocks
+    engine.close()
+    return len(names), blocks
+
+
+@pytest.mark.slow
+def test_stages_of_unlike_size_have_caches_of_as_many_blocks(wide: Toy, tmp_path: Path) -> None:
+    layers = {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}
+    config = AutoConfig.from_pretrained(wide.model, **layers)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    (first, blocks), (last, others) = run_ranks(2, cache_blocks, tmp_path)
+    assert {first, last} == {1, 2}
+    assert blocks == others > 0
 
 
 def test_megatron_tp2_trains_and_vllm_serves_in_processes_of_their_own(wide: Toy, tmp_path: Path) -> None:

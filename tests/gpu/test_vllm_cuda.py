@@ -13,7 +13,9 @@ from rlsys.rollout.base import EngineContext
 from rlsys.rollout.hf.engine import HFRollout
 from rlsys.types import ModelRequest, ModelResponse, SamplingParams, TransferReport
 from rlsys.weights.executors.in_process import reshard_local
+from tests.e2e.conftest import Toy, toy, with_model  # noqa: F401
 from tests.ranks import run_ranks
+from trainer.main_ppo import main
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_VLLM, reason="needs vLLM")]
@@ -130,3 +132,21 @@ def test_vllm_serves_what_is_pushed(served: list[dict[str, Any]], offload_on_sle
     assert result["freed"] > 4 << 30
     assert result["same"]
     assert result["quarantined"] is not offload_on_sleep
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("enforce_eager", [True, False])
+def test_a_run_serves_in_two_stages(enforce_eager: bool, toy: Toy, tmp_path: Path) -> None:  # noqa: F811
+    """One of the stages has a layer more."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = with_model(toy, tmp_path / "model", Qwen2Config, num_hidden_layers=5, tie_word_embeddings=True, **sizes)
+    rollout = "actor_rollout_ref.rollout"
+    argv = model.overrides(
+        tmp_path / "out",
+        *(f"{rollout}.name=vllm", f"{rollout}.pipeline_model_parallel_size=2", "trainer.n_gpus_per_node=2"),
+        *(f"{rollout}.enforce_eager={enforce_eager}", f"{rollout}.gpu_memory_utilization=0.2"),
+        *(f"{rollout}.validate_weight=true", f"{rollout}.parity.freq=1", f"{rollout}.parity.policy=stop"),
+        f"reward.custom_reward_function.path={model.grader}",
+    )
+    assert main(argv) == 0

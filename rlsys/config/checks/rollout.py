@@ -10,7 +10,11 @@ from rlsys.config.schema.jobs import EvalConfig, PPOConfig
 from rlsys.utils.errors import ConfigError
 
 KEY = "actor_rollout_ref.rollout"
-KEPT = "external servers keep the parallel sizes they were started with"
+SGLANG_LACKS = {
+    "data": "SGLang's first process alone hands requests out, and each scheduler logs what it samples",
+    "pipeline_model": "SGLang's loop over stages cannot be paused for new weights",
+}
+"""The parallel sizes that are for vLLM alone, and why."""
 
 
 def check_rollout(cfg: PPOConfig | EvalConfig, ranks: int) -> Iterator[str]:
@@ -21,7 +25,7 @@ def check_rollout(cfg: PPOConfig | EvalConfig, ranks: int) -> Iterator[str]:
     if limit is not None and limit < longest:
         why = f"data.max_prompt_length + data.max_response_length is {longest}"
         yield wrong(cfg, f"{KEY}.max_model_len", why, longest)
-    yield from [*_data_parallel(cfg, name)] or _replicas(cfg, name, ranks)
+    yield from [*_parallel_sizes(cfg, name)] or _replicas(cfg, name, ranks)
     yield from _aligned(cfg, name)
     yield from _quantised(cfg, name)
     yield from _idle(cfg, name)
@@ -41,48 +45,50 @@ def _idle(cfg: PPOConfig | EvalConfig, name: str) -> Iterator[str]:
             yield note(cfg, f"{KEY}.engine_kwargs.{engine}", why)
 
 
+def _parallel_sizes(cfg: PPOConfig | EvalConfig, name: str) -> Iterator[str]:
+    """Whether the engine has the parallel sizes that are above 1."""
+    rollout, backend = cfg.actor_rollout_ref.rollout, rollout_backend(name)
+    for cut in ("tensor_model", "expert", "data", "pipeline_model"):
+        key, size = f"{KEY}.{cut}_parallel_size", getattr(rollout, f"{cut}_parallel_size")
+        if size > 1 and backend.is_external:
+            yield note(cfg, key, "external servers keep the parallel sizes they were started with")
+        elif size > 1 and "t" not in backend.dims:
+            yield wrong(cfg, key, f"the {name} engine runs a model in one process", "1, or use vllm")
+        elif size > 1 and name == "sglang" and cut in SGLANG_LACKS:
+            yield wrong(cfg, key, SGLANG_LACKS[cut], "1, or use vllm")
+        elif size > 1 and cut == "data" and rollout.expert_parallel_size == 1:
+            why = f"without experts to share each is a whole copy of the model: set 1, or {KEY}.expert_parallel_size"
+            yield wrong(cfg, key, f"{why}={rollout.replica_size}")
+        elif size > 1 and cut == "pipeline_model":
+            layers = model_facts(cfg.actor_rollout_ref.model.path).get("num_hidden_layers")
+            if rollout.enable_rollout_routing_replay:
+                yield wrong(cfg, key, "stages return the experts of their own layers; use router_replay.mode=R2", 1)
+            if isinstance(layers, int) and size > layers:
+                yield wrong(cfg, key, "each stage needs a layer", layers)
+
+
 def _replicas(cfg: PPOConfig | EvalConfig, name: str, ranks: int) -> Iterator[str]:
     """Whether the rollout processes hold whole copies of the model."""
-    key, size = f"{KEY}.tensor_model_parallel_size", cfg.actor_rollout_ref.rollout.replica_size
-    backend, experts = rollout_backend(name), cfg.actor_rollout_ref.rollout.expert_parallel_size
-    whole, why = f"{KEY}.expert_parallel_size", f"{name} divides whole experts among the {size} processes of a copy"
-    if experts > 1 and "e" in backend.dims and cfg.trainer.device == "cpu":
+    rollout, whole = cfg.actor_rollout_ref.rollout, f"{KEY}.expert_parallel_size"
+    size, tp, experts = rollout.replica_size, rollout.tensor_model_parallel_size, rollout.expert_parallel_size
+    sharing = size // rollout.pipeline_model_parallel_size
+    why = f"{name} divides whole experts among the {sharing} processes of a copy"
+    if experts > 1 and cfg.trainer.device == "cpu":
         yield wrong(cfg, whole, f"the kernels of {name} for CPUs have no experts in other processes", 1)
-    elif experts > 1 and name == "vllm" and size != experts:
+    elif experts > 1 and name == "vllm" and sharing != experts:
         yield note(cfg, whole, f"{why}, whatever the number")
-    elif experts > 1 and "e" in backend.dims and size % experts:
+    elif size % experts:
         yield wrong(cfg, whole, f"{why}; set {size}, or 1 to divide each expert")
-    elif experts > 1 and "e" not in backend.dims and not backend.is_external:
-        yield wrong(cfg, whole, f"the {name} engine runs a model in one process", 1)
-    if size > 1 and backend.is_external:
-        yield note(cfg, key, KEPT)
-    elif cfg.actor_rollout_ref.rollout.tensor_model_parallel_size > 1 and "t" not in backend.dims:
-        yield wrong(cfg, key, f"the {name} engine runs a model in one process; set {key}=1, or use vllm or sglang")
-    elif ranks % size:
-        tp = cfg.actor_rollout_ref.rollout.tensor_model_parallel_size
-        key, divided = (key, ranks) if ranks % tp else (f"{KEY}.data_parallel_size", ranks // tp)
+    if ranks % size:
+        cuts = {"tensor_model": ranks, "pipeline_model": ranks // tp, "data": ranks // rollout.attention_size}
+        cut, divided = next(one for one in cuts.items() if one[1] % getattr(rollout, f"{one[0]}_parallel_size"))
         why = f"the {ranks} rollout processes cannot hold copies of the model on {size} each"
-        yield wrong(cfg, key, f"{why}; set a divisor of {divided}")
+        yield wrong(cfg, f"{KEY}.{cut}_parallel_size", f"{why}; set a divisor of {divided}")
     elif isinstance(cfg, EvalConfig) or cfg.trainer.rollout_workers == 0:
         node = cfg.trainer.n_gpus_per_node
         if cfg.trainer.nnodes > 1 and node % size and size % node:
             why = f"copies of the model would straddle nodes of {node} processes; set a divisor of {node}"
-            yield wrong(cfg, key, why)
-
-
-def _data_parallel(cfg: PPOConfig | EvalConfig, name: str) -> Iterator[str]:
-    """Whether requests can be divided among copies of the attention that share their experts."""
-    rollout, key = cfg.actor_rollout_ref.rollout, f"{KEY}.data_parallel_size"
-    if rollout.data_parallel_size > 1 and rollout_backend(name).is_external:
-        yield note(cfg, key, KEPT)
-    elif rollout.data_parallel_size > 1 and name in ("hf", "sglang"):
-        why = "the hf engine runs a model in one process"
-        if name == "sglang":
-            why = "SGLang's first process alone hands requests out, and each scheduler logs what it samples"
-        yield wrong(cfg, key, f"{why}; set 1, for more whole copies of the model, or use vllm")
-    elif rollout.data_parallel_size > 1 and rollout.expert_parallel_size == 1:
-        why = f"without experts to share each is a whole copy of the model: set 1, or {KEY}.expert_parallel_size"
-        yield wrong(cfg, key, f"{why}={rollout.replica_size}")
+            yield wrong(cfg, f"{KEY}.tensor_model_parallel_size", why)
 
 
 def check_elastic(cfg: PPOConfig) -> Iterator[str]:
@@ -94,7 +100,7 @@ def check_elastic(cfg: PPOConfig) -> Iterator[str]:
         yield wrong(cfg, key, f"there are {workers} processes that only generate; set trainer.rollout_workers to more")
     if rollout.replica_size > 1:
         why = "the processes of a copy share process groups that are made at the start"
-        yield wrong(cfg, key, f"{why}; set {KEY}.tensor_model_parallel_size=1, or {key}=null")
+        yield wrong(cfg, key, f"{why}; set {KEY}.tensor_model_parallel_size=1, the other sizes too, or {key}=null")
 
 
 def _aligned(cfg: PPOConfig | EvalConfig, name: str) -> Iterator[str]:

@@ -52,8 +52,8 @@ def allocation_settings(text: str, nnodes: int, node_size: int = 0) -> dict[str,
     if generates.engine != "hf":
         settings[f"{_ROLLOUT}.name"] = generates.engine
         settings[f"{_ROLLOUT}.tensor_model_parallel_size"] = generates.sizes.get("t", 1)
-        if "e" in generates.sizes:
-            settings[f"{_ROLLOUT}.expert_parallel_size"] = generates.sizes["e"]
+        more = {"e": "expert_parallel_size", "p": "pipeline_model_parallel_size"}
+        settings |= {f"{_ROLLOUT}.{more[of]}": size for of, size in generates.sizes.items() if of in more}
     return settings | _training_settings(trains)
 
 

@@ -159,6 +159,9 @@ class GenerationConfig(ServingConfig):
     expert_parallel_size: t.Count = 1
     """Processes of a copy among which its experts are divided whole: all of them, or for sglang a divisor; 1 divides
     each expert among all."""
+    pipeline_model_parallel_size: t.Count = 1
+    """Stages of a copy of the model, each with its own layers on tensor_model_parallel_size processes. They take turns:
+    for models that do not fit otherwise. vllm only."""
     kv_cache_gib: t.Count = 1
     """Size of vLLM's or SGLang's KV cache on CPU, in GiB."""
     cuda_graph_max_bs: t.Count | None = None
@@ -204,9 +207,14 @@ class GenerationConfig(ServingConfig):
     multi_turn: Annotated[MultiTurnConfig, IF_WORKFLOW] = section(MultiTurnConfig)
 
     @property
+    def attention_size(self) -> int:
+        """Processes that hold one copy of the attention."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
+
+    @property
     def replica_size(self) -> int:
         """Processes that hold one copy of the model."""
-        return self.tensor_model_parallel_size * self.data_parallel_size
+        return self.attention_size * self.data_parallel_size
 
     @property
     def max_replica_seqs(self) -> int:

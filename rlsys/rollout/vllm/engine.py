@@ -29,7 +29,7 @@ from rlsys.rollout.sampling.hook import SPEC_KEY, UNUSED, SampleSpec
 from rlsys.rollout.vllm.determinism import restored_torch
 from rlsys.rollout.vllm.engine_args import engine_arguments
 from rlsys.rollout.vllm.given_images import image_prompt, take_given_images
-from rlsys.rollout.vllm.groups import end_groups, own_shared_memory, rank_within_replica
+from rlsys.rollout.vllm.groups import end_groups, own_shared_memory, rank_within_replica, share_cache_plans
 from rlsys.rollout.vllm.packed_weights import keep_loadable
 from rlsys.types import WeightLayout
 
@@ -59,8 +59,12 @@ class VLLMRollout(BaseRolloutEngine):
         if size > 1:
             self._group, _ = dist.new_subgroups(size, backend="gloo")
         names = own_shared_memory() if size > 1 and on_cpu else nullcontext()
+        if config.pipeline_model_parallel_size > 1:
+            share_cache_plans()
         with restored_torch(), names, rank_within_replica(self._place):
             self.engine = _start(arguments, self.hf_config, kv_cache_gib=config.kv_cache_gib)
+        if config.pipeline_model_parallel_size > 1 and on_cpu:
+            self.engine.engine_core.execute_dummy_batch()  # makes what a stage's input is copied into
         if config.quantization and context.load_format == "dummy":
             keep_loadable(self._model())
         loads = context.load_format == "auto" and on_cpu
@@ -122,7 +126,7 @@ class VLLMRollout(BaseRolloutEngine):
 
     def _drain(self) -> None:
         """Run the steps that were started ahead; their samples are for requests that have ended."""
-        for _ in range(NUM_DRAIN_STEPS):
+        for _ in range(max(NUM_DRAIN_STEPS, self.config.pipeline_model_parallel_size)):
             self._take(self._step())
 
     def _step(self) -> Sequence[Any]:
@@ -137,7 +141,7 @@ class VLLMRollout(BaseRolloutEngine):
 
         Each request goes to the copy of the attention that has the fewest.
         """
-        loads, copy = [0] * self.config.data_parallel_size, self._place // self.config.tensor_model_parallel_size
+        loads, copy = [0] * self.config.data_parallel_size, self._place // self.config.attention_size
         loads[copy] = len(self._running)
         decided = (self._stopped(), len(self._inbox)) if self._place == 0 else (0, 0)
         stop, num_events, *loads = self._largest(*decided, *loads)
@@ -189,7 +193,10 @@ class VLLMRollout(BaseRolloutEngine):
 
     def _score(self, batch: DataProto, temperature: float) -> Tensor:
         self._rpc("rlsys_score_at", temperature)
-        return score_sequences(batch, partial(self._prompt_logprobs, images_of(batch)))
+        scores = score_sequences(batch, partial(self._prompt_logprobs, images_of(batch)))
+        if self.config.pipeline_model_parallel_size > 1:
+            dist.broadcast(scores, group=self._group, group_src=self.config.replica_size - 1)  # pyrefly: ignore
+        return scores
 
     def _prompt_logprobs(
         self, images: Sequence[tuple[ImageInputs, ...]], sequences: Sequence[Sequence[int]], lengths: Sequence[int]
@@ -204,9 +211,10 @@ class VLLMRollout(BaseRolloutEngine):
             for output in outputs:
                 if output.request_id in rows:
                     row = rows.pop(output.request_id)
-                    ids = sequences[row]
+                    ids, known = sequences[row], output.prompt_logprobs
                     last = range(len(ids) - lengths[row], len(ids))
-                    yield row, [output.prompt_logprobs[at][ids[at]].logprob for at in last]
+                    if len(known) == len(ids):  # in the last stage
+                        yield row, [known[at][ids[at]].logprob for at in last]
 
     def weight_layout(self) -> WeightLayout:
         """On CPU every HF tensor whole, in host memory; on a GPU the learned layout of vLLM's own parameters."""

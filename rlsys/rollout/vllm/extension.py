@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
+from vllm.distributed.parallel_state import get_pp_group
 
 from rlsys.rollout.vllm.packed_weights import derive_again, pack_again
 from rlsys.rollout.vllm.sampler import SamplingProcessor
@@ -33,5 +34,7 @@ class RolloutExtension:
         derive_again(self.model_runner.get_model(), self.model_runner.model_config.dtype)
 
     def rlsys_score_at(self, temperature: float) -> None:
-        """Compute prompt log-probabilities at this temperature from now on."""
+        """Compute prompt log-probabilities at this temperature from now on; only the last stage has logits for them."""
         self.model_runner.sampler.compute_logprobs = lambda logits: (logits.float() / temperature).log_softmax(-1)
+        if not get_pp_group().is_last_rank:
+            self.model_runner._get_prompt_logprobs_dict = lambda *_: {}

@@ -57,6 +57,24 @@ def rank_within_replica(rank: int) -> Iterator[None]:
         os.environ.update({} if given is None else {"RANK": given})
 
 
+def share_cache_plans() -> None:
+    """Have pipeline stages plan their caches together, so that those of unlike size have as many blocks.
+
+    vLLM's plan with an external launcher knows the layers of this rank only.
+    """
+    import vllm.v1.engine.core as core
+    from vllm.distributed.parallel_state import get_pp_group
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+
+    def plan(config: object, specs: list[object], memory: list[int]) -> list[object]:
+        stages = get_pp_group()
+        gathered = [(specs[0], memory[0])] * stages.world_size
+        dist.all_gather_object(gathered, gathered[0], stages.cpu_group)
+        return [get_kv_cache_configs(config, *map(list, zip(*gathered, strict=True)))[stages.rank_in_group]]
+
+    core.get_kv_cache_configs = plan
+
+
 @contextmanager
 def own_shared_memory() -> Iterator[None]:
     """Within the block, ranks that serve together on CPU name their shared memory after this job.

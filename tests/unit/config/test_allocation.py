@@ -19,6 +19,7 @@ ACCEPTED = {
     "sglang:d4p1t1+fsdp:d4": {TRAINS: 4, GENERATES: 4, f"{ROLLOUT}.name": "sglang", TENSOR: 1},
     "sglang:d4p1t1+d4p1t1": {TRAINS: 4, GENERATES: 4, f"{ROLLOUT}.name": "sglang"},
     "sglang.d4p1t2+d4p2t1": {TRAINS: 8, GENERATES: 8, TENSOR: 2, f"{ACTOR}.strategy": "megatron"},
+    "vllm:d2p2+fsdp:d2": {TRAINS: 2, GENERATES: 4, f"{ROLLOUT}.pipeline_model_parallel_size": 2},
     "vllm:d2t4+megatron:d2t2p2": {TRAINS: 8, GENERATES: 8, f"{ACTOR}.megatron.pipeline_model_parallel_size": 2},
     "sglang[r]:d4 + fsdp[a]:d2c2": {TRAINS: 4, GENERATES: 4, f"{ACTOR}.ulysses_sequence_parallel_size": 2},
     "sglang[rollout]:d8|fsdp[actor]:d8": {TRAINS: 8, GENERATES: 0},

@@ -224,7 +224,14 @@ DEVICES = ("trainer.device=cpu", "trainer.n_gpus_per_node=2")
 FOREIGN = [
     bad(f"{A}.megatron.mixed_precision={{param_dtype: bf16}}", "mixed_precision", "set dtype"),
     bad(f"{A}.megatron.dist_checkpointing_path=x", "dist_checkpointing_path", "model.path"),
-    bad(f"{R}.pipeline_parallel_size=2", "pipeline_parallel_size", "set tensor_model_parallel_size"),
+    bad(f"{R}.pipeline_parallel_size=2", "pipeline_parallel_size", "set rollout.pipeline_model_parallel_size"),
+    bad(f"{R}.pipeline_model_parallel_size=2", f"{R}.pipeline_model_parallel_size", "in one process", "use vllm"),
+    bad([f"{R}.name=sglang", f"{R}.pipeline_model_parallel_size=2"], "SGLang's loop over stages", "use vllm"),
+    bad(
+        [f"{R}.name=vllm", *(f"{R}.{size}_model_parallel_size=2" for size in ("tensor", "pipeline")), *DEVICES],
+        f"{R}.pipeline_model_parallel_size = 2: the 2 rollout processes",
+        "copies of the model on 4 each; set a divisor of 1",
+    ),
     bad(
         [f"{R}.data_parallel_size=2", *DEVICES], f"{R}.data_parallel_size", "the hf engine runs a model in one process"
     ),
@@ -539,7 +546,7 @@ RUNS = [
     bad(f"{A}.checkpoint.load_contents=[model,hf_model]", f"{A}.checkpoint.load_contents", "hf_model"),
     bad(f"{A}.checkpoint.save_contents=[model,model]", f"{A}.checkpoint.save_contents", "listed twice"),
     bad("trainer.allocation_mode=hf:d2", "trainer.allocation_mode", "hf:d2+fsdp:d2"),
-    bad("trainer.allocation_mode=vllm:d2p2+fsdp:d2", "trainer.allocation_mode", "no pipeline parallelism"),
+    bad("trainer.allocation_mode=sglang:d2p2+fsdp:d2", "trainer.allocation_mode", "no pipeline parallelism"),
     bad(f"{R}.tensor_model_parallel_size=0", f"{R}.tensor_model_parallel_size"),
     bad(f"{R}.tensor_model_parallel_size=2", f"{R}.tensor_model_parallel_size", "one process", "=1"),
     bad(

@@ -202,6 +202,18 @@ def test_copies_of_the_attention_share_the_experts_alone() -> None:
     assert held == 2 * ((d.parameters - d.in_experts) // 2 + d.in_experts // 8)
 
 
+def test_stages_share_layers_with_their_weights_and_their_cache() -> None:
+    """The largest of four stages of 61 layers has 16."""
+    d, sizes = fp.decoder_of(SHAPES["671B"]), {"tensor_model": 2, "pipeline_model": 4}
+    argv = [f"actor_rollout_ref.rollout.{name}_parallel_size={size}" for name, size in sizes.items()]
+    cfg = config("actor_rollout_ref.rollout.name=vllm", *argv, "trainer.device=cuda", "trainer.n_gpus_per_node=8")
+    rollout = cfg.actor_rollout_ref.rollout
+    held = d.outer + (d.parameters - d.outer - d.in_experts) * 16 // 61 + d.in_experts * 16 // 58
+    assert fp.served_bytes(SHAPES["671B"], rollout, c=2) == 2 * (held // 2)
+    assert fp.served_cache(d, rollout) == 16 * (512 + 64)
+    assert fp.served_cache(fp.decoder_of(SHAPES["7B"]), rollout) == 7 * 2 * 512 // 2
+
+
 def test_sglang_takes_its_share_of_what_the_actor_leaves() -> None:
     names = ("actor_rollout_ref.rollout.name=sglang", "actor_rollout_ref.rollout.gpu_memory_utilization=0.5")
     by_name = stages(planned(config(*names, "trainer.n_gpus_per_node=1"), SHAPES["tiny"], device_bytes=10 * GIB))

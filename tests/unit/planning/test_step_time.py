@@ -139,6 +139,10 @@ def test_a_decode_step_reads_weights_and_cache_once_by_hand() -> None:
     d, seconds = fp.decoder_of(SHAPES["7B"]), steps.rollout_phase(job, free, 0.0).seconds
     read = 2 * (d.parameters - d.vocab * d.hidden - d.hidden) + 2 * 64 * d.cached * (1024 + 1536)
     assert seconds["memory"] == pytest.approx(3072 * read / (steps.MEMORY * 3.35e12), rel=1e-4)
+    job = PlanInputs(replaced(cfg, {f"{ROLLOUT}.pipeline_model_parallel_size": 4}), machine("7B"), job.lengths)
+    sent = 2 * 64 * (2 * 4 * d.hidden + d.vocab) * 3 / 4 / PEER  # four turns: half as many copies of the model
+    seconds = steps.rollout_phase(job, free, 0.0).seconds
+    assert seconds["memory"] == pytest.approx(4 * 3072 * (read / (steps.MEMORY * 3.35e12) + sent), rel=1e-4)
 
 
 def test_a_decode_step_reads_the_experts_that_some_answer_is_sent_to() -> None:
@@ -227,6 +231,16 @@ def test_copies_of_the_attention_are_proposed_for_latent_caches() -> None:
     read = [(dense + d.in_experts) / 8 + 512 * cache, dense + d.in_experts / 8 + 64 * cache]
     exchanges = [2 * steps.ALL_REDUCE_S * 8, 2 * steps.ALL_REDUCE_S * d.num_sparse]
     assert step_s == pytest.approx([2 * n / rate + other for n, other in zip(read, exchanges, strict=True)], rel=1e-4)
+
+
+def test_stages_are_proposed_where_tensor_parallelism_leaves_no_room() -> None:
+    """One head is not divided: 12.7 GiB are too much for the 11.7 of a device of 16, halves leave room for a cache."""
+    shape = SHAPES["7B"] | {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 128}
+    sizes = ("trainer.nnodes=8", "trainer.n_gpus_per_node=8", "trainer.rollout_workers=8")
+    cfg, small = config(*sizes, f"{ACTOR}.ppo_max_token_len_per_gpu=4096"), Machine("cuda", 16 << 30, shape)
+    best = propose_layouts(cfg, small, H100, lengths=Lengths.longest(cfg), most=1)[0]
+    assert best.name == "FSDP64; rollout TP1, PP2 x DP4"
+    assert best.settings[f"{ROLLOUT}.pipeline_model_parallel_size"] == 2
 
 
 @pytest.mark.parametrize("num_gpus", [2, 8])
