@@ -13,7 +13,7 @@ from pydantic._internal._docs_extraction import extract_docstrings_from_cls
 from rlsys.config import arguments
 from rlsys.config.compat.reader import REFERENCE, absolute_names, compat_table
 from rlsys.config.introspect import allowed, default_of, job_name, leaves, nearest, sections, shown
-from rlsys.config.load import preset_names, presets_folder
+from rlsys.config.presets import preset_names, presets_folder
 from rlsys.config.schema.base import Section
 from rlsys.utils.errors import ConfigError
 

@@ -10,7 +10,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
@@ -20,17 +19,13 @@ from rlsys.config.checks.all import check
 from rlsys.config.checks.rules import unknown_names, unused_settings
 from rlsys.config.compat.reader import prefixes
 from rlsys.config.derive import CHOICE, CHOSEN, DERIVED, derived_settings
-from rlsys.config.introspect import allowed, choices, default_of, job_name, leaves, nest, shown
+from rlsys.config.introspect import allowed, choices, default_of, leaves, nest, shown
 from rlsys.config.merge import Given, Layers
+from rlsys.config.presets import default_preset, model_key, read_preset
 from rlsys.config.schema.base import Section
 from rlsys.config.schema.jobs import PPOConfig
-from rlsys.utils.errors import ConfigError, raised_as
+from rlsys.utils.errors import ConfigError
 
-QUICKSTART_WHY = "no model was set, so the small start model learns arithmetic (to use yours set {key}=<folder>)"
-_DAPO = {"dapo_trainer": "ppo_trainer", "dapo_megatron_trainer": "ppo_megatron_trainer"}
-_DAPO |= {"fully_async_dapo_trainer": "fully_async_ppo_trainer"}
-_OF_VERL = {"sft_trainer_engine": "sft_trainer", **_DAPO}
-"""Files of verl's config folders, named with a --config-path that only exists there, and the presets like them."""
 _MAX_LISTED = 15
 _KEYS_OF = {
     "TRL": {"output_dir", "per_device_train_batch_size", "num_train_epochs", "bf16", "report_to", "num_generations"},
@@ -131,95 +126,3 @@ def _listed(problems: Sequence[str]) -> str:
             another = likely if len(unknown & _KEYS_OF[likely]) > 2 else "another job or trainer"
             lines.append(f"{len(unknown)} of the names are no keys of this job: it looks like a file of {another}")
     return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class Preset:
-    """A preset's name, the folders it and its parents are looked for in, and why it was chosen."""
-
-    name: str
-    folders: tuple[Path, ...]
-    why: str = ""
-
-
-def presets_folder() -> Path:
-    """The folder of the presets shipped with rlsys, in the wheel or in the checkout."""
-    package = Path(__file__).resolve().parents[1]
-    return package / "presets" if (package / "presets").is_dir() else package.parent / "config"
-
-
-def preset_names(folder: Path | None = None) -> list[str]:
-    """The names of the presets in a folder, by default those shipped with rlsys."""
-    return sorted(path.stem for path in (folder or presets_folder()).glob("*.yaml"))
-
-
-def model_key(schema: type[Section]) -> str:
-    """The key that names the model of a job."""
-    return "model.path" if "model" in schema.model_fields else "actor_rollout_ref.model.path"
-
-
-def default_preset(arguments: Arguments, schema: type[Section], *, has_model: bool) -> Preset:
-    """The preset of a command line. A PPO run without a preset and without a model is the quickstart."""
-    folders = (presets_folder(),)
-    asked = (arguments.config_name or "").removesuffix(".yaml")
-    name = _OF_VERL.get(asked, arguments.config_name or "")
-    if arguments.config_path is not None:
-        folder = Path(arguments.config_path).expanduser()
-        if folder.is_dir():
-            folders = (folder, presets_folder())
-        elif folder.name != "config" or name.removesuffix(".yaml") not in preset_names():
-            raise ConfigError(f"--config-path={arguments.config_path}: folder not found")
-    is_asked = arguments.config_name is not None or arguments.config_path is not None
-    job = job_name(schema)
-    if job == "ppo" and not is_asked and not has_model:
-        return Preset("quickstart", folders, QUICKSTART_WHY.format(key=model_key(schema)))
-    return Preset(name or ("eval" if job == "eval" else f"{job}_trainer"), folders)
-
-
-def read_preset(preset: Preset, _seen: tuple[str, ...] = ()) -> list[tuple[str, dict[str, object]]]:
-    """(file name, tree) of a preset and those it builds on, in the order they apply."""
-    path = _find(preset)
-    if path.stem in _seen:
-        raise ConfigError(f"{path}: the presets {' -> '.join((*_seen, path.stem))} form a cycle")
-    tree = read_yaml(path)
-    parents = tree.pop("defaults", [])
-    if not isinstance(parents, list):
-        raise ConfigError(f"{path}: 'defaults' must be a list of presets to build on, e.g. [ppo_trainer, _self_]")
-    layers: list[tuple[str, dict[str, object]]] = []
-    for parent in parents if "_self_" in parents else [*parents, "_self_"]:
-        if parent == "_self_":
-            layers.append((str(path), tree))
-        elif isinstance(parent, str):
-            layers += read_preset(Preset(parent, (path.parent, *preset.folders)), (*_seen, path.stem))
-        else:
-            raise ConfigError(f"{path}: 'defaults' lists presets only, not {parent}; config groups are not supported")
-    return layers
-
-
-def _find(preset: Preset) -> Path:
-    name = preset.name
-    if "/" in name and Path(name).expanduser().is_file():
-        return Path(name).expanduser()
-    stem = name.removesuffix(".yaml").removeprefix("configs/")  # AReaL's folder
-    for path in [folder / f"{stem}.yaml" for folder in preset.folders]:
-        if path.is_file():
-            return path
-    known = sorted({name for folder in preset.folders for name in preset_names(folder)})
-    near = get_close_matches(stem, known, n=1)
-    hint = f"did you mean {near[0]}? " if near else ""
-    where = " or ".join(str(folder) for folder in dict.fromkeys(preset.folders))
-    raise ConfigError(f"--config-name={name}: no such preset in {where}; {hint}choose from {', '.join(known)}")
-
-
-def read_yaml(path: Path) -> dict[str, object]:
-    """The mapping in a YAML file; ConfigError names the file and the line."""
-    import yaml
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    errors = (yaml.YAMLError, UnicodeDecodeError, OmegaConfBaseException, OSError, RecursionError)
-    with raised_as(ConfigError, f"{path}: cannot be read as YAML", *errors):
-        tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: holds a {type(tree).__name__}; it must hold keys and values")
-    return {str(key): value for key, value in tree.items()}

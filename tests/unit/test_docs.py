@@ -17,7 +17,8 @@ from rlsys.config import DPOConfig, EvalConfig, PPOConfig, RMConfig, SFTConfig
 from rlsys.config.arguments import parse_arguments
 from rlsys.config.compat.reader import compat_table
 from rlsys.config.introspect import is_open, leaves, sections
-from rlsys.config.load import load, preset_names
+from rlsys.config.load import load
+from rlsys.config.presets import preset_names
 from rlsys.utils.errors import ConfigError
 from tests.timing import scaled_s
 

@@ -18,7 +18,8 @@ from rlsys.config.arguments import parse_arguments
 from rlsys.config.compat.reader import FILES, compat_table, read_blocks
 from rlsys.config.help import describe
 from rlsys.config.introspect import default_of, leaves, sections
-from rlsys.config.load import load, preset_names, presets_folder
+from rlsys.config.load import load
+from rlsys.config.presets import preset_names, presets_folder
 from rlsys.config.schema.base import Section
 from rlsys.utils.errors import ConfigError
 from tests.timing import scaled_s
