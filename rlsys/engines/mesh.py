@@ -13,7 +13,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch.distributed.device_mesh import DeviceMesh
 
-from rlsys.protocol.gather import gather_bytes
+from rlsys.protocol.gather import exchange_device, gather_bytes
 from rlsys.utils.errors import CheckpointError, ConfigError
 
 
@@ -153,7 +153,11 @@ def sum_over_ranks(parts: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, 
 
 def max_over_ranks(value: int) -> int:
     """The largest of the ranks' numbers."""
-    return max(gather_json(value))
+    if dist.get_world_size() == 1:
+        return value
+    number = torch.tensor([value], device=exchange_device(None))
+    dist.all_reduce(number, op=dist.ReduceOp.MAX)
+    return int(number)
 
 
 def together(work: Callable[[], object], *, only_first: bool = False) -> Any:
