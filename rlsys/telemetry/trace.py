@@ -35,7 +35,8 @@ class Tracer:
     def __init__(self, process_name: str) -> None:
         track = f"{process_name} @ {socket.gethostname()}"
         self.pid = zlib.crc32(track.encode()) & _PID_MASK
-        self._epoch_ns = time.time_ns() - time.perf_counter_ns()
+        # a process that is interrupted between the two readings gets less
+        self._epoch_ns = max(time.time_ns() - time.perf_counter_ns() for _ in range(8))
         self._events: list[Event] = []
         self._lock = threading.Lock()
         self._named_threads = {threading.get_native_id()}

@@ -160,8 +160,7 @@ def out(runs: Runs, tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
-def test_a_lost_worker_is_reported_or_replaced(runs: Runs, out: Path) -> None:
-    runs.fails(out, Fault("actor", "critic.update_critic", entry=2))
+def test_a_lost_rollout_is_replaced(runs: Runs, out: Path) -> None:
     runs.finishes(out, Fault("rollout", "rollout.exchange"))
 
 

@@ -263,3 +263,14 @@ for i in range(10**9):
     if not repaired.endswith(b"}"):
         repaired = repaired[: repaired.rindex(b",\n")]
     assert len(json.loads(repaired + b"]")) == len(events)
+
+
+def test_a_process_that_is_interrupted_as_it_starts_has_the_same_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost_ns = iter([5_000_000, 0, 2_000_000])
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time_ns", lambda: 9_000_000 - next(lost_ns, 1_000))
+        patch.setattr(time, "perf_counter_ns", lambda: 0)
+        tracer = Tracer("actor 0")
+        with tracer.span("step"):
+            pass
+    assert spans(tracer.drain())["step"]["ts"] == 9_000
