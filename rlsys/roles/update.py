@@ -15,7 +15,9 @@ from rlsys.types import StepReport
 C = TypeVar("C", ActorConfig, CriticConfig)
 
 
-def mini_batches(batch: DataProto, config: C, *, rollout_n: int, dp_size: int) -> Iterator[DataProto]:
+def mini_batches(
+    batch: DataProto, config: ActorConfig | CriticConfig, *, rollout_n: int, dp_size: int
+) -> Iterator[DataProto]:
     """This rank's share of each mini-batch: `ppo_mini_batch_size` prompts of `rollout_n` answers by `dp_size` ranks.
 
     They are contiguous. With `shuffle` each of the `ppo_epochs` has its own order, which depends only on
