@@ -72,8 +72,10 @@ class Steps:
         """Log-probabilities under the frozen policy, where a KL term needs them."""
         if not self.plan.use_reference:
             return batch
-        group = self.groups.actor if self.groups.ref is None else self.groups.ref
-        with self.residency.hold(Role.Actor if self.groups.ref is None else Role.RefPolicy, "ref"):
+        resident, group = Role.RefPolicy, self.groups.ref
+        if group is None:
+            resident, group = Role.Actor, self.groups.actor
+        with self.residency.hold(resident, "ref"):
             return batch.union(group.compute_ref_log_prob(_only(batch, ROWS)))
 
     def teacher_log_probs(self, batch: DataProto) -> DataProto:

@@ -21,7 +21,7 @@ from rlsys.utils.errors import CheckpointError
 SCALE = "_scale_inv"
 """What the name of a weight's scales ends with."""
 FP8, FP8_NAME, BLOCK = torch.float8_e4m3fn, "float8_e4m3fn", FLOAT8_BLOCKS[0]
-BLOCKS = "_blocks"
+PACKED = "_blocks"
 """What the name of an MXFP4 weight's elements ends with, and `_scales` that of its scales."""
 SMALLEST, LARGEST = 1e-4, torch.finfo(FP8).max
 """Of magnitudes: of a block of zeros, and of an element."""
@@ -94,10 +94,10 @@ def unscaled(tensors: Mapping[str, StoredTensor], hf_config: HFConfig) -> dict[s
     CheckpointError for scales without a weight, or not of its blocks.
     """
     plain = {name: tensor for name, tensor in tensors.items() if not name.endswith(SCALE)}
-    for name in (name.removesuffix(BLOCKS) for name in tensors if name.endswith(BLOCKS)):
+    for name in (name.removesuffix(PACKED) for name in tensors if name.endswith(PACKED)):
         if (scales := f"{name}_scales") not in plain:
-            raise CheckpointError(f"{name}{BLOCKS} is there without {scales}")
-        plain[name] = PackedExperts(plain.pop(name + BLOCKS), plain.pop(scales))
+            raise CheckpointError(f"{name}{PACKED} is there without {scales}")
+        plain[name] = PackedExperts(plain.pop(name + PACKED), plain.pop(scales))
     block = tuple((hf_config.get("quantization_config") or {}).get("weight_block_size") or (BLOCK, BLOCK))
     for name in (name for name in tensors if name.endswith(SCALE)):
         weight = name.removesuffix(SCALE)

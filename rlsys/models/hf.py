@@ -244,7 +244,7 @@ def open_model_dir(path: Path) -> TensorSource:
     tensors = in_memory({name: file.get_tensor(name) for file in files for name in file.keys()})  # noqa: SIM118
     if lost := _indexed(path / "model.safetensors.index.json") - tensors.keys():
         raise CheckpointError(f"{path} lacks files: {len(lost)} tensors of its index are missing, as {min(lost)}")
-    if any(name.endswith((fp8.SCALE, fp8.BLOCKS)) for name in tensors):
+    if any(name.endswith((fp8.SCALE, fp8.PACKED)) for name in tensors):
         return fp8.unscaled(tensors, json.loads((path / "config.json").read_text()))
     return tensors
 

@@ -43,8 +43,11 @@ def validation_metrics(
             if not numeric:
                 continue
             values = np.array([float(column[i]) for i in numeric])
-            preds = [str(infos["pred"][i]) for i in numeric] if "pred" in infos else None
-            metrics = _prompt_metrics(values, preds, seed=seed)
+            codes = None
+            if "pred" in infos:
+                preds = np.array([str(infos["pred"][i]) for i in numeric], object)
+                codes = np.unique(preds, return_inverse=True)[1]
+            metrics = _prompt_metrics(values, codes, seed=seed)
             if variable == core[source] and len(values) > 1:  # of a single response it equals the mean
                 correct = int((values >= CORRECT_AT).sum())
                 metrics |= {f"pass@{k}": pass_at_k(len(values), correct, k) for k in (1, *_subset_sizes(len(values)))}
@@ -71,7 +74,7 @@ def _draws(num: int, size: int, seed: int) -> NDArray[np.int64]:
     return np.random.RandomState(seed).randint(0, num, size=(NUM_BOOTSTRAP, size))
 
 
-def _prompt_metrics(values: Floats, preds: Sequence[str] | None, *, seed: int) -> dict[str, float]:
+def _prompt_metrics(values: Floats, codes: NDArray[np.int64] | None, *, seed: int) -> dict[str, float]:
     num = len(values)
     metrics = {f"mean@{num}": float(values.mean())}
     if num > 1:
@@ -79,18 +82,20 @@ def _prompt_metrics(values: Floats, preds: Sequence[str] | None, *, seed: int) -
     for n in _subset_sizes(num):
         draws = _draws(num, n, seed)
         picked = {"best": values[draws].max(1), "worst": values[draws].min(1)}
-        if preds is not None:
-            picked["maj"] = values[_majority(draws, preds)]
+        if codes is not None:
+            picked["maj"] = values[_majority(draws, codes)]
         for name, of_draw in picked.items():
             metrics |= {f"{name}@{n}/mean": float(of_draw.mean()), f"{name}@{n}/std": float(of_draw.std())}
     return metrics
 
 
-def _majority(draws: NDArray[np.int64], preds: Sequence[str]) -> NDArray[np.int64]:
-    """The response of each draw with its most frequent prediction; a tie goes to the prediction drawn first."""
-    names, codes = np.unique(np.array(preds, object), return_inverse=True)
+def _majority(draws: NDArray[np.int64], codes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The response of each draw with its most frequent prediction; a tie goes to the prediction drawn first.
+
+    `codes` number the predictions of the responses.
+    """
     rows = np.arange(len(draws))
-    counts = np.zeros((len(draws), len(names)), dtype=np.int64)
+    counts = np.zeros((len(draws), codes.max() + 1), dtype=np.int64)
     np.add.at(counts, (rows[:, None], codes[draws]), 1)
     return draws[rows, counts[rows[:, None], codes[draws]].argmax(1)]
 

@@ -42,6 +42,16 @@ ENGINES = [
     ),
 ]
 
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "num_experts_per_tok": 2,
+}
+
 
 @pytest.fixture(scope="module")
 def sparse(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Toy:
@@ -50,15 +60,9 @@ def sparse(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Toy:
         toy,
         tmp_path_factory.mktemp("sparse"),
         Qwen3MoeConfig,
-        hidden_size=64,
-        intermediate_size=64,
+        **SIZES,
         moe_intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=64,
         num_experts=4,
-        num_experts_per_tok=2,
         norm_topk_prob=True,
     )
 
@@ -70,14 +74,8 @@ def oss(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Toy:
         toy,
         tmp_path_factory.mktemp("oss"),
         GptOssConfig,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=64,
+        **SIZES,
         num_local_experts=4,
-        num_experts_per_tok=2,
         sliding_window=24,
     )
 

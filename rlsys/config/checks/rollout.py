@@ -50,16 +50,18 @@ def _parallel_sizes(cfg: PPOConfig | EvalConfig, name: str) -> Iterator[str]:
     rollout, backend = cfg.actor_rollout_ref.rollout, rollout_backend(name)
     for cut in ("tensor_model", "expert", "data", "pipeline_model"):
         key, size = f"{KEY}.{cut}_parallel_size", getattr(rollout, f"{cut}_parallel_size")
-        if size > 1 and backend.is_external:
+        if size == 1:
+            continue
+        if backend.is_external:
             yield note(cfg, key, "external servers keep the parallel sizes they were started with")
-        elif size > 1 and "t" not in backend.dims:
+        elif "t" not in backend.dims:
             yield wrong(cfg, key, f"the {name} engine runs a model in one process", "1, or use vllm")
-        elif size > 1 and name == "sglang" and cut in SGLANG_LACKS:
+        elif name == "sglang" and cut in SGLANG_LACKS:
             yield wrong(cfg, key, SGLANG_LACKS[cut], "1, or use vllm")
-        elif size > 1 and cut == "data" and rollout.expert_parallel_size == 1:
+        elif cut == "data" and rollout.expert_parallel_size == 1:
             why = f"without experts to share each is a whole copy of the model: set 1, or {KEY}.expert_parallel_size"
             yield wrong(cfg, key, f"{why}={rollout.replica_size}")
-        elif size > 1 and cut == "pipeline_model":
+        elif cut == "pipeline_model":
             layers = model_facts(cfg.actor_rollout_ref.model.path).get("num_hidden_layers")
             if rollout.enable_rollout_routing_replay:
                 yield wrong(cfg, key, "stages return the experts of their own layers; use router_replay.mode=R2", 1)
