@@ -150,8 +150,9 @@ def is_there(system: str, args: argparse.Namespace) -> bool:
 
 @contextmanager
 def gpu_samples(samples: list[int]) -> Iterator[None]:
-    """MiB in use on the first GPU, several times a second."""
-    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-lms", "250"]
+    """MiB in use on the first visible GPU, several times a second."""
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    query = ["nvidia-smi", f"--id={gpu}", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-lms", "250"]
     try:
         process = subprocess.Popen(query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     except OSError:

@@ -148,6 +148,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--recompute", action="store_true")
     parser.add_argument("--fp8", choices=["e4m3", "hybrid"])
+    parser.add_argument("--model", type=Path, help="where random weights are kept; a temporary folder by default")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     room = "/dev/shm" if Path("/dev/shm").is_dir() else None
@@ -155,8 +156,11 @@ def main() -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory(dir=room) as folder:
-        write_checkpoint(args.shape, Path(folder), args.device)
-        torch.multiprocessing.spawn(run_rank, (args, Path(folder), port), nprocs=args.ranks)
+        model = args.model or Path(folder)
+        if not (model / "model.safetensors.index.json").exists():
+            model.mkdir(parents=True, exist_ok=True)
+            write_checkpoint(args.shape, model, args.device)
+        torch.multiprocessing.spawn(run_rank, (args, model, port), nprocs=args.ranks)
 
 
 if __name__ == "__main__":
