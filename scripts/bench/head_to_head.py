@@ -119,6 +119,7 @@ VERL = (
     *(f"{POLICY}.model.use_remove_padding=True", f"{POLICY}.model.use_fused_kernels=True"),
     *(f"{POLICY}.actor.strategy=fsdp2", f"{POLICY}.rollout.free_cache_engine=False", f"{POLICY}.rollout.name=vllm"),
     *("trainer.logger=['console','file']", "algorithm.use_kl_in_reward=False", f"{POLICY}.actor.use_kl_loss=False"),
+    f"{POLICY}.rollout.tensor_model_parallel_size=1",
 )
 
 
