@@ -98,14 +98,14 @@ RUNS = (
     ),
     Measured("FSDP, HF, short", "135M H200", SHORT, job(32, 8, HF), (2.91, 0.116, 0.42, 0.089, 3.90), sigma=0.6),
     Measured(
-        "Megatron DP2, 8 x 4096", "7B H200", (1, 4095, 4095), job(8, 1, TWO, MEGATRON, **LONG), (0, 0, 2.01, 0, 0)
+        "Megatron DP2, 8 x 4096", "7B H200", (1, 4095, 4095), job(8, 1, TWO, MEGATRON, **LONG), (0, 0, 2.09, 0, 0)
     ),
     Measured(
         "Megatron TP2, 8 x 4096",
         "7B H200",
         (1, 4095, 4095),
-        job(8, 1, TWO, MEGATRON, f"{ACTOR}.megatron.tensor_model_parallel_size=2", **LONG),
-        (0, 0, 3.42, 0, 0),
+        job(8, 1, TWO, MEGATRON, f"{ACTOR}.megatron.tensor_model_parallel_size=2", tokens=8192, kept=True),
+        (0, 0, 2.14, 0, 0),
     ),
     Measured("Megatron, 8 x 4096", "0.5B H200", (1, 4095, 4095), job(8, 1, MEGATRON, **LONG), (0, 0, 0.67, 0, 0)),
     Measured("FSDP, 8 x 4096", "0.5B H200", (1, 4095, 4095), job(8, 1, **LONG), (0, 0, 0.80, 0, 0)),
