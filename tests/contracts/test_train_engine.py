@@ -25,6 +25,7 @@ from tests.contracts.train_engine import (
     Case,
     Factory,
     collected,
+    is_slow,
     loss_of,
     make_batch,
     one_step,
@@ -54,7 +55,7 @@ SPLITS = [
         world,
         case,
         id=f"{engine}-{model}-{head}-{world}ranks-{case}",
-        marks=[pytest.mark.slow] if engine == "megatron" and world == 4 else [],
+        marks=[pytest.mark.slow] if is_slow(engine, world, case) else [],
     )
     for engine, model, head, worlds in RUNS
     for world, case in CASES[engine]
@@ -80,7 +81,7 @@ def distance(a: Tensor, b: Tensor) -> float:
 def test_loss_gradients_and_outputs_do_not_depend_on_the_split(
     engine: str, model: str, head: str, world: int, case: Case
 ) -> None:
-    check_step(results(engine, world, model, head)[case], model, head)
+    check_step(results(engine, world, model, head, slow=is_slow(engine, world, case))[case], model, head)
 
 
 def check_step(ranks: list[dict[str, Any]], model: str, head: str) -> None:

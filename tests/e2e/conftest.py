@@ -101,7 +101,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
             rows.append(
                 {
                     "prompt": f"{a}+{b}=",
-                    "data_source": "rlsys/arithmetic",
+                    "data_source": "text/exact",
                     "reward_model": {"style": "rule", "ground_truth": str(a + b)},
                     "extra_info": {"index": index},
                 }

@@ -174,7 +174,7 @@ def test_an_environment_class_trains_and_evaluates(toy: Toy, agent: Path, tmp_pa
     ]
     assert main_eval.main(evaluation) == 0
     metrics = json.loads((tmp_path / "eval" / "evaluation.json").read_text())
-    assert metrics["val-core/rlsys/arithmetic/reward/mean@1"] == 0.5
+    assert metrics["val-core/text/exact/reward/mean@1"] == 0.5
 
 
 def test_episodes_of_an_asynchronous_run_are_young_enough_and_resume(toy: Toy, agent: Path, tmp_path: Path) -> None:

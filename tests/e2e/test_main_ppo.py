@@ -66,7 +66,7 @@ def test_a_run_leaves_metrics_checkpoint_timeline_and_rollouts(
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert {"actor/pg_loss", "actor/grad_norm", "critic/score/mean", "response_length/mean"} <= set(lines[0])
     assert {"data/rows", "data/bad_rows", "data/overlong_prompts"} <= set(lines[0])
-    assert any(name.startswith("val-core/rlsys/arithmetic/") for name in lines[1])
+    assert any(name.startswith("val-core/text/exact/") for name in lines[1])
     assert (out / "latest_checkpointed_iteration.txt").read_text() == "3"
     assert (out / "rollouts" / "index.html").exists()
     assert len((out / "rollouts" / "1.jsonl").read_text().splitlines()) == 32
