@@ -3,9 +3,6 @@
 import ast
 import json
 from functools import cache
-from importlib import import_module
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from pathlib import Path
 from shutil import copytree
 from types import ModuleType
@@ -15,8 +12,6 @@ import pytest
 from rlsys.config.introspect import leaves
 from tests.config_reads import keys_read_by, schema_of
 from tests.e2e.conftest import Toy
-from tests.e2e.fork_server import IMPORTED
-from tests.timing import scaled_s
 from trainer import main_dpo, main_eval, main_ppo, main_rm, main_sft
 
 PAIRED = (main_rm, main_dpo)
@@ -251,26 +246,6 @@ def runs_of(job: ModuleType, toy: Toy, folder: Path) -> list[list[str]]:
     ]
 
 
-def in_child(job: ModuleType, argv: list[str]) -> set[str]:
-    """The keys that a run reads, in a process of its own, forked from one that has imported everything."""
-    context = get_context("forkserver")
-    context.set_forkserver_preload(["tests.e2e.test_every_key_is_read", *IMPORTED, "trainer.supervised", "peft"])
-    here, there = context.Pipe(duplex=False)
-    child = context.Process(target=_run, args=(there, job.__name__, argv))
-    child.start()
-    there.close()
-    try:
-        assert here.poll(scaled_s(60)), f"{job.__name__} {argv}: no answer"
-        return set(here.recv())
-    finally:
-        child.kill()
-        child.join()
-
-
-def _run(answer: Connection, job: str, argv: list[str]) -> None:
-    answer.send(sorted(keys_read_by(import_module(job), argv)))
-
-
 @cache
 def functions_of(file: str) -> dict[str, ast.AST]:
     """The functions of a file by name, methods also by "Class.method"."""
@@ -296,7 +271,7 @@ def is_read_by(key: str, reader: str) -> bool:
 def test_every_key_is_read(toy: Toy, tmp_path: Path, job: ModuleType) -> None:
     read: set[str] = set()
     for argv in runs_of(job, toy, tmp_path):
-        read |= in_child(job, argv)
+        read |= keys_read_by(job, argv)
     keys = set(leaves(schema_of(job)))
     dead = sorted(keys - read - {*READ_WHILE_LOADING, *READERS})
     assert not dead, " ".join(dead)

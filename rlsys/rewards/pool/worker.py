@@ -92,11 +92,11 @@ def _of_judge(grade: object, kwargs: Mapping[str, object]) -> Mapping[str, objec
     """The arguments about a judge that a function takes; of its tokenizer, whose path came, the tokenizer itself."""
     if "reward_model_tokenizer" not in kwargs or not callable(grade):
         return kwargs
-    from transformers import AutoTokenizer
-
     takes = inspect.signature(grade).parameters
     kwargs = {name: value for name, value in kwargs.items() if name in takes or name not in OF_JUDGE}
     if "reward_model_tokenizer" in kwargs:
+        from transformers import AutoTokenizer
+
         kwargs["reward_model_tokenizer"] = AutoTokenizer.from_pretrained(kwargs["reward_model_tokenizer"])
     return kwargs
 
