@@ -71,25 +71,30 @@ def test_a_resumed_run_is_the_uninterrupted_one(
     assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
 
 
+MEGATRON = ("trainer.backend=ray", "trainer.device=cpu", "engine=megatron", "optim=megatron")
 TP2 = (
-    "trainer.backend=ray",
-    "trainer.device=cpu",
+    *MEGATRON,
     "trainer.n_gpus_per_node=2",
-    "engine=megatron",
-    "optim=megatron",
     "engine.tensor_model_parallel_size=2",
     "engine.sequence_parallel=true",
 )
 
 
-@pytest.mark.parametrize("job", ["sft", pytest.param("rm", marks=pytest.mark.slow)])
-def test_two_tensor_parallel_ranks_of_megatron_train_as_one_of_fsdp(
-    toy: Toy, job: str, tmp_path: Path, ray_cluster: object
+@pytest.mark.parametrize(
+    ("job", "sizes"),
+    [
+        pytest.param("sft", MEGATRON, id="sft on a rank"),
+        pytest.param("sft", TP2, id="sft on two", marks=pytest.mark.slow),
+        pytest.param("rm", TP2, id="rm on two", marks=pytest.mark.slow),
+    ],
+)
+def test_tensor_parallel_ranks_of_megatron_train_as_one_of_fsdp(
+    toy: Toy, job: str, sizes: tuple[str, ...], tmp_path: Path, ray_cluster: object
 ) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("\n".join(map(json.dumps, ROWS[job])))
     wanted = run(toy, job, rows, tmp_path / "fsdp", 4)
-    lines = run(toy, job, rows, tmp_path / "megatron", 4, *TP2)
+    lines = run(toy, job, rows, tmp_path / "megatron", 4, *sizes)
     for ours, theirs in zip(lines, wanted, strict=True):
         names = [name for name in theirs if name.startswith(("train/", "val/"))]
         assert {name: ours[name] for name in names} == pytest.approx({n: theirs[n] for n in names}, rel=1e-4, abs=1e-6)

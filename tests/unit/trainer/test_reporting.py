@@ -1,56 +1,63 @@
 """A run continues when nothing about it can be written any more."""
 
+import io
 import json
-import subprocess
-import sys
+import resource
+import signal
+from collections.abc import Mapping
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 
-from rlsys.telemetry.jsonl import read_jsonl
-from tests import trace_format
-from tests.timing import scaled_s
-
-ROOT = Path(__file__).resolve().parents[3]
-SCRIPT = f"""
-import sys; sys.path.insert(0, {str(ROOT)!r})
-import resource, signal
 from rlsys.config.schema.trainer import TrainingConfig
+from rlsys.telemetry.jsonl import read_jsonl
 from rlsys.telemetry.log import setup_logging
 from rlsys.telemetry.recorder import StageRecorder
+from tests import trace_format
+from tests.ranks import run_ranks
 from trainer.reporting import Reporter
-setup_logging()
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-reporter = Reporter(TrainingConfig(default_local_dir=sys.argv[1]), {{}}, num_devices=1)
-worker = StageRecorder("actor 0")
-limits = {{int(part.split(":")[0]): int(part.split(":")[1]) for part in sys.argv[2:]}}
-reporter.start(0, 6)
-for step in range(1, 7):
-    if step in limits:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limits[step], -1))
-    with reporter.stage("step"), reporter.stage("update_actor"), worker.stage("update_actor"):
-        pass
-    reporter.add({{"critic/score/mean": step / 10}})
-    reporter.add_stages(worker.drain())
-    print("errors", reporter.finish_step(step).get("training/tracker_errors", 0))
-reporter.generations([("question", "answer", 1.0)], 6)
-reporter.close()
-reporter.close()
-print("complete")
-"""
 
 
-def run(folder: Path, *limits: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(folder), *limits],
-        capture_output=True,
-        text=True,
-        timeout=scaled_s(60),
-        check=True,
-    )
+@dataclass(frozen=True)
+class Printed:
+    """What a process wrote to its streams."""
+
+    stdout: str
+    stderr: str
+
+
+def report(folder: Path, limits: Mapping[int, int]) -> Printed:
+    """Six steps; from a step in `limits` on no file may grow beyond so many bytes."""
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+        setup_logging()
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        reporter = Reporter(TrainingConfig(default_local_dir=str(folder)), {}, num_devices=1)
+        worker = StageRecorder("actor 0")
+        reporter.start(0, 6)
+        for step in range(1, 7):
+            if step in limits:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (limits[step], -1))
+            with reporter.stage("step"), reporter.stage("update_actor"), worker.stage("update_actor"):
+                pass
+            reporter.add({"critic/score/mean": step / 10})
+            reporter.add_stages(worker.drain())
+            print("errors", reporter.finish_step(step).get("training/tracker_errors", 0))
+        reporter.generations([("question", "answer", 1.0)], 6)
+        reporter.close()
+        reporter.close()
+        print("complete")
+    return Printed(out.getvalue(), err.getvalue())
+
+
+def run(folder: Path, limits: Mapping[int, int] | None = None) -> Printed:
+    """What `report` does in a process of its own."""
+    (printed,) = run_ranks(1, report, folder, limits or {})
+    return printed
 
 
 def test_a_full_disk_costs_records_and_never_the_run(tmp_path: Path) -> None:
     """From step 3 on no file may grow beyond a byte, from step 5 on the disk has room again."""
-    done = run(tmp_path, "3:1", "5:-1")
+    done = run(tmp_path, {3: 1, 5: -1})
     assert done.stdout.rstrip().endswith("complete")
     for name in ("timeline.json", "memory.txt", "metrics.jsonl"):
         assert done.stderr.count(f"{name} failed, its record is incomplete") == 1
