@@ -164,7 +164,7 @@ def test_an_environment_class_trains_and_evaluates(toy: Toy, agent: Path, tmp_pa
     assert main_ppo.main(argv) == 0
     rows = [json.loads(row) for row in (out / "rollouts" / "1.jsonl").read_text().splitlines()]
     assert {row["score"] for row in rows} == {0.5}
-    assert all("= rl" in row["input"] for row in rows)
+    assert all("= te" in row["input"] for row in rows)
     evaluation = [
         f"actor_rollout_ref.model.path={toy.model}",
         f"data.val_files={toy.val}",

@@ -1,59 +1,19 @@
 """What verl's tutorial and guides do with workers, pools and groups works with only the import path changed."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import ray
 import torch
-from rlsys.single_controller.base.decorator import Dispatch, Execute, collect_all_to_all, register
+from rlsys.single_controller.base.decorator import Dispatch, register
 from rlsys.single_controller.ray.base import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, merge_resource_pool
 
 from rlsys import DataProto
-from rlsys.single_controller import ClassWithInitArgs, ResourcePool, Worker, WorkerGroup
+from rlsys.single_controller import ClassWithInitArgs, ResourcePool, Worker
 from rlsys.single_controller.ray import create_colocated_worker_cls
+from tests.unit.single_controller.verl_tutorial import Adder, Counter
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
-
-
-@ray.remote
-class Counter(Worker):
-    """Starts at its rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.value = torch.zeros(1) + self.rank
-
-    def add(self, x: float) -> torch.Tensor:
-        self.value += x
-        return self.value
-
-    @register(Dispatch.ONE_TO_ALL)
-    def add_everywhere(self, x: float) -> float:
-        return float(self.add(x))
-
-
-def spread_two_values(worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    """A custom dispatch function: of two values each second rank gets the same."""
-    for values in (*args, *kwargs.values()):
-        assert len(values) == 2
-        values.extend(values[i % 2] for i in range(worker_group.world_size - 2))
-    return args, kwargs
-
-
-@ray.remote
-class Adder(Worker):
-    def __init__(self, x: int) -> None:
-        super().__init__()
-        self._x = x
-
-    @register(dispatch_mode=Dispatch.ALL_TO_ALL, execute_mode=Execute.RANK_ZERO)
-    def on_rank_zero(self, x: int, y: int) -> int:
-        return self._x + y + x
-
-    @register(dispatch_mode={"dispatch_fn": spread_two_values, "collect_fn": collect_all_to_all})
-    def in_turns(self, x: int, y: int) -> int:
-        return self._x + y + x
 
 
 @pytest.fixture
@@ -63,20 +23,20 @@ def pools() -> tuple[RayResourcePool, RayResourcePool]:
 
 
 def test_groups_share_pools_of_their_own_and_a_merged_one(pools: tuple[RayResourcePool, RayResourcePool]) -> None:
-    counters = RayClassWithInitArgs(cls=Counter)
+    counters = RayClassWithInitArgs(cls=ray.remote(Counter))
     merged = merge_resource_pool(*pools)
     assert isinstance(merged, ResourcePool)
     assert (merged.local_world_size_list, merged.local_rank_list) == ([2, 2, 2, 2], [0, 1, 0, 1])
     with RayWorkerGroup(pools[0], counters) as one, RayWorkerGroup(merged, counters) as both:
-        assert one.execute_all_sync("add", x=[1, 1]) == [torch.tensor([1.0]), torch.tensor([2.0])]
-        assert both.execute_all_sync("add", x=[3] * 4) == [torch.tensor([3.0 + rank]) for rank in range(4)]
+        assert one.execute_all_sync("add", x=[1, 1]) == [1.0, 2.0]
+        assert both.execute_all_sync("add", x=[3] * 4) == [3.0, 4.0, 5.0, 6.0]
         assert both.add_everywhere(x=10) == [13.0, 14.0, 15.0, 16.0]
         assert (one.world_size, both.world_size) == (2, 4)
-        assert ray.get(one.workers[1].add.remote(5)) == torch.tensor([7.0])
+        assert ray.get(one.workers[1].add.remote(5)) == 7.0
 
 
 def test_custom_dispatch_and_rank_zero(pools: tuple[RayResourcePool, RayResourcePool]) -> None:
-    with RayWorkerGroup(merge_resource_pool(*pools), RayClassWithInitArgs(cls=Adder, x=2)) as group:
+    with RayWorkerGroup(merge_resource_pool(*pools), RayClassWithInitArgs(cls=ray.remote(Adder), x=2)) as group:
         assert group.in_turns(x=[1, 2], y=[5, 6]) == [8, 10, 8, 10]
         assert group.on_rank_zero(x=1, y=2) == 5
 
