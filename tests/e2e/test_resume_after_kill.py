@@ -115,11 +115,20 @@ def runs(server: ForkServer, toy: Toy, tmp_path_factory: pytest.TempPathFactory)
     return Runs(server, toy, tmp_path_factory.mktemp("runs"))
 
 
-def test_killed_in_every_stage_of_every_step_and_at_every_point_of_a_save(runs: Runs) -> None:
-    points = [*stages_of_a_step(), *points_of_a_save()]
-    later = [Patches(Kill(stage, when="after")) for stage in (GENERATE, REWARD, LOG_PROB, OPTIM_STEP, METRICS, COMMIT)]
-    later += [Patches(Kill(PUSH, call=2)), Patches(Kill(POINTER, when="after"))]
-    assert_same(runs.killed("grpo", (), [*points, *later]), runs.uninterrupted("grpo", ()))
+STAGES = (GENERATE, REWARD, LOG_PROB, OPTIM_STEP, METRICS, COMMIT)
+SAVED = Patches(Kill(POINTER, when="after"))
+
+
+def test_killed_in_every_stage_of_a_step_and_at_every_point_of_a_save(runs: Runs) -> None:
+    points = [*stages_of_a_step(), *points_of_a_save(), Patches(Kill(OPTIM_STEP, when="after")), SAVED]
+    assert_same(runs.killed("grpo", (), points), runs.uninterrupted("grpo", ()))
+
+
+@pytest.mark.slow
+def test_killed_in_every_stage_of_later_steps(runs: Runs) -> None:
+    later = [Patches(Kill(stage, when="after")) for stage in STAGES]
+    points = [SAVED, *later, Patches(Kill(PUSH, call=2)), SAVED]
+    assert_same(runs.killed("grpo_later", (), points), runs.uninterrupted("grpo", ()))
 
 
 def test_killed_between_the_saves_of_two_roles_and_while_old_checkpoints_are_removed(runs: Runs) -> None:
@@ -132,7 +141,7 @@ def test_killed_between_the_saves_of_two_roles_and_while_old_checkpoints_are_rem
     )
     update_critic = Patches(Kill("workers.critic:CriticWorker.update_critic", when="after"))
     between = [Patches(Kill(SAVE_CRITIC)), Patches(Kill(SAVE_CRITIC, when="after"))]
-    first = [update_critic, *between, Patches(Kill(POINTER, when="after"))]
+    first = [update_critic, *between, SAVED]
     pruning = [Patches(Kill("os:unlink", call=2, inside=PRUNE)), Patches(Kill(PRUNE, when="after"))]
     points = [*first, update_critic, *between, *pruning[:1], *between, *pruning[:1]]
     assert_same(runs.killed("ppo", overrides, points), runs.uninterrupted("ppo", overrides))
@@ -145,20 +154,19 @@ def test_killed_while_batches_are_made_again_for_dynamic_sampling(runs: Runs) ->
         "actor_rollout_ref.rollout.n=2",
     )
     second_batch = Patches(Kill(GENERATE, call=2, when="after"))
-    saved = Patches(Kill(POINTER, when="after"))
-    points = [second_batch, saved, second_batch, saved, second_batch]
+    points = [second_batch, SAVED, second_batch, SAVED, second_batch]
     assert_same(runs.killed("dapo", overrides, points), runs.uninterrupted("dapo", overrides))
 
 
-def test_killed_while_a_thread_writes_the_checkpoint_of_the_step_before(runs: Runs) -> None:
+@pytest.mark.parametrize("rounds", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_killed_while_a_thread_writes_the_checkpoint_of_the_step_before(runs: Runs, rounds: int) -> None:
     """What is written beside the next step is what a run without async_save writes; a kill leaves the one before."""
     overrides = ("actor_rollout_ref.actor.checkpoint.async_save=true",)
     thread = "rlsys.engines.checkpoint:Saving._run"
-    first = [Patches(Kill(BEGIN_SAVE, when="after")), Patches(Kill(thread)), Patches(Kill(thread, when="after"))]
-    later = [Kill(FINISH_SAVE), Kill(ENGINE_COMMIT), Kill(FINISH_SAVE, when="after"), Kill(COMMIT, when="after")]
-    saved = Patches(Kill(POINTER, when="after"))
-    points = [*first, *map(Patches, later), saved, *first, *map(Patches, later), saved]
-    assert_same(runs.killed("async_save", overrides, points), runs.uninterrupted("grpo", ()))
+    kills = [Kill(BEGIN_SAVE, when="after"), Kill(thread), Kill(thread, when="after"), Kill(FINISH_SAVE)]
+    kills += [Kill(ENGINE_COMMIT), Kill(FINISH_SAVE, when="after"), Kill(COMMIT, when="after")]
+    points = [*map(Patches, kills), SAVED] * rounds
+    assert_same(runs.killed(f"async_save_{rounds}", overrides, points), runs.uninterrupted("grpo", ()))
 
 
 PPO = (
