@@ -20,9 +20,9 @@ from rlsys.engines.tensor_files import PiecedTensor
 from rlsys.model_merger.formats import SPLIT, SplitLayout, find_checkpoint, is_split, open_checkpoint
 from rlsys.model_merger.model_card import write_model_card
 from rlsys.models import hf
-from rlsys.models.fp8 import without_fp8
 from rlsys.models.megatron.family import Head, family_of, find_family, tied
 from rlsys.models.megatron.rules import by_local
+from rlsys.models.quantized import without_quantization
 from rlsys.types import EXPORT_FILE_BYTES, HFConfig, Shard
 from rlsys.utils.atomic import commit_dir, staging_dir, write_whole, written_whole
 from rlsys.utils.boxes import buckets
@@ -145,7 +145,7 @@ def _is_model(directory: Path) -> bool:
 def read_config_json(directory: Path) -> dict[str, object]:
     """The config.json of a directory, of an FP8 checkpoint as it is read; CheckpointError if it cannot be read."""
     with raised_as(CheckpointError, f"cannot read {directory / 'config.json'}", OSError, ValueError):
-        return without_fp8(json.loads((directory / "config.json").read_text()), directory)
+        return without_quantization(json.loads((directory / "config.json").read_text()), directory)
 
 
 def most_common(specs: Mapping[str, TensorSpec]) -> str:

@@ -23,7 +23,7 @@ from transformers import (
 
 from rlsys.config.schema.model import ModelConfig
 from rlsys.interfaces import StoredTensor
-from rlsys.models import fp8
+from rlsys.models import quantized
 from rlsys.models.attention import ATTENTION, Packing, PackReachedError
 from rlsys.models.vision import has_images
 from rlsys.types import Shard
@@ -61,8 +61,8 @@ def read_config(model: ModelConfig) -> PretrainedConfig:
         raise CheckpointError(f"cannot read {model.path}/config.json: {' '.join(str(error).split())}") from error
     if not isinstance(config.dtype, torch.dtype | None):
         raise CheckpointError(f"{model.path}/config.json: dtype={config.dtype!r} is not a type; set one as bfloat16")
-    if quantised := getattr(config, "quantization_config", None):
-        fp8.check_blocks(quantised, model.path)
+    if settings := getattr(config, "quantization_config", None):
+        quantized.check_blocks(settings, model.path)
         del config.quantization_config
     for name, value in model.override_config.items():
         if not hasattr(config, name):
@@ -244,8 +244,8 @@ def open_model_dir(path: Path) -> TensorSource:
     tensors = in_memory({name: file.get_tensor(name) for file in files for name in file.keys()})  # noqa: SIM118
     if lost := _indexed(path / "model.safetensors.index.json") - tensors.keys():
         raise CheckpointError(f"{path} lacks files: {len(lost)} tensors of its index are missing, as {min(lost)}")
-    if any(name.endswith((fp8.SCALE, fp8.PACKED)) for name in tensors):
-        return fp8.unscaled(tensors, json.loads((path / "config.json").read_text()))
+    if any(name.endswith((quantized.SCALE, quantized.PACKED)) for name in tensors):
+        return quantized.unscaled(tensors, json.loads((path / "config.json").read_text()))
     return tensors
 
 

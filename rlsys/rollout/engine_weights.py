@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlsys.models.fp8 import FP8_NAME, SCALE, scale_shape
+from rlsys.models.quantized import FP8_NAME, SCALE, scale_shape
 from rlsys.types import Box, Shard, WeightLayout
 from rlsys.utils.errors import WeightTransferError
 

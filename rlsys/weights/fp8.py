@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rlsys.interfaces import TrainEngine
-from rlsys.models.fp8 import FP8, FP8_NAME, LARGEST, SCALE, SMALLEST, block_of
+from rlsys.models.quantized import FP8, FP8_NAME, LARGEST, SCALE, SMALLEST, block_of
 from rlsys.types import Box, Shard, WeightLayout
 from rlsys.utils.boxes import slices
 from rlsys.weights.layout import device_of, shard_view, whole_box

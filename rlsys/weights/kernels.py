@@ -7,7 +7,7 @@ import triton  # pyrefly: ignore
 import triton.language as tl  # pyrefly: ignore
 from torch import Tensor
 
-from rlsys.models import fp8
+from rlsys.models import quantized
 from rlsys.weights import checksum_cpu
 
 BLOCK = 2048
@@ -15,7 +15,7 @@ NUM_WARPS = 8
 SUM_LOADS, SUM_ROWS, SUM_WARPS = tl.constexpr(4), tl.constexpr(256), tl.constexpr(NUM_WARPS)
 SUM_STAGES = tl.constexpr(3)
 """Rows that are on their way to shared memory while one is summed, and that one."""
-SMALLEST, RECIPROCAL = tl.constexpr(fp8.SMALLEST), tl.constexpr(1 / fp8.LARGEST)
+SMALLEST, RECIPROCAL = tl.constexpr(quantized.SMALLEST), tl.constexpr(1 / quantized.LARGEST)
 ROW_STREAM = tl.constexpr(checksum_cpu.ROW_STREAM)
 WORD_STREAM = tl.constexpr(checksum_cpu.WORD_STREAM)
 WORDS = {8: tl.uint64, 4: tl.uint32, 2: tl.uint16, 1: tl.uint8}

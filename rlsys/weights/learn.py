@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlsys.models.fp8 import FP8
+from rlsys.models.quantized import FP8
 from rlsys.types import Box, Shard, WeightLayout
 from rlsys.utils.boxes import buckets
 from rlsys.utils.errors import WeightTransferError, raised_as

@@ -37,9 +37,9 @@ sys.path[:0] = [p for p in (str(HERE), str(HERE.parents[1])) if p not in sys.pat
 
 from reshard_ranks import Piece, serve  # noqa: E402  # pyrefly: ignore
 
-from rlsys.models.fp8 import BLOCK, FP8_NAME, SCALE, scale_shape  # noqa: E402
 from rlsys.models.megatron.family import family_of  # noqa: E402
 from rlsys.models.megatron.parallel import ParallelSizes  # noqa: E402
+from rlsys.models.quantized import BLOCK, FP8_NAME, SCALE, scale_shape  # noqa: E402
 from rlsys.types import Box, Shard, WeightLayout  # noqa: E402
 from rlsys.weights.executors.cuda_ipc import IpcExportSpec, IpcImportSpec  # noqa: E402
 from rlsys.weights.fp8 import float8_shapes  # noqa: E402

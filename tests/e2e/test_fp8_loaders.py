@@ -11,7 +11,7 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3MoeCon
 
 from rlsys.config.engines import float8_block
 from rlsys.config.schema.rollout import GenerationConfig
-from rlsys.models.fp8 import SCALE
+from rlsys.models.quantized import SCALE
 from rlsys.rollout.base import EngineContext
 from rlsys.rollout.engine_weights import EngineWeights
 from rlsys.rollout.hf.engine import HFRollout

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import LlamaConfig, Qwen2Config, Qwen2ForCausalLM
 
 from rlsys.config.schema.rollout import GenerationConfig
-from rlsys.models.fp8 import FP8, SCALE, scale_shape
+from rlsys.models.quantized import FP8, SCALE, scale_shape
 from rlsys.rollout.base import EngineContext
 from rlsys.types import Box
 from rlsys.weights.endpoints import WeightReceiver, WeightSender

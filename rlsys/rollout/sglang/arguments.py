@@ -9,8 +9,8 @@ import torch
 
 from rlsys.config.engines import QUANTIZATION
 from rlsys.config.schema.rollout import GenerationConfig
-from rlsys.models.fp8 import block_settings
 from rlsys.models.hf import dtype_name
+from rlsys.models.quantized import block_settings
 from rlsys.rollout.base import EngineContext
 from rlsys.rollout.hf_files import is_quantised, text_config
 from rlsys.utils.errors import ConfigError

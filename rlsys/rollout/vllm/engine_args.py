@@ -6,8 +6,8 @@ from typing import Any
 
 from rlsys.config.engines import QUANTIZATION
 from rlsys.config.schema.rollout import GenerationConfig
-from rlsys.models.fp8 import block_settings
 from rlsys.models.hf import dtype_name
+from rlsys.models.quantized import block_settings
 from rlsys.rollout.base import EngineContext
 from rlsys.rollout.hf_files import is_quantised, text_config
 from rlsys.rollout.versions import VLLM

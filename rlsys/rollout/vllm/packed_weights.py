@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rlsys.models.fp8 import FP8
+from rlsys.models.quantized import FP8
 
 
 def pack_again(model: Any) -> None:

@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlsys.models.fp8 import SCALE, scale_shape
+from rlsys.models.quantized import SCALE, scale_shape
 from rlsys.rollout.engine_weights import EngineWeights
 from rlsys.types import Box, Shard, WeightLayout
 from rlsys.weights.endpoints import WeightReceiver, WeightSender

@@ -20,8 +20,8 @@ from rlsys.engines.fsdp.engine import FSDPEngine
 from rlsys.engines.megatron.engine import MegatronEngine
 from rlsys.model_merger.convert import compare, merge, split
 from rlsys.model_merger.formats import SplitLayout
-from rlsys.models.fp8 import unscaled
 from rlsys.models.hf import in_memory, open_model_dir, read_config, read_whole
+from rlsys.models.quantized import unscaled
 from rlsys.rollout.base import EngineContext
 from rlsys.rollout.hf.engine import HFRollout
 from rlsys.utils.errors import CheckpointError

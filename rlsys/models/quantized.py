@@ -119,7 +119,7 @@ def check_blocks(quantised: Mapping[str, object], path: str | Path) -> None:
         raise CheckpointError(f"{path} is quantised ({method}): {why}")
 
 
-def without_fp8(hf_config: HFConfig, path: str | Path) -> dict[str, object]:
+def without_quantization(hf_config: HFConfig, path: str | Path) -> dict[str, object]:
     """The config.json of the bfloat16 model that a quantised one is read as; CheckpointError as of `check_blocks`."""
     if quantised := hf_config.get("quantization_config"):
         check_blocks(quantised, path)
