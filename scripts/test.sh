@@ -20,19 +20,22 @@ run() {  # part: print the output of its tests when they have ended and note it 
 export -f run
 export log
 
-parts=(
+first=(
   'tests/e2e/test_[a-m]*.py'
   'tests/e2e/test_[n-z]*.py'
   'tests/contracts --ignore=tests/contracts/test_worker_group.py'
-  'tests/unit/engines/ tests/unit/model_merger/ tests/unit/models/ tests/unit/roles/ tests/unit/weights/'
-  'tests/unit/single_controller/ tests/unit/protocol/ tests/contracts/test_worker_group.py'
 )
-last=('tests/unit/agent/ tests/unit/rewards/ tests/unit/rollout/' tests/unit/fleet/)
+last=(
+  'tests/unit/single_controller/ tests/unit/protocol/ tests/contracts/test_worker_group.py'
+  'tests/unit/engines/ tests/unit/model_merger/ tests/unit/models/ tests/unit/roles/ tests/unit/weights/'
+  'tests/unit/agent/ tests/unit/rewards/ tests/unit/rollout/'
+  tests/unit/fleet/
+)
 others=('tests/unit/test_*.py')
 for folder in tests/unit/[a-z]*/; do
-  [[ " ${parts[*]} ${last[*]} " == *" $folder "* ]] || others+=("$folder")
+  [[ " ${last[*]} " == *" $folder "* ]] || others+=("$folder")
 done
-parts+=("${others[*]}" "${last[@]}")
+parts=("${first[@]}" "${others[*]}" "${last[@]}")
 printf '%s\0' "${parts[@]}" | xargs -0 -P 3 -I{} bash -c 'run "$1"' _ {} &
 wait $!
 if [ -e "$log/failed" ]; then echo "failed: $(paste -sd ' ' "$log/failed")"; exit 1; fi

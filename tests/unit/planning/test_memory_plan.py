@@ -1,7 +1,7 @@
 """The memory planner: tables by hand, and the peaks that H200s measured (docs/performance.md)."""
 
 import re
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -307,14 +307,18 @@ def test_the_table_and_what_would_help() -> None:
     assert all("everything fits" not in line for line in lines)
 
 
-def test_the_script_plans_a_model_that_is_not_here() -> None:
-    command = [sys.executable, "scripts/plan.py", "--memory", "smollm2", "--model", "7B", "--device-gib", "80"]
+def test_the_script_plans_a_model_that_is_not_here(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = str(ROOT / "scripts" / "plan.py")
+    given = ["--memory", "smollm2", "--model", "7B", "--device-gib", "80", "trainer.n_gpus_per_node=1"]
     times = ["--gpu", "H100", "--mean-response", "40", "trainer.rollout_workers=1", "trainer.max_staleness=4"]
-    argv = [*command, *times, "trainer.n_gpus_per_node=1"]
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 1, done.stderr
-    assert "does not fit: " in done.stdout
-    tokens_s = float(re.search(r"^ +4 +([\d.]+)", done.stdout, re.MULTILINE)[1])  # type: ignore[index]
-    step_s = float(re.search(r"a step: ([\d.]+) s", done.stdout)[1])  # type: ignore[index]
+    monkeypatch.setattr(sys, "argv", [script, *given, *times])
+    with pytest.raises(SystemExit, match="1"):
+        runpy.run_path(script, run_name="__main__")
+    printed = capsys.readouterr().out
+    assert "does not fit: " in printed
+    tokens_s = float(re.search(r"^ +4 +([\d.]+)", printed, re.MULTILINE)[1])  # type: ignore[index]
+    step_s = float(re.search(r"a step: ([\d.]+) s", printed)[1])  # type: ignore[index]
     assert tokens_s == pytest.approx(16 * 8 * 40 / step_s, rel=0.1)
-    assert "trainer.n_gpus_per_node=2: " in done.stdout
+    assert "trainer.n_gpus_per_node=2: " in printed

@@ -261,12 +261,13 @@ def run_until(folder: Path, killed_at: tuple[str, int], num_steps: int = 6) -> N
             on_event("saved")
 
 
-def test_kill_9_at_twenty_points_changes_no_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("exchanges", [(6, 17), pytest.param((2, 6, 11, 17), marks=pytest.mark.slow)], ids=len)
+def test_kill_9_at_many_points_changes_no_bit(tmp_path: Path, exchanges: tuple[int, ...]) -> None:
     """Processes that are killed in and between exchanges, between the pushes to two replicas and around saves."""
     never, exit_codes = ("", 0), []
     points = [
         point
-        for n in (2, 6, 11, 17)
+        for n in exchanges
         for point in (("exchange", n), ("batch", 1), ("push to other", 2), ("save", 1), ("saved", 1))
     ]
     runs = [("whole", never), *(("killed", point) for point in points), ("killed", never)]
@@ -276,7 +277,7 @@ def test_kill_9_at_twenty_points_changes_no_bit(tmp_path: Path) -> None:
         process.start()
         process.join(scaled_s(60))
         exit_codes.append(process.exitcode)
-    assert exit_codes == [0, *[-signal.SIGKILL] * 20, 0]
+    assert exit_codes == [0, *[-signal.SIGKILL] * len(points), 0]
     for step in range(1, 7):
         for file in ("batch", "model.safetensors"):
             whole, killed = (tmp_path / name / str(step) / file for name in ("whole", "killed"))
