@@ -1,8 +1,8 @@
 """Whole runs as children forked from one process that has imported everything: about a second each, and killable.
 
-`python -m tests.e2e.fork_server` reads one JSON request a line, `{"argv", "log", "patches", "deadline_s"}`, forks a
-child that runs the main job, and answers `{"status", "orphans", "seconds"}`. Orphans of a child become children of
-the server, which therefore sees what a run leaves behind.
+`python -m tests.e2e.fork_server` reads one JSON request a line, `{"argv", "log", "env", "patches", "deadline_s"}`,
+forks a child that runs the main job, and answers `{"status", "orphans", "seconds"}`. Orphans of a child become children
+of the server, which therefore sees what a run leaves behind.
 """
 
 import ctypes
@@ -71,27 +71,31 @@ class Ended:
 class ForkServer:
     """The test's end of the server."""
 
-    def __init__(self, env: Mapping[str, str] | None = None) -> None:
-        """`env` is added to this process's environment."""
+    def __init__(self) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.e2e.fork_server"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             cwd=Path(__file__).parents[2],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **(env or {})},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
         )
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def run(self, argv: list[str], log: Path, patches: Patches | None = None, *, deadline_s: float = 60.0) -> Ended:
-        """Run the main job with these arguments until it succeeds or fails."""
+    def run(
+        self,
+        argv: list[str],
+        log: Path,
+        patches: Patches | None = None,
+        *,
+        env: Mapping[str, str] | None = None,
+        deadline_s: float = 60.0,
+    ) -> Ended:
+        """Run the main job with these arguments until it succeeds or fails; `env` is added to its environment."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         limit_s = scaled_s(deadline_s)
-        request = {"argv": argv, "log": str(log), "patches": asdict(patches or Patches()), "deadline_s": limit_s}
+        request = {"argv": argv, "log": str(log), "env": {**(env or {})}, "deadline_s": limit_s}
+        request["patches"] = asdict(patches or Patches())
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         answer = json.loads(self._process.stdout.readline())
@@ -137,6 +141,7 @@ def _child(request: dict[str, Any]) -> None:
     os.dup2(null, 0)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    os.environ.update(request["env"])
     code = 70
     try:
         apply(request["patches"])

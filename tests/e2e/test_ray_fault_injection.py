@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -82,7 +82,8 @@ class Runs:
             *(f"trainer.deadlines.{name}_s={scaled_s(8):g}" for name in names),
             *more,
         )
-        ended = self.server.run(argv, out.with_suffix(".log"), Patches(faults=faults), deadline_s=300)
+        env = {**self.head.env, HEAD_PID: str(self.head.process.pid)}
+        ended = self.server.run(argv, out.with_suffix(".log"), Patches(faults=faults), env=env, deadline_s=300)
         self.ended_s.append(time.monotonic())
         assert ended.orphans == 0
         assert ended.log.count("injected: ") == len(faults), ended.log
@@ -149,10 +150,8 @@ def shared_memory() -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def runs(head: Head, toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    with ForkServer({**head.env, HEAD_PID: str(head.process.pid)}) as server:
-        head.own.add(server.pid)
-        yield Runs(server, head, toy, tmp_path_factory.mktemp("runs"))
+def runs(head: Head, server: ForkServer, toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(server, head, toy, tmp_path_factory.mktemp("runs"))
 
 
 @pytest.fixture
