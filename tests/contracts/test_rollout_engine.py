@@ -31,9 +31,7 @@ from tests.timing import scaled_s
 def hf_bench() -> Bench:
     reference = tiny_model()
     return Bench(
-        HFRollout(tiny_model(), GenerationConfig(seed=11)),
-        lambda ids: reference(ids[None]).logits[0].detach(),
-        frozenset({"on_update=keep"}),
+        HFRollout(tiny_model(), GenerationConfig(seed=11)), lambda ids: reference(ids[None]).logits[0].detach()
     )
 
 

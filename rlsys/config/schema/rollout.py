@@ -188,8 +188,8 @@ class GenerationConfig(ServingConfig):
     """Serve the linear layers in FP8, with a scale for each block of 128 x 128 weights (64 x 64 where layers are no
     multiples of 128 wide), in vLLM and SGLang on GPUs; training and checkpoints stay as they are."""
     on_update: Literal["keep", "recompute"] = "keep"
-    """What happens to the KV cache of unfinished answers when new weights arrive: vLLM and SGLang can keep it; hf and
-    external servers compute it again in any case."""
+    """What happens to the KV cache of unfinished answers when new weights arrive; external servers compute it again in
+    any case."""
     eos: t.TokenIds | None = None
     """Ids of the tokens that end a response; null takes them from the model's generation config."""
     padding: t.CountOrZero | None = None

@@ -97,7 +97,7 @@ class RunningRows:
 
 
 class DecodeLoop:
-    """One run of an engine's model, from the first request until nothing is left or the engine stops."""
+    """Decoding with an engine's model, from the first request until nothing is left."""
 
     def __init__(self, engine: "HFRollout") -> None:
         self.engine, self.model, self.config = engine, engine.model, engine.config
@@ -106,13 +106,13 @@ class DecodeLoop:
         engine.sampler = RowSampler(self.config.seed, self.device)
         self.rows = RunningRows(engine.sampler, self.device)
         self.cache = ColumnCache(self.model.config.get_text_config().num_hidden_layers)
-        if engine.routes is not None:
-            engine.routes.clear()
 
     @torch.inference_mode()
     def run(self) -> bool:
-        """Decode until nothing is left, or until the engine stops (then True) and gets the running requests back."""
+        """Decode until nothing is left, or until the engine stops (then True)."""
         engine = self.engine
+        if engine.routes is not None:
+            engine.routes.clear()
         while True:
             new, cancelled = engine._pull()
             self.waiting.extend(new)
@@ -120,8 +120,7 @@ class DecodeLoop:
                 self.waiting = deque(one for one in self.waiting if not one.is_cancelled)
                 self._remove([row for row, one in enumerate(self.rows.requests) if one.is_cancelled])
             if engine._stopped():
-                engine._put_back(self.waiting)
-                engine._end(self.rows.requests)
+                self._stop()
                 return True
             if engine._report_due():
                 engine._report()
@@ -131,6 +130,16 @@ class DecodeLoop:
                 self._step()
             elif not self.waiting:
                 return False
+
+    def _stop(self) -> None:
+        """Deliver all that was sampled; running requests are kept with their cache, or given back."""
+        self.engine._put_back(self.waiting)
+        self.waiting.clear()
+        if self.engine.config.on_update == "keep":
+            self.engine._report(stops=True)
+        else:
+            self.engine._end(self.rows.requests)
+            self._remove(range(self.rows.count))
 
     def _may_admit(self) -> bool:
         """Prefill delays the running rows, so it waits until a quarter of the rows is free or all requests fit."""

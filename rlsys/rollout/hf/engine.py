@@ -97,6 +97,8 @@ class HFRollout(BaseRolloutEngine):
         )
         self.model, self.config = model.eval().requires_grad_(False), config
         self.sampler: RowSampler
+        self._loop: DecodeLoop | None = None
+        """What runs on after a stop."""
         self.routes = RouteRecorder(model) if config.enable_rollout_routing_replay else None
         if config.full_determinism:
             _unrounded_logits(model)
@@ -138,7 +140,7 @@ class HFRollout(BaseRolloutEngine):
         torch.cuda.empty_cache()
 
     def _free(self) -> None:
-        self.model = None
+        self.model = self._loop = None
 
     @torch.inference_mode()
     def _score(self, batch: DataProto, temperature: float) -> Tensor:
@@ -162,7 +164,10 @@ class HFRollout(BaseRolloutEngine):
         return score_sequences(batch, log_probs)
 
     def _decode(self) -> bool:
-        return DecodeLoop(self).run()
+        loop, self._loop = self._loop or DecodeLoop(self), None
+        is_stopped = loop.run()
+        self._loop = loop if loop.rows.count else None
+        return is_stopped
 
     def _take_samples(self, numbers: list[int], starts: list[int] | None = None) -> tuple[np.ndarray, np.ndarray]:
         return self.sampler.log.take(numbers, starts)

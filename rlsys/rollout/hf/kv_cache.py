@@ -143,7 +143,7 @@ def grouped_attention(
     attend = partial(scaled_dot_product_attention, scale=scaling)
     if first_columns:
         rows = [(slice(row, row + 1), slice(first, None)) for row, first in enumerate(first_columns)]
-        out = torch.cat([attend(stacked[n], key[n, :, c], value[n, :, c], mask[n, ..., c]) for n, c in rows])
+        out = torch.cat([attend(stacked[n], key[n, :, c], value[n, :, c]) for n, c in rows])
     else:
         out = attend(stacked, key, value, mask)
     return out.reshape(num_rows, num_heads, num_queries, value.shape[3]).transpose(1, 2).contiguous(), None

@@ -143,7 +143,7 @@ def batches_of(
 ) -> tuple[list[DataProto], Trainer]:
     """The batches of a run; with a `folder` each step is made by a source that continues from a checkpoint."""
     window = {"groups_per_step": PER_STEP, "max_staleness": max_staleness, "lookahead": lookahead}
-    config = GenerationConfig(max_num_seqs=max_num_seqs)
+    config = GenerationConfig(max_num_seqs=max_num_seqs, on_update="recompute")
     replicas = [EngineReplica(f"replica {n}", delay_s, lost_in[n], config) for n in range(num_replicas)]
     trainer, batches = Trainer(replicas), []
 
