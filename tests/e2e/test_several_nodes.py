@@ -78,10 +78,9 @@ SPLIT = "trainer.nnodes=2 trainer.rollout_workers="
     ("number", "settings"),
     [
         pytest.param(2, "trainer.nnodes=2", id="colocated on 2"),
-        pytest.param(2, "trainer.rollout_workers=1 trainer.max_staleness=2", id="asynchronous on 2"),
         pytest.param(3, "trainer.nnodes=3", id="colocated on 3", marks=pytest.mark.slow),
         pytest.param(3, f"{SPLIT}1", id="split on 3", marks=pytest.mark.slow),
-        pytest.param(3, f"{SPLIT}1 trainer.max_staleness=2", id="asynchronous on 3", marks=pytest.mark.slow),
+        pytest.param(3, f"{SPLIT}1 trainer.max_staleness=2", id="asynchronous on 3"),
         pytest.param(4, f"{SPLIT}2 trainer.max_staleness=2", id="asynchronous on 4", marks=pytest.mark.slow),
         pytest.param(4, f"{SPLIT}2", id="split on 4", marks=pytest.mark.slow),
         pytest.param(4, "trainer.nnodes=4", id="colocated on 4", marks=pytest.mark.slow),
