@@ -93,12 +93,17 @@ def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> No
 
 
 def limit_resources(limits: dict[str, int]) -> None:
-    """Set soft and hard limits by their names in the resource module, never above what already holds."""
+    """Set soft and hard limits by their names in the resource module, never above what already holds.
+
+    A second of CPU more is the hard limit: with equal ones Linux kills at once, not by SIGXCPU, which names the reason.
+    """
     for name, value in limits.items():
         kind = getattr(resource, name)
         hard = resource.getrlimit(kind)[1]
-        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(kind, (value, value))
+        most = value + (kind == resource.RLIMIT_CPU)
+        if hard != resource.RLIM_INFINITY:
+            value, most = min(value, hard), min(most, hard)
+        resource.setrlimit(kind, (value, most))
 
 
 def drop_capabilities() -> bool:

@@ -203,6 +203,10 @@ def test_an_escape_fails_within_its_limits(name: str, tmp_path: Path) -> None:
     assert not Path("/dev/shm/rlsys-escape").exists()
 
 
+def test_a_program_that_has_used_its_cpu_time_met_a_time_limit() -> None:
+    assert run_python("while True: pass", limits=SandboxLimits(wall_s=scaled_s(60), cpu_s=1.0)).status == "time limit"
+
+
 def test_honest_programs_run_as_usual() -> None:
     source = """
 import collections, heapq, json, math, random, re, sys, threading
