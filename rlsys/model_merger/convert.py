@@ -143,7 +143,7 @@ def _is_model(directory: Path) -> bool:
 
 
 def read_config_json(directory: Path) -> dict[str, object]:
-    """The config.json of a directory, of an FP8 checkpoint as it is read; CheckpointError if it cannot be read."""
+    """The config.json of a directory, of a quantised checkpoint as it is read; CheckpointError if it cannot be read."""
     with raised_as(CheckpointError, f"cannot read {directory / 'config.json'}", OSError, ValueError):
         return without_quantization(json.loads((directory / "config.json").read_text()), directory)
 

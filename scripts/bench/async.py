@@ -149,20 +149,20 @@ def measure(args: argparse.Namespace, kind: str, k: int, more: list[str]) -> dic
         return sum(line.get(name, 0.0) for line in lines)
 
     seconds, tokens = total("perf/time_per_step"), total("perf/total_num_tokens")
-    means = ("training/staleness", "weights/seconds")
-    idle = ("perf/trainer_idle", "perf/rollout_idle")
-    took = [line["perf/time_per_step"] for line in lines]
+
+    def share(name: str) -> float:
+        return sum(line.get(name, 0.0) * line["perf/time_per_step"] for line in lines) / seconds
+
     return {
         "steps": len(lines),
         "push_share": total("timing_s/update_weights") / seconds,
         "tokens_per_s": tokens / seconds,
         "max_age": max(line.get("training/staleness_max", 0.0) for line in lines),
         "us_a_token": 1e6 * (total("timing_s/old_log_prob") + total("timing_s/update_actor")) / tokens,
-        **{name.rpartition("/")[2]: total(name) / len(lines) for name in means},
-        **{
-            name.rpartition("/")[2]: sum(line.get(name, 0.0) * s for line, s in zip(lines, took, strict=True)) / seconds
-            for name in idle
-        },
+        "staleness": total("training/staleness") / len(lines),
+        "trainer_idle": share("perf/trainer_idle"),
+        "rollout_idle": share("perf/rollout_idle"),
+        "seconds": total("weights/seconds") / len(lines),
     }
 
 

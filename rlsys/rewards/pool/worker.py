@@ -38,7 +38,7 @@ def serve_and_exit(requests: BinaryIO, answers: BinaryIO) -> NoReturn:
                 _serve(requests, answers, messages.unpack(line, messages.LoadGrader))
         os._exit(0)
     except (Exception, SystemExit, KeyboardInterrupt):
-        with suppress(OSError):  # a grader may have closed it
+        with suppress(OSError):  # a grader may have closed stderr
             traceback.print_exc()
         os._exit(1)
 
