@@ -343,7 +343,7 @@ def _role(
         return ro.MegatronRole(facts, how, sizes, ranks, job.pp_rank, head, trained is not None, fused, lora)
     return ro.FsdpRole(
         fp.decoder_of(facts, head=head),
-        how,
+        replace(how, compiled=settings.use_torch_compile),
         ranks=min(settings.fsdp_size, ranks) if settings.fsdp_size > 0 else ranks,
         master=width_of(settings.model_dtype, job.device),
         trained=trained is not None,

@@ -38,12 +38,13 @@ class Pass:
 
 @dataclass(frozen=True)
 class Computing:
-    """How passes run: `c` bytes of the computing type, on "cuda" or "cpu"."""
+    """How passes run: `c` bytes of the computing type, on "cuda" or "cpu"; `compiled` by FSDP's use_torch_compile."""
 
     c: int
     device: str
     recompute: bool
     entropy: bool = False
+    compiled: bool = False
 
 
 @dataclass(frozen=True)

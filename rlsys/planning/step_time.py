@@ -19,19 +19,25 @@ from rlsys.utils.gpus import Gpu
 
 MATMUL = 0.75
 """Share of the data sheet's FLOP/s that a layer's matrix products reach; an 8192 product alone reaches 0.79."""
-READS = 6.5
-"""How often what a layer saves goes over memory in a pass."""
-LAYER_S = {"fsdp": 1.9e-3, "megatron": 1.3e-3}
+ATTENTION = 0.35
+"""The share that attention reaches, as FlashAttention-2 on an H100 (Shah et al. 2024, arXiv:2407.08608)."""
+READS, LOGITS_READS = 6.3, 3
+"""How often what a layer saves, and logits in float32, go over memory in a pass."""
+OPTIMIZER_READS = 6
+"""How often an optimizer step moves the bytes of its moments: those, masters and gradients, there and back."""
+LAYER_S = {"fsdp": 1.9e-3, "compiled": 1.1e-3, "megatron": 1.3e-3}
 """Seconds in which the host launches a layer's forward pass; a backward pass counts as two."""
 MEMORY, LINK, NETWORK = 0.87, 0.85, 0.8
 """Shares of the rates of memory and of NVLink, as plain copies reach them, and of the network, which is assumed."""
-DECODE_S = {"vllm": (3.5e-3, 11.5e-6), "sglang": (5.2e-3, 0.6e-6)}
-"""The least that a decode step takes, and what the host adds to it for each running answer."""
+DECODE_S = {"vllm": (1.6e-3, 29e-6), "sglang": (5.1e-3, 0.6e-6)}
+"""What the host needs for a decode step and for each answer in it, in part while the GPU computes."""
 HF_LAYER_S = 1.5e-3
 """Seconds of a layer in a decode step of HFRollout."""
 ALL_REDUCE_S, ALL_REDUCE_FAR_S = 15e-6, 60e-6
 """Of a few rows, inside a node and over the network; assumed."""
-PUSH_S, CHECKSUM_RATE, PCIE_RATE = 0.07, 524e9, 40e9
+PUSH_S, CHECKSUM_RATE, PCIE_RATE = 0.055, 524e9, 40e9
+CONTROLLER_ROW_S = 0.5e-3
+"""For grading, advantages, metrics and batches."""
 TAIL = 1 / 8
 """Answers that still run when fewer than this share does are the tail."""
 QUANTILES = 64
@@ -76,7 +82,7 @@ def plan_step(
 ) -> tuple[Phase, ...]:
     """The phases of a step; responses are lognormal with `sigma`, cut at the longest. ConfigError as of plan_memory.
 
-    Adapters are taken to cost what full training does; graders and the controller cost nothing.
+    Adapters are taken to cost what full training does, and graders to be quick.
     """
     job = PlanInputs(cfg, machine, lengths or Lengths.longest(cfg))
     rollout = () if job.plan.pools.external else (rollout_phase(job, cluster, sigma),)
@@ -84,7 +90,7 @@ def plan_step(
 
 
 def training_phases(job: PlanInputs, roles: Sequence[DeviceRole], cluster: GpuCluster) -> Iterator[Phase]:
-    """The phases of the ranks that train, where `roles` are, and the weight push."""
+    """The phases of the ranks that train, where `roles` are, the weight push and the controller's part."""
     for one in roles:
         for name, trains, size in one.stages:
             trained = job.plan.critic if name == "update_critic" and job.plan.critic else job.plan.actor
@@ -94,6 +100,7 @@ def training_phases(job: PlanInputs, roles: Sequence[DeviceRole], cluster: GpuCl
             offload = {"offload": 2 * away / PCIE_RATE}
             yield Phase(name, {cause: steps * one for cause, one in seconds.items()} | offload)
     yield Phase("update_weights", _push(job, cluster))
+    yield Phase("controller", {"host": CONTROLLER_ROW_S * job.plan.samples})
 
 
 def step_seconds(cfg: PPOConfig, phases: Sequence[Phase]) -> float:
@@ -106,7 +113,8 @@ def step_seconds(cfg: PPOConfig, phases: Sequence[Phase]) -> float:
 def _passes(job: PlanInputs, role: Role, size: Pass, cluster: GpuCluster, *, trains: bool) -> dict[str, float]:
     """All micro-batches of a rank, and with `trains` the reduction of gradients and the optimizer."""
     d, c, row = role.model, role.how.c, job.lengths.mean_prompt + job.lengths.mean_response
-    fused, flops = isinstance(role, MegatronRole), cluster.gpu.flops
+    kind = "megatron" if isinstance(role, MegatronRole) else "compiled" if role.how.compiled else "fsdp"
+    fused, flops = kind != "fsdp", cluster.gpu.flops
     if isinstance(role, MegatronRole):
         tp, pp, vp, held = role.sizes.tp, role.sizes.pp, role.sizes.vp, role.held_here.parameters
         is_fp8 = role.trained and role.lm and job.cfg.actor_rollout_ref.actor.megatron.fp8
@@ -114,14 +122,15 @@ def _passes(job: PlanInputs, role: Role, size: Pass, cluster: GpuCluster, *, tra
     else:
         tp, pp, vp, held = role.tp, 1, 1, d.parameters / role.tp
     again, layers = int(trains and role.how.recompute), d.num_layers / pp
-    blocks = 2.0 * size.tokens * (d.active + d.attended * (row + 1) / 2) / (pp * tp)
+    blocks, attended = (2.0 * size.tokens * n / (pp * tp) for n in (d.active, d.attended * (row + 1) / 2))
     head = 2.0 * size.responses * d.vocab * d.hidden / tp if role.lm else 0.0
     passes = 1 + again + 2 * trains
-    compute = (blocks * passes + head * (1 + 2 * trains)) / (MATMUL * flops)
-    saved = layers * fp.layer_saved_bytes(d, size.tokens, c=c, fused=fused, tp=tp, shared_norms=fused)
+    compute = (blocks * passes + head * (1 + 3 * trains)) / (MATMUL * flops)  # logits are always computed again
+    compute += attended * (passes + trains / 2) / (ATTENTION * cluster.gpu.flops)
+    saved = layers * fp.layer_saved_bytes(d, size.tokens, c=c, fused=fused, tp=tp, shared_norms=kind == "megatron")
     logits = fp.WIDE * size.responses * d.vocab / tp if role.lm else 0.0
-    weights = held * (c * passes + 2 * fp.WIDE * trains)
-    memory = (READS * (1 + again + trains) * (saved + logits) + weights) / (MEMORY * cluster.gpu.memory_rate)
+    moved = READS * (1 + again + trains) * saved + LOGITS_READS * (1 + trains) * logits
+    memory = (moved + held * (c * passes + (c + 2 * fp.WIDE) * trains)) / (MEMORY * cluster.gpu.memory_rate)
     if isinstance(role, MegatronRole):
         sent = sum(_communication(role, size, cluster, passes=passes, trains=trains))
     else:
@@ -130,12 +139,12 @@ def _passes(job: PlanInputs, role: Role, size: Pass, cluster: GpuCluster, *, tra
         sent = max(0.0, cluster.ring_s(gathered / tp, role.ranks // tp, tp) - compute - memory)
         sent += d.num_layers * 4 * (1 + again + trains) * cluster.ring_s(size.tokens * c * d.hidden, tp)
         sent += passes * cluster.all_to_all_s(shared, sequence_ranks(job.cfg.actor_rollout_ref.actor))
-    busy, host = compute + memory + sent, LAYER_S["megatron" if fused else "fsdp"] * layers * passes
+    busy, host = compute + memory + sent, LAYER_S[kind] * layers * passes
     times = {"compute": compute, "memory": memory, "communication": sent, "host": hypot(busy, host) - busy}
     seconds = {cause: size.count * one for cause, one in times.items()}
     seconds |= {"bubble": (pp - 1) / vp * hypot(busy, host)}
     if trains:
-        seconds["memory"] += 3 * role.held().get(OPTIMIZER, 0) / (MEMORY * cluster.gpu.memory_rate)
+        seconds["memory"] += OPTIMIZER_READS * role.held().get(OPTIMIZER, 0) / (MEMORY * cluster.gpu.memory_rate)
         seconds["communication"] += sum(_reduction(job, role, cluster))
     return seconds
 
@@ -184,7 +193,7 @@ def rollout_phase(job: PlanInputs, cluster: GpuCluster, sigma: float) -> Phase:
     for steps, running, drawn in spans:
         busy = _decode_s(job, d, cluster, running, lengths.mean_prompt + drawn)
         cause = "tail" if running < TAIL * most else ""
-        for name, one in (("memory", busy), ("host", hypot(floor, busy) - busy + row_s * running)):
+        for name, one in (("memory", busy), ("host", hypot(floor + row_s * running, busy) - busy)):
             seconds[cause or name] = seconds.get(cause or name, 0.0) + steps * one
     return Phase("rollout", seconds)
 

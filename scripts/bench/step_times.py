@@ -2,9 +2,10 @@
 
     python scripts/bench/step_times.py
 
-The runs are those of docs/performance.md and one of a comparison of trainers on one H200. The factors of
-rlsys/planning/step_time.py were fitted to them: the table shows how well one set of factors describes all of them, not
-how well it predicts what was never measured. What switching memory took is left out of the measured steps.
+The runs are those of docs/performance.md. The factors of rlsys/planning/step_time.py were fitted to them: the table
+shows how well one set of factors describes all of them, not how well it predicts what was never measured. What
+switching memory took is left out of the measured steps, and of the first one the 0.7 s in which rollouts were written;
+pushes of code that made a checksum a launch are left out too.
 
 The second table is no fit: steps on many H100s that NeMo-RL published (v0.4, docs/about/performance-summary.md), other
 code with the same engines (Megatron-Core and vLLM), beside the plan for the same sizes and tokens.
@@ -57,12 +58,13 @@ def layout(text: str) -> str:
 
 
 VLLM, SGLANG, HF = (f"{ROLLOUT}.name={name}" for name in ("vllm", "sglang", "hf"))
+COMPILED = f"{ACTOR}.fsdp_config.use_torch_compile=true"
 MEGATRON, TWO = f"{ACTOR}.strategy=megatron", "trainer.n_gpus_per_node=2"
 FULL, FORCED, SHORT = (55, 512, 512), (128, 256, 256), (40, 27, 64)
 LONG = {"tokens": 4096, "kept": True}
 RUNS = (
     Measured(
-        "TP2 PP2, vLLM", "7B H200", FULL, job(64, 4, layout("vllm:d2t2|megatron:t2p2")), (3.03, 1.27, 4.38, 0.127, 9.6)
+        "TP2 PP2, vLLM", "7B H200", FULL, job(64, 4, layout("vllm:d2t2|megatron:t2p2")), (3.03, 1.27, 4.38, 0, 8.9)
     ),
     Measured(
         "TP2 PP2, SGLang",
@@ -79,8 +81,18 @@ RUNS = (
     Measured(
         "FSDP2, SGLang", "7B H200", FULL, job(32, 4, layout("sglang:t2|fsdp:d2")), (2.64, 1.23, 4.20, 0.111, 8.25)
     ),
-    Measured("FSDP, vLLM", "0.5B H200", FORCED, job(64, 8, VLLM, kept=True), (4.34, 1.25, 3.38, 0.09, 9.48)),
+    Measured(
+        "compiled FSDP, vLLM",
+        "0.5B H200",
+        FORCED,
+        job(64, 8, VLLM, COMPILED, kept=True),
+        (4.59, 0.64, 1.83, 0.05, 7.29),
+    ),
     Measured("FSDP", "0.5B H100", FORCED, job(64, 8, VLLM, kept=True), (0, 1.01, 3.12, 0, 0)),
+    Measured("compiled FSDP", "0.5B H100", FORCED, job(64, 8, VLLM, COMPILED, kept=True), (0, 0.79, 2.29, 0, 0)),
+    Measured("vLLM alone, 256 x 128", "7B H200", (100, 128, 128), job(32, 8, VLLM), (1.24, 0, 0, 0, 0)),
+    Measured("vLLM alone", "135M H200", (100, 256, 256), job(64, 8, VLLM), (2.53, 0, 0, 0, 0)),
+    Measured("SGLang alone", "135M H200", (100, 256, 256), job(64, 8, SGLANG), (1.34, 0, 0, 0, 0)),
     Measured(
         "FSDP, SGLang", "135M H200", (50, 256, 256), job(64, 8, SGLANG, tokens=12288), (1.40, 0, 3.40, 0.038, 5.89)
     ),
@@ -92,11 +104,15 @@ RUNS = (
         (1.23, 0.31, 1.30, 0.063, 3.26),
         sigma=1.0,
     ),
-    Measured("FSDP, vLLM, short", "135M H200", SHORT, job(32, 8, VLLM), (0.27, 0, 0.38, 0.086, 0.97), sigma=0.6),
+    Measured("FSDP, vLLM, short", "135M H200", SHORT, job(32, 8, VLLM), (0.27, 0, 0.38, 0, 0.97), sigma=0.6),
     Measured(
-        "Megatron, vLLM, short", "135M H200", SHORT, job(32, 8, VLLM, MEGATRON), (0.34, 0, 0.33, 0.093, 1.03), sigma=0.6
+        "Megatron, vLLM, short", "135M H200", SHORT, job(32, 8, VLLM, MEGATRON), (0.34, 0, 0.33, 0, 1.03), sigma=0.6
     ),
-    Measured("FSDP, HF, short", "135M H200", SHORT, job(32, 8, HF), (2.91, 0.116, 0.42, 0.089, 3.90), sigma=0.6),
+    Measured("FSDP, HF, short", "135M H200", SHORT, job(32, 8, HF), (2.91, 0.116, 0.42, 0, 3.90), sigma=0.6),
+    Measured(
+        "FSDP, HF, short, 2 GPUs", "135M H200", SHORT, job(32, 8, HF, TWO), (2.91, 0.075, 0.296, 0, 3.81), sigma=0.6
+    ),
+    Measured("FSDP, SGLang, short", "135M H200", SHORT, job(32, 8, SGLANG), (0.38, 0.11, 0.40, 0, 0), sigma=0.6),
     Measured(
         "Megatron DP2, 8 x 4096", "7B H200", (1, 4095, 4095), job(8, 1, TWO, MEGATRON, **LONG), (0, 0, 2.09, 0, 0)
     ),
@@ -124,6 +140,7 @@ class Published:
     training: tuple[int, int, int, int]
     rollout: int
     last_layers: int | None = None
+    recompute: bool = True
 
     @property
     def settings(self) -> tuple[str, ...]:
@@ -133,6 +150,7 @@ class Published:
         last = f"{ACTOR}.megatron.override_transformer_config.num_layers_in_last_pipeline_stage={self.last_layers}"
         return (
             *(VLLM, MEGATRON, *sizes, *([last] if self.last_layers else [])),
+            f"{MODEL}.enable_gradient_checkpointing={str(self.recompute).lower()}",
             *(f"{ROLLOUT}.tensor_model_parallel_size={self.rollout}", f"{ROLLOUT}.max_num_seqs=1024"),
             *(f"{ROLLOUT}.gpu_memory_utilization=0.6", f"{ROLLOUT}.n=16", f"data.train_batch_size={self.rows // 16}"),
             *("data.max_prompt_length=512", f"data.max_response_length={self.tokens[1] - 512}"),
@@ -144,8 +162,8 @@ class Published:
 
 PUBLISHED = (
     Published("8B", 16, 97.7, (1060, 4096), 2048, (1, 1, 1, 2), 1),
-    Published("32B", 32, 393.0, (3206, 4096), 2048, (4, 1, 1, 4), 4),
-    Published("30B-A3B", 32, 225.0, (3154, 4096), 2048, (2, 1, 8, 1), 4),
+    Published("32B", 32, 393.0, (3206, 4096), 2048, (4, 1, 1, 4), 4, recompute=False),
+    Published("30B-A3B", 32, 225.0, (3154, 4096), 2048, (2, 1, 8, 1), 4, recompute=False),
     Published("235B-A22B", 128, 506.0, (5671, 8192), 512, (2, 2, 16, 8), 16, 10),
     Published("671B", 256, 154.0, (745, 1536), 512, (1, 1, 16, 16), 32, 1),
 )
