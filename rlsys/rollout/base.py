@@ -294,13 +294,13 @@ class BaseRolloutEngine(ABC):
 
     def _delta(self, one: RunningRequest, sampled: np.ndarray, finish: Finish | None) -> ResponseDelta:
         """What was sampled (T, 4), by the weights served now; RolloutError if a token's logits were not finite."""
-        ids, full, drawn, finite = sampled.T
-        if not finite.all():
+        ids, full, drawn, finite = sampled.T.tolist()
+        if not all(finite):
             raise RolloutError(f"logits are not finite for request {one.rid}: check the weights that were loaded")
-        tokens, versions, routes = tuple(ids.astype(np.int64).tolist()), (self.version,) * len(sampled), None
+        tokens, versions, routes = tuple(map(int, ids)), (self.version,) * len(sampled), None
         if one.routes and finish in (Finish.STOP, Finish.LENGTH):
             routes = np.concatenate(one.routes)
-        return ResponseDelta(one.rid, tokens, tuple(full.tolist()), tuple(drawn.tolist()), versions, finish, routes)
+        return ResponseDelta(one.rid, tokens, tuple(full), tuple(drawn), versions, finish, routes)
 
     def _queued(self, request: ModelRequest) -> RunningRequest:
         params, ids = request.gconfig, request.input_ids

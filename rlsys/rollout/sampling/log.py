@@ -6,6 +6,7 @@ Letters: N rows of a step, K requests, T tokens.
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ STEPS_HELD = 64
 
 def by_request(counts: np.ndarray, table: np.ndarray) -> list[np.ndarray]:
     """The tokens (T, 4) of each of the K requests in what `SampleLog.take` returns."""
-    return np.split(table, np.cumsum(counts))[:-1]
+    return [table[start:end] for start, end in pairwise([0, *np.cumsum(counts).tolist()])]
 
 
 @dataclass

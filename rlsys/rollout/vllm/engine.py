@@ -63,6 +63,9 @@ class VLLMRollout(BaseRolloutEngine):
             share_cache_plans()
         with restored_torch(), names, rank_within_replica(self._place):
             self.engine = _start(arguments, self.hf_config, kv_cache_gib=config.kv_cache_gib)
+        self._rpc("rlsys_count_tokens")
+        needs_all = config.enable_rollout_routing_replay or has_images(self.hf_config)
+        self._skips_running = arguments["disable_log_stats"] and not needs_all
         if config.pipeline_model_parallel_size > 1 and on_cpu:
             self.engine.engine_core.execute_dummy_batch()  # makes what a stage's input is copied into
         if config.quantization and context.load_format == "dummy":
@@ -130,11 +133,24 @@ class VLLMRollout(BaseRolloutEngine):
             self._take(self._step())
 
     def _step(self) -> Sequence[Any]:
-        """A step of vLLM; in step with its data-parallel peers a rank without requests computes a dummy batch."""
-        core = self.engine.engine_core
+        """A step of vLLM; in step with its data-parallel peers a rank without requests computes a dummy batch.
+
+        Without statistics, routes and images vLLM's output processor gets only the requests that end, and the tokens
+        of the others are kept for it: it would look at each of them at every step.
+        """
+        core, processor = self.engine.engine_core, self.engine.output_processor
         if self.config.data_parallel_size > 1 and not core.engine_core.scheduler.has_requests():
             core.execute_dummy_batch()
-        return self.engine.step()
+        if not self._skips_running:
+            return self.engine.step()
+        ended = []
+        for output in core.get_output().outputs:
+            state = processor.request_states.get(output.request_id)
+            if state is None or output.finish_reason is not None:
+                ended.append(output)
+            else:
+                state.detokenizer.token_ids += output.new_token_ids
+        return processor.process_outputs(ended).request_outputs
 
     def _next(self) -> tuple[list[RunningRequest], list[RunningRequest], bool]:
         """What came in, and whether to stop at this step; ranks that serve together follow the first of them.
@@ -157,9 +173,10 @@ class VLLMRollout(BaseRolloutEngine):
 
     def _largest(self, *values: int) -> list[int]:
         """The largest of each value over the ranks that serve together."""
+        if self._group is None:
+            return list(values)
         largest = torch.tensor(values)
-        if self._group is not None:
-            dist.all_reduce(largest, dist.ReduceOp.MAX, self._group)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, self._group)
         return largest.tolist()
 
     def _add(

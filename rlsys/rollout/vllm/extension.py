@@ -16,6 +16,10 @@ class RolloutExtension:
 
     model_runner: Any
 
+    def rlsys_count_tokens(self) -> None:
+        """Have vLLM only count the tokens of each request for our sampler, and not wait for their ids at every step."""
+        self.model_runner.input_batch.logitsprocs_need_output_token_ids = False
+
     def rlsys_take_samples(
         self, numbers: Sequence[int], starts: Sequence[int] | None = None
     ) -> tuple[np.ndarray, np.ndarray]:

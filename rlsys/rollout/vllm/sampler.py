@@ -18,7 +18,7 @@ class SamplingProcessor(LogitsProcessor):
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self.sampler = RowSampler(vllm_config.model_config.seed, device)
         self._rows: dict[int, tuple[SampleSpec, list[int]]] = {}
-        self._order: list[int] = []
+        self._counted: list[tuple[int, list[int]]] = []
         self._pin = is_pin_memory and device.type == "cuda"
 
     def is_argmax_invariant(self) -> bool:
@@ -38,12 +38,12 @@ class SamplingProcessor(LogitsProcessor):
                 rows[target] = first
             if second is not None and direction is MoveDirectionality.SWAP:
                 rows[source] = second
-        self._order = sorted(rows)
-        self.sampler.set_rows([rows[index][0] for index in self._order])
+        ordered = [rows[index] for index in sorted(rows)]
+        self._counted = [(spec.prompt_length, output_ids) for spec, output_ids in ordered]
+        self.sampler.set_rows([spec for spec, _ in ordered])
 
     def apply(self, logits: Tensor) -> Tensor:
         assert logits.shape[0] == len(self._rows), f"{logits.shape[0]} rows of logits for {len(self._rows)} requests"
-        rows = (self._rows[index] for index in self._order)
-        positions = torch.tensor([spec.prompt_length + len(ids) for spec, ids in rows], pin_memory=self._pin)
+        positions = torch.tensor([length + len(ids) for length, ids in self._counted], pin_memory=self._pin)
         self.sampler.force(logits, positions.to(logits.device, non_blocking=True))
         return logits
