@@ -2,24 +2,45 @@
 # Install what the tests need into .venv (once) and run them; arguments go to pytest, e.g. `scripts/test.sh -m slow`.
 # Without arguments the tests run in parts, each in a process of its own, the longest first: tests that fork ranks need one
 # in which neither Ray nor a trainer has run. On 2 cores three run at a time, since those that start Ray wait much.
+# `scripts/test.sh -m gpu` runs the tests that need GPUs in parts too, sixteen at a time on the same one or two GPUs.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/install.sh
 install_rlsys dev
 unset PYTHONDONTWRITEBYTECODE  # hundreds of processes import the same files
-if [ $# -gt 0 ]; then exec .venv/bin/python -m pytest "$@"; fi
+if [ $# -gt 0 ] && [ "$*" != '-m gpu' ]; then exec .venv/bin/python -m pytest "$@"; fi
 log=$(mktemp -d)
 trap 'rm -rf "$log"' EXIT
 trap 'trap - INT TERM; kill 0' INT TERM
 
-run() {  # part: print the output of its tests when they have ended and note it if they failed
+run() {  # part, GPUs: print the output of its tests when they have ended and note it if they failed
   local out
+  [ "$2" = all ] || export CUDA_VISIBLE_DEVICES=$2
   out=$(.venv/bin/python -m pytest $1 2>&1) || echo "$1" >>"$log/failed"
   (flock 9; echo "== $1"; echo "$out") 9>"$log/lock"
 }
 export -f run
 export log
 
+gpu=(
+  'tests/gpu/test_fp8_cuda.py -k checkpoint[128]'
+  'tests/gpu/test_fp8_cuda.py -k checkpoint[64]'
+  'tests/gpu/test_fp8_cuda.py -k 128-sglang'
+  'tests/gpu/test_fp8_cuda.py -k 64-sglang'
+  'tests/gpu/test_fp8_cuda.py -k not(checkpoint)and(not(sglang))'
+  tests/gpu/test_vllm_cuda.py
+  tests/gpu/test_vision_cuda.py
+  'tests/e2e/test_experts.py -k gpt_oss'
+  'tests/e2e/test_experts.py -k not(gpt_oss)'
+  tests/e2e/test_latent_attention.py
+  tests/e2e/test_router_replay.py
+  'tests/gpu/test_megatron_cuda.py -k every_layout_trains_as'
+  'tests/gpu/test_megatron_cuda.py -k same_adapters'
+  'tests/gpu/test_megatron_cuda.py -k of_the_source'
+  'tests/gpu/test_megatron_cuda.py -k not(every_layout_trains)and(not(of_the_source))'
+  'tests/gpu/test_fsdp_cuda.py -k loss_and_gradients'
+  'tests/gpu/test_fsdp_cuda.py -k not(loss_and_gradients)'
+)
 first=(
   'tests/e2e/test_[a-m]*.py'
   'tests/e2e/test_[n-z]*.py'
@@ -36,6 +57,18 @@ for folder in tests/unit/[a-z]*/; do
   [[ " ${last[*]} " == *" $folder "* ]] || others+=("$folder")
 done
 parts=("${first[@]}" "${others[*]}" "${last[@]}")
-printf '%s\0' "${parts[@]}" | xargs -0 -P 3 -I{} bash -c 'run "$1"' _ {} &
+if [ $# -eq 0 ]; then
+  printf '%s\0all\0' "${parts[@]}" | xargs -0 -n 2 -P 3 bash -c 'run "$@"' _ &
+else
+  rest= number=0
+  for file in $(grep -rl --include='test_*.py' 'mark\.gpu' tests); do
+    [[ " ${gpu[*]} " == *" $file "* ]] || rest+=" $file"
+  done
+  orders=(all all)
+  [ "$(nvidia-smi -L | wc -l)" -lt 2 ] || orders=(0,1 1,0)  # tests that need one GPU take the first that they see
+  for part in "${gpu[@]}" "$rest"; do
+    printf '%s -m gpu\0%s\0' "$part" "${orders[number++ % 2]}"
+  done | xargs -0 -n 2 -P 16 bash -c 'run "$@"' _ &
+fi
 wait $!
 if [ -e "$log/failed" ]; then echo "failed: $(paste -sd ' ' "$log/failed")"; exit 1; fi

@@ -18,6 +18,7 @@ from rlsys.weights.layout import BITS
 
 TensorPair = tuple[Tensor, Tensor]
 SMALLEST_TILE_BYTES, LARGEST_TILE_BYTES, MANY_TILES = 1 << 15, 1 << 18, 1 << 16
+PARTS = 32
 log = logging.getLogger(__name__)
 
 
@@ -79,7 +80,7 @@ class BatchedCopy:
             for word_bytes, pitched, tile in tiles_of(block, tile_bytes):
                 tiles[word_bytes, pitched].append(tile)
         self._tables = [
-            (torch.tensor(rows, dtype=torch.int64, device=device), word_bytes, pitched)
+            (torch.tensor(spread(rows), dtype=torch.int64, device=device), word_bytes, pitched)
             for (word_bytes, pitched), rows in sorted(tiles.items())
         ]
         try:
@@ -91,6 +92,12 @@ class BatchedCopy:
         except Exception as error:  # triton missing, or no compiler for it: foreach serves too
             log.warning("copying weights with foreach, because the copy kernel does not work here: %s", error)
             self.uses_kernel, self._tables = False, []
+
+
+def spread(tiles: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Tiles of all parts of the memory in turns: those that another GPU sends, slowly, beside those of this one."""
+    each = -(-len(tiles) // PARTS)
+    return [tile for at in range(each) for tile in tiles[at::each]]
 
 
 def bits_of(tensor: Tensor) -> Tensor:

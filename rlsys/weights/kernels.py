@@ -11,7 +11,7 @@ from rlsys.models import quantized
 from rlsys.weights import checksum_cpu
 
 BLOCK = 2048
-NUM_WARPS = 8
+NUM_WARPS, QUANTISING_WARPS = 8, 4
 SUM_LOADS, SUM_ROWS, SUM_WARPS = tl.constexpr(4), tl.constexpr(256), tl.constexpr(NUM_WARPS)
 SUM_STAGES = tl.constexpr(3)
 """Rows that are on their way to shared memory while one is summed, and that one."""
@@ -150,15 +150,16 @@ def _quantise_blocks(
     column = (block % across * side + lanes - left)[None, :]
     inside = (row >= 0) & (row < tl.load(box + 6)) & (column >= 0) & (column < columns)
     source = values + row * pitch + (column if aligned else column * tl.load(box + 5))
-    value = tl.load(source, mask=inside, other=0).to(tl.bfloat16).to(tl.float32)
+    value = tl.load(source, mask=inside, other=0).to(tl.bfloat16)
     if divides:
         scale = tl.load(scale_at)
     else:
-        largest = tl.max(tl.max(tl.abs(value), 1), 0)
+        bits = value.to(tl.int16, bitcast=True) & 0x7FFF  # of magnitudes, which are ordered as integers too
+        largest = tl.max(tl.max(bits, 1), 0).to(tl.int16).to(tl.bfloat16, bitcast=True).to(tl.float32)
         tl.atomic_max(scale_at, largest, sem="relaxed")
         scale = tl.maximum(largest, SMALLEST) * RECIPROCAL  # as PyTorch divides by a number on a GPU
         inside = inside & (row < tl.where(program < whole, tl.load(box + 6), 0))
-    quotient = value * (1.0 / scale)  # rounded as PyTorch compiles a reciprocal, which is how vLLM divides
+    quotient = value.to(tl.float32) * (1.0 / scale)  # rounded as PyTorch compiles a reciprocal: vLLM's division
     tl.store(elements + row * columns + column, quotient.to(tl.float8e4nv), mask=inside)
 
 
@@ -175,4 +176,6 @@ def quantise_blocks(
     words = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[dtype]
     if programs := len(owners) - (whole if divides else 0):
         with torch.cuda.device_of(table):
-            _quantise_blocks[(programs,)](table, owners, whole, words, block, aligned, divides, num_warps=NUM_WARPS)
+            _quantise_blocks[(programs,)](
+                table, owners, whole, words, block, aligned, divides, num_warps=QUANTISING_WARPS
+            )

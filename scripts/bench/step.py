@@ -82,7 +82,7 @@ def offline(engine: str, work: dict[str, Any], deadline_s: float) -> dict[str, f
     if done.returncode:
         print(done.stdout[-1500:], done.stderr[-3000:], file=sys.stderr)
         return {}
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(next(line for line in reversed(done.stdout.splitlines()) if line.startswith("{")))
 
 
 def alone(work: dict[str, Any]) -> dict[str, float]:

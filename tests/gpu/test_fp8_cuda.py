@@ -14,14 +14,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, Qwen2Config, Qwen2ForCausalLM
 
-from rlsys.config.schema.rollout import GenerationConfig
+from rlsys.config.schema.rollout import EngineKwargsConfig, GenerationConfig
 from rlsys.models.quantized import FP8, SCALE, scale_shape
 from rlsys.rollout.base import EngineContext
+from rlsys.rollout.vllm.engine_args import float8_switches
 from rlsys.types import Box
 from rlsys.weights.endpoints import WeightReceiver, WeightSender
 from rlsys.weights.fp8 import MatrixBox, prepared_quantiser
 from rlsys.weights.sharding_manager import ShardingManager
-from tests.e2e.conftest import Toy, toy, with_model  # noqa: F401
+from tests.e2e.conftest import GPU_CACHE_BYTES, SHARED_GPU, Toy, toy, with_model  # noqa: F401
 from tests.gpu.test_vllm_cuda import BACKEND, Trainer, apart, requests_of
 from tests.ranks import run_ranks
 from tests.unit.weights.test_executors import ThreadGroup
@@ -111,8 +112,13 @@ def engine_of(path: Path, quantization: str | None, load_format: Any) -> Any:
     from workers.colocated import learn_engine_layout
 
     config = GenerationConfig(
-        seed=3, enforce_eager=True, gpu_memory_utilization=0.1, max_num_seqs=16, quantization=quantization
-    )  # type: ignore[arg-type]
+        seed=3,
+        enforce_eager=True,
+        gpu_memory_utilization=0.1,
+        max_num_seqs=16,
+        quantization=quantization,  # type: ignore[arg-type]
+        engine_kwargs=EngineKwargsConfig(vllm={"kv_cache_memory_bytes": GPU_CACHE_BYTES}),
+    )
     engine = VLLMRollout(path, config, EngineContext("cuda", load_format=load_format))
     if load_format == "dummy":
         learn_engine_layout(engine.weights, keep=False)  # type: ignore[arg-type]
@@ -143,7 +149,7 @@ def pushed(path: Path, quantization: str | None, block: int) -> list[dict[str, A
 
 
 def loaded_by_vllm(path: Path, quantization: str | None) -> dict[str, bytes]:
-    os.environ["VLLM_USE_DEEP_GEMM"] = "0"
+    os.environ |= float8_switches()
     engine = engine_of(path, quantization, "auto")
     held = held_by(engine)
     engine.close()
@@ -189,7 +195,7 @@ def test_a_run_serves_fp8(engine: str, gpus: int, block: int, toy: Toy, tmp_path
     argv = model.overrides(
         tmp_path / "out",
         *(f"{rollout}.name={engine}", f"{rollout}.quantization=fp8", f"{rollout}.gpu_memory_utilization=0.2"),
-        *(f"{rollout}.enforce_eager={block == 128}", f"{rollout}.checkpoint_engine.backend=ipc"),
+        *(f"{rollout}.enforce_eager={block == 128}", f"{rollout}.checkpoint_engine.backend=ipc", *SHARED_GPU),
         *("actor_rollout_ref.actor.strategy=fsdp", f"trainer.n_gpus_per_node={gpus}"),
         *(f"{rollout}.validate_weight=true", f"{rollout}.parity.freq=1", f"{rollout}.parity.policy=stop"),
         f"reward.custom_reward_function.path={model.grader}",

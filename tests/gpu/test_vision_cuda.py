@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from rlsys.config.schema.model import ModelConfig, ShardConfig
-from rlsys.config.schema.rollout import GenerationConfig
+from rlsys.config.schema.rollout import EngineKwargsConfig, GenerationConfig
 from rlsys.engines.fsdp.engine import FSDPEngine
 from rlsys.engines.micro_batches import MicroBatches
 from rlsys.protocol import IMAGES, DataProto
 from rlsys.rollout.base import EngineContext
 from rlsys.rollout.batch import generate_sequences
 from rlsys.rollout.hf.engine import HFRollout
+from tests.e2e.conftest import GPU_CACHE_BYTES
 from tests.ranks import run_ranks
 from tests.tiny_vision import MODELS, random_model, reference, vision_rows, wide
 
@@ -68,7 +69,10 @@ def served(path: Path, family: str) -> list[float]:
     from workers.colocated import learn_engine_layout
 
     config = wide(MODELS[family], head_dim=64)
-    settings = GenerationConfig(seed=3, enforce_eager=True, gpu_memory_utilization=0.1, max_num_seqs=16)
+    kwargs = EngineKwargsConfig(vllm={"kv_cache_memory_bytes": GPU_CACHE_BYTES})
+    settings = GenerationConfig(
+        seed=3, enforce_eager=True, gpu_memory_utilization=0.1, max_num_seqs=16, engine_kwargs=kwargs
+    )
     engine = VLLMRollout(path, settings, EngineContext("cuda"))
     learn_engine_layout(engine.weights, keep=True)  # type: ignore[arg-type]
     differences = []

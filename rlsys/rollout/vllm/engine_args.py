@@ -1,8 +1,11 @@
 """The rollout config as keyword arguments of vLLM's EngineArgs."""
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from rlsys.config.engines import QUANTIZATION
 from rlsys.config.schema.rollout import GenerationConfig
@@ -71,9 +74,23 @@ def engine_arguments(path: str | Path, config: GenerationConfig, context: Engine
 def float8_arguments(text: HFConfig, config: GenerationConfig, *, is_pushed: bool) -> dict[str, object]:
     """Blocks of FP8 everywhere but in routers, pushed or made by vLLM, and kernels that take them as they are loaded.
 
-    This process's switch for DeepGEMM, which would round scales and reorder them, is set too.
+    This process's switches for these kernels are set too.
     """
-    os.environ["VLLM_USE_DEEP_GEMM"] = "0"
+    os.environ |= float8_switches()
     settings = block_settings(text, config, is_pushed=is_pushed)
     made = {"quantization": "fp8_per_block", "quantization_config": {"ignore": settings["modules_to_not_convert"]}}
     return {"moe_backend": "triton", **({"hf_overrides": {"quantization_config": settings}} if is_pushed else made)}
+
+
+def float8_switches() -> dict[str, str]:
+    """vLLM's environment variables for kernels that take blocks of FP8 and their scales as they are loaded.
+
+    DeepGEMM leaves scales as they are on Hopper only, and only as vLLM brings it: SGLang's package of that name, which
+    vLLM takes first where both are installed, was seen to change one.
+    """
+    is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+    return {
+        "VLLM_USE_DEEP_GEMM": str(int(is_hopper and find_spec("deep_gemm") is None)),
+        "VLLM_USE_DEEP_GEMM_E8M0": "0",  # or scales are rounded to powers of two
+        "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0",  # less accurate, by vLLM's own comments
+    }
