@@ -1,7 +1,9 @@
 """Dumps beside the next step: whole when settled, in order, and never silent about what went wrong."""
 
+import base64
 import json
 import os
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,8 @@ import torch
 from rlsys.config.schema.trainer import GradingDeadlinesConfig, TrainerConfig
 from rlsys.protocol import DataProto
 from rlsys.utils.errors import DeadlineError
-from trainer.dumps import BackgroundDumps
+from tests.start_tokenizer import build_tokenizer
+from trainer.dumps import BackgroundDumps, dump
 
 
 class Letters:
@@ -47,6 +50,23 @@ def test_every_step_is_written_by_the_time_it_is_settled(tmp_path: Path) -> None
     dumps.close()
     lines = [json.loads((tmp_path / f"{step}.jsonl").read_text()) for step in range(1, 4)]
     assert [(line["input"], line["output"], line["score"]) for line in lines] == [("ab", "cd", n) for n in (1, 2, 3)]
+
+
+def test_the_pieces_of_the_page_are_the_text_of_an_answer(tmp_path: Path) -> None:
+    tokenizer, text = build_tokenizer(), "¿7 + 5? Twölf – 12 🙂"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    batch = batch_of(1.0)
+    rows = {
+        "prompts": batch.tensors["prompts"],
+        "responses": torch.tensor([ids]),
+        "attention_mask": torch.ones(1, 2 + len(ids), dtype=torch.int64),
+        "token_level_scores": torch.zeros(1, len(ids)),
+    }
+    dump(DataProto.from_dict(rows, non_tensors=batch.non_tensor_batch), 1, tmp_path, tokenizer)
+    packed = (tmp_path / "browser" / "1.texts.js").read_text().split('"')[1]
+    (row,) = json.loads(zlib.decompress(base64.b64decode(packed)))["rows"]
+    assert "".join(row["tokens"]) == row["output"] == text
+    assert len(row["tokens"]) == len(ids)
 
 
 def test_a_failure_is_raised_by_the_next_call(tmp_path: Path) -> None:
