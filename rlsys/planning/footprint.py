@@ -6,7 +6,7 @@ queries and of keys (values alike), c bytes of the computing type. Norms are com
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
 from math import prod
 from typing import TYPE_CHECKING
@@ -195,8 +195,8 @@ class Held:
 
 
 def held_at(hf_config: HFConfig, place: RankPlace, *, head: Head = "lm") -> Held:
-    """What Megatron's rank at `place` holds."""
-    return _held(json.dumps(hf_config), place, head)
+    """What Megatron's rank at `place` holds, which context parallelism does not change."""
+    return _held(json.dumps(hf_config), replace(place, sizes=replace(place.sizes, cp=1)), head)
 
 
 @lru_cache(maxsize=4096)

@@ -5,7 +5,6 @@ layers in the computing type and reduces gradients in float32; Megatron keeps ha
 gradients for good, and masters and moments spread over its data-parallel ranks.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -260,4 +259,9 @@ def _higher(*candidates: Bytes) -> Bytes:
 
 def together(parts: Sequence[Mapping[str, int]]) -> Bytes:
     """Bytes of several by owner."""
-    return sum(map(Counter, parts), Counter[str]())
+    total: Bytes = {}
+    for owners in parts:
+        for owner, size in owners.items():
+            if size > 0:
+                total[owner] = total.get(owner, 0) + size
+    return total

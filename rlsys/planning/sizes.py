@@ -4,6 +4,7 @@ Token budgets of updates and of log-probs, whether activations are recomputed, h
 and the share of a GPU that a serving engine takes. What a user or a preset set is never changed.
 """
 
+from bisect import bisect
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -91,8 +92,8 @@ class _Sizes:
         needed = weights + c * cache + fp.drawing_bytes(d, rows, c=c) + sum(encoding) + ENGINE_EXTRA
         wanted = max(LEAST_SHARE, needed / machine.device_bytes) if plan_batches(cfg).pools.colocated else 1.0
         percent = min(90, 5 * round(20 * wanted + 0.49))
-        while percent > 5 and not self.fits({SHARE: percent / 100}, "start", "rollout"):
-            percent -= 5
+        shares = range(percent, 5, -5)
+        percent -= 5 * bisect(shares, False, key=lambda one: self.fits({SHARE: one / 100}, "start", "rollout"))
         if percent / 100 * machine.device_bytes < weights:
             raise _refusal(f"{rollout.name} beside what trains", self.needs({SHARE: 0.01}, "start"), machine, SHARE)
         self.choose(SHARE, percent / 100, f" (all sequences need {needed / GIB:.1f} GiB)")

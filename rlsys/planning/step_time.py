@@ -6,6 +6,7 @@ them. The factors were fitted to the runs of docs/performance.md; scripts/bench/
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import exp, hypot, inf
 from statistics import NormalDist, mean
 
@@ -229,7 +230,8 @@ def _decode_s(job: PlanInputs, d: fp.Decoder, cluster: GpuCluster, running: floa
     return max(memory, compute) + sent
 
 
-def response_quantiles(lengths: Lengths, sigma: float) -> list[float]:
+@cache
+def response_quantiles(lengths: Lengths, sigma: float) -> tuple[float, ...]:
     """Lengths of responses, shortest first: lognormal with this mean, cut at the longest; all alike without `sigma`."""
     normal, low, high = NormalDist(), 0.0, 1e3 * lengths.response
     factors = [exp(sigma * normal.inv_cdf((number + 0.5) / QUANTILES)) for number in range(QUANTILES)]
@@ -237,7 +239,7 @@ def response_quantiles(lengths: Lengths, sigma: float) -> list[float]:
         middle = (low + high) / 2
         is_short = mean(min(middle * factor, lengths.response) for factor in factors) < lengths.mean_response
         low, high = (middle, high) if is_short else (low, middle)
-    return [min(high * factor, lengths.response) for factor in factors]
+    return tuple(min(high * factor, lengths.response) for factor in factors)
 
 
 def _push(job: PlanInputs, cluster: GpuCluster) -> dict[str, float]:

@@ -70,6 +70,13 @@ def test_a_share_that_holds_all_sequences_by_hand() -> None:
     assert needed <= sizes[SHARE] < needed + 0.05
 
 
+def test_a_share_that_is_the_largest_beside_what_trains_by_hand() -> None:
+    sizes, _, _, machine = chosen("7B", 79.2, VLLM, "trainer.n_gpus_per_node=4")
+    trains = (12 + 4) * 7_615_616_512 // 4  # masters and moments, the reference; GPUs
+    free = (machine.room_bytes - trains) / machine.device_bytes
+    assert free - 0.05 < sizes[SHARE] <= free
+
+
 def test_what_is_set_is_never_changed() -> None:
     given = (VLLM, f"{TOKENS}=2048", f"{SHARE}=0.4", f"{SEQS}=7", f"{RECOMPUTE}=true")
     sizes, text, plan, _ = chosen("7B", 79.2, *given)
