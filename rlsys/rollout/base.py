@@ -59,7 +59,7 @@ class RunningRequest:
     request: ModelRequest
     stop_ids: tuple[int, ...]
     max_new_tokens: int
-    num_delivered: int = 0
+    delivered: list[int] = field(default_factory=list)
     is_cancelled: bool = False
     routes: list[np.ndarray] = field(default_factory=list)
     """Arrays (tokens, layers, experts of a token) of the experts that its tokens took, one after another."""
@@ -67,6 +67,10 @@ class RunningRequest:
     @property
     def rid(self) -> str:
         return self.request.rid
+
+    @property
+    def num_delivered(self) -> int:
+        return len(self.delivered)
 
 
 def check_tags(tags: Sequence[str]) -> None:
@@ -265,7 +269,7 @@ class BaseRolloutEngine(ABC):
             sampled, end = until_end(new, one)
             if end is not None and not stops:
                 sampled, end = sampled[:-1], None
-            one.num_delivered += len(sampled)
+            one.delivered += map(int, sampled[:, 0])
             if len(sampled):
                 deltas.append(self._delta(one, sampled, end))
         self._deliver(deltas, reports=True)
@@ -283,7 +287,7 @@ class BaseRolloutEngine(ABC):
             sampled, end = until_end(whole[one.num_delivered : len(returned)], one)
             if one.is_cancelled:
                 continue
-            if tokens is not None and sampled[:, 0].tolist() != returned[one.num_delivered :]:
+            if tokens is not None and [*one.delivered, *sampled[:, 0]] != returned:
                 raise RolloutError(f"the engine returned other tokens than were sampled for request {one.rid}")
             if end is None and not self._stopped():
                 raise RolloutError(f"the engine ended request {one.rid} after {len(returned)} tokens, before its end")

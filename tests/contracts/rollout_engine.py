@@ -23,6 +23,7 @@ from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 
 from rlsys.interfaces import RolloutEngine
 from rlsys.protocol import DataProto
+from rlsys.rollout import base
 from rlsys.rollout.batch import from_responses, generate_sequences
 from rlsys.rollout.partial import PartialResponse, complete
 from rlsys.types import Finish, ModelRequest, ModelResponse, SamplingParams
@@ -278,6 +279,18 @@ class RolloutEngineContract:
         assert [len(response.output_tokens) for response in whole] == [200, 200, 200, 40]
         assert tokens_of(whole) == tokens_of(complete(bench.engine, [*requests, late]))
         assert bench.engine.exchange(wait_s=5.0) == []
+
+    def test_what_comes_home_while_prompts_are_read_in_parts_is_drawn_after_whole_ones(
+        self, bench: Bench, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(base, "REPORT_S", 0.0)
+        driver, end_s = Driver(bench.engine), time.monotonic() + scaled_s(60)
+        driver.exchange(requests_of(40, SamplingParams(6, ignore_eos=True), shortest=60), wait_s=0.0)
+        while not all(partial.finish for partial in driver.partials.values()) and time.monotonic() < end_s:
+            driver.exchange(wait_s=0.002)
+        for response in driver.finish():
+            expected = at_tokens(reference_logprobs(bench, response, 1.0), response)
+            torch.testing.assert_close(torch.tensor(response.output_logprobs).double(), expected, atol=1e-4, rtol=0)
 
     def test_a_cancelled_request_ends_and_says_no_more(self, bench: Bench) -> None:
         requests = requests_of(3, SamplingParams(3000, ignore_eos=True))

@@ -43,7 +43,8 @@ def vllm_bench() -> Bench:
     reference = tiny_model()
     folder = Path(tempfile.mkdtemp(prefix="rlsys-vllm-"))
     reference.save_pretrained(folder)
-    engine = VLLMRollout(folder, GenerationConfig(seed=11, enforce_eager=True, max_num_seqs=32), EngineContext())
+    config = GenerationConfig(seed=11, enforce_eager=True, max_num_seqs=32, max_num_batched_tokens=64)
+    engine = VLLMRollout(folder, config, EngineContext())
     return Bench(engine, lambda ids: reference(ids[None]).logits[0].detach())
 
 

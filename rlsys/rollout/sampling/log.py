@@ -55,18 +55,22 @@ class SampleLog:
         if len(self._steps) >= STEPS_HELD:
             self._store_arrived()
 
-    def take(self, numbers: Sequence[int], starts: Sequence[int] | None = None) -> tuple[np.ndarray, np.ndarray]:
+    def take(
+        self, numbers: Sequence[int], starts: Sequence[int] | None = None, ends: Sequence[int] | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Remove these requests: their numbers of tokens (K,), and all of their tokens (T, 4).
 
-        With `starts` the requests stay, and only their tokens from these indices on are returned.
+        With `starts` the requests stay, and only their tokens from these indices on, up to `ends`, are returned.
         Of two samples at one index the later one counts. A step whose copy has not arrived was started ahead of the
         engine's outputs, so its samples for requests that have ended are ignored.
         """
         self._store_arrived()
         slots = [self._slots.get(number) for number in numbers]
         parts = [
-            np.zeros((0, FIELDS)) if slot is None else self._table[slot, start : self._lengths[slot]]
-            for slot, start in zip(slots, starts or [0] * len(slots), strict=True)
+            np.zeros((0, FIELDS)) if slot is None else self._table[slot, start : min(end, self._lengths[slot])]
+            for slot, start, end in zip(
+                slots, starts or [0] * len(slots), ends or [self._table.shape[1]] * len(slots), strict=True
+            )
         ]
         parts = [part[~np.isnan(part[:, 0])] for part in parts]
         taken = np.array([len(part) for part in parts], np.int64), np.concatenate([np.zeros((0, FIELDS)), *parts])

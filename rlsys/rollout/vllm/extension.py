@@ -23,10 +23,10 @@ class RolloutExtension:
     def rlsys_take_samples(
         self, numbers: Sequence[int], starts: Sequence[int] | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """As `SampleLog.take`."""
+        """As `SamplingProcessor.take`."""
         processors = self.model_runner.input_batch.logitsprocs.all
         processor = next(one for one in processors if isinstance(one, SamplingProcessor))
-        return processor.sampler.log.take(numbers, starts)
+        return processor.take(numbers, starts)
 
     def rlsys_reload(self, tensors: Mapping[str, Tensor]) -> None:
         """Load full HF tensors through vLLM's own loader, which packs them for its kernels."""

@@ -1,7 +1,9 @@
 """The logits processor through which vLLM takes our tokens."""
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
@@ -19,6 +21,8 @@ class SamplingProcessor(LogitsProcessor):
         self.sampler = RowSampler(vllm_config.model_config.seed, device)
         self._rows: dict[int, tuple[SampleSpec, list[int]]] = {}
         self._counted: list[tuple[int, list[int]]] = []
+        self._kept: dict[int, list[int]] = {}
+        """Of each request by number the tokens that vLLM has kept; it drops what is sampled within a prompt."""
         self._pin = is_pin_memory and device.type == "cuda"
 
     def is_argmax_invariant(self) -> bool:
@@ -31,7 +35,9 @@ class SamplingProcessor(LogitsProcessor):
         for index in batch_update.removed:
             rows.pop(index, None)
         for index, params, _, output_ids in batch_update.added:
-            rows[index] = (params.extra_args[SPEC_KEY], output_ids)
+            spec = params.extra_args[SPEC_KEY]
+            rows[index] = spec, output_ids
+            self._kept[spec.number] = output_ids
         for source, target, direction in batch_update.moved:
             first, second = rows.pop(source, None), rows.pop(target, None)
             if first is not None:
@@ -41,6 +47,14 @@ class SamplingProcessor(LogitsProcessor):
         ordered = [rows[index] for index in sorted(rows)]
         self._counted = [(spec.prompt_length, output_ids) for spec, output_ids in ordered]
         self.sampler.set_rows([spec for spec, _ in ordered])
+
+    def take(self, numbers: Sequence[int], starts: Sequence[int] | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """As `SampleLog.take`, up to what vLLM has kept."""
+        if starts is not None:
+            return self.sampler.log.take(numbers, starts, [len(self._kept.get(number, ())) for number in numbers])
+        for number in numbers:
+            self._kept.pop(number, None)
+        return self.sampler.log.take(numbers)
 
     def apply(self, logits: Tensor) -> Tensor:
         assert logits.shape[0] == len(self._rows), f"{logits.shape[0]} rows of logits for {len(self._rows)} requests"
