@@ -30,7 +30,7 @@ LAYER_S = {"fsdp": 1.9e-3, "compiled": 1.1e-3, "megatron": 1.3e-3}
 """Seconds in which the host launches a layer's forward pass; a backward pass counts as two."""
 MEMORY, LINK, NETWORK = 0.87, 0.85, 0.8
 """Shares of the rates of memory and of NVLink, as plain copies reach them, and of the network, which is assumed."""
-DECODE_S = {"vllm": (1.6e-3, 29e-6), "sglang": (5.1e-3, 0.6e-6)}
+DECODE_S = {"vllm": (3.0e-3, 15e-6), "sglang": (5.1e-3, 0.6e-6)}
 """What the host needs for a decode step and for each answer in it, in part while the GPU computes."""
 HF_LAYER_S = 1.5e-3
 """Seconds of a layer in a decode step of HFRollout."""

@@ -86,7 +86,7 @@ RUNS = (
         "0.5B H200",
         FORCED,
         job(64, 8, VLLM, COMPILED, kept=True),
-        (4.59, 0.64, 1.83, 0.05, 7.29),
+        (2.99, 0.59, 1.58, 0.04, 5.28),
     ),
     Measured("FSDP", "0.5B H100", FORCED, job(64, 8, VLLM, kept=True), (0, 1.01, 3.12, 0, 0)),
     Measured("compiled FSDP", "0.5B H100", FORCED, job(64, 8, VLLM, COMPILED, kept=True), (0, 0.79, 2.29, 0, 0)),
