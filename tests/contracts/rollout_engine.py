@@ -292,6 +292,21 @@ class RolloutEngineContract:
             expected = at_tokens(reference_logprobs(bench, response, 1.0), response)
             torch.testing.assert_close(torch.tensor(response.output_logprobs).double(), expected, atol=1e-4, rtol=0)
 
+    @pytest.mark.parametrize("on_update", ["keep", "recompute"])
+    def test_updates_while_prompts_are_read_in_parts_leave_whole_ones(self, bench: Bench, on_update: str) -> None:
+        bench.needs("loading of tensors")
+        bench.needs(f"on_update={on_update}")
+        bench.engine.config = bench.engine.config.model_copy(update={"on_update": on_update})  # type: ignore[attr-defined]
+        driver = Driver(bench.engine)
+        driver.exchange(requests_of(40, SamplingParams(6, ignore_eos=True), shortest=60), wait_s=0.0)
+        for version in range(1, 9):
+            bench.engine.begin_update()
+            bench.engine.finish_update(version)
+            driver.exchange(wait_s=0.01)
+        for response in driver.finish():
+            expected = at_tokens(reference_logprobs(bench, response, 1.0), response)
+            torch.testing.assert_close(torch.tensor(response.output_logprobs).double(), expected, atol=1e-4, rtol=0)
+
     def test_a_cancelled_request_ends_and_says_no_more(self, bench: Bench) -> None:
         requests = requests_of(3, SamplingParams(3000, ignore_eos=True))
         driver = Driver(bench.engine)

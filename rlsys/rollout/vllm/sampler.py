@@ -50,11 +50,11 @@ class SamplingProcessor(LogitsProcessor):
 
     def take(self, numbers: Sequence[int], starts: Sequence[int] | None = None) -> tuple[np.ndarray, np.ndarray]:
         """As `SampleLog.take`, up to what vLLM has kept."""
-        if starts is not None:
-            return self.sampler.log.take(numbers, starts, [len(self._kept.get(number, ())) for number in numbers])
-        for number in numbers:
-            self._kept.pop(number, None)
-        return self.sampler.log.take(numbers)
+        ends = [len(self._kept.get(number, ())) for number in numbers]
+        if starts is None:
+            for number in numbers:
+                self._kept.pop(number, None)
+        return self.sampler.log.take(numbers, starts, ends)
 
     def apply(self, logits: Tensor) -> Tensor:
         assert logits.shape[0] == len(self._rows), f"{logits.shape[0]} rows of logits for {len(self._rows)} requests"
