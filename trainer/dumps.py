@@ -59,16 +59,14 @@ def dump(
     def of_tokens(key: str) -> _Lazy[list[int]]:
         return _Lazy(size, lambda row: rows[key][row, : lengths[row]].tolist())
 
+    cleans = getattr(tokenizer, "clean_up_tokenization_spaces", False)
+    fast = None if cleans else getattr(tokenizer, "backend_tokenizer", None)  # thrice as fast as transformers
+
     def piece_of(ids: list[int]) -> str:
         return str(fast.decode(ids, skip_special_tokens=False)) if fast else text_of(tuple(ids), skip=False)
 
     def pieces(row: int) -> list[str]:
         return token_texts_of(tokens[row], piece_of)
-
-    cleans = getattr(tokenizer, "clean_up_tokenization_spaces", False)
-    fast = (
-        None if cleans else getattr(tokenizer, "backend_tokenizer", None)
-    )  # transformers' decode takes thrice as long
 
     tokens = of_tokens("responses")
     shown = {name: of_tokens(key) for name, key in SHOWN_VALUES.items() if key in set(rows.keys())}
