@@ -28,11 +28,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 GPU_CACHE_BYTES = 1 << 30
-SHARED_GPU = (
-    f"+actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes={GPU_CACHE_BYTES}",
-    "actor_rollout_ref.rollout.free_cache_engine=false",
-)
-"""With these vLLM does not measure the GPU's memory, which fails where other tests take or release some meanwhile."""
+GPU_CACHE = f"+actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes={GPU_CACHE_BYTES}"
+"""With it vLLM does not measure the GPU's memory, which fails where other tests release theirs meanwhile."""
 
 
 @dataclass(frozen=True)

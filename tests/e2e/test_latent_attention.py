@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config
 from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.rollout.base import EngineContext
 from rlsys.types import ModelRequest, ModelResponse, SamplingParams
-from tests.e2e.conftest import SHARED_GPU, Toy, with_model
+from tests.e2e.conftest import GPU_CACHE, Toy, with_model
 from tests.ranks import run_ranks
 from trainer.main_ppo import main
 
@@ -133,5 +133,5 @@ def test_latent_attention_is_trained_and_served(latent: Toy, tmp_path: Path) -> 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_weights_pushed_in_place_on_a_gpu_are_served(engine: str, latent: Toy, tmp_path: Path) -> None:
     kwargs = f"{ROLLOUT}.engine_kwargs.{engine}.attention_backend={'TRITON_MLA' if engine == 'vllm' else 'triton'}"
-    more = (f"{ROLLOUT}.name={engine}", f"+{kwargs}", f"{ROLLOUT}.gpu_memory_utilization=0.3", *SHARED_GPU)
+    more = (f"{ROLLOUT}.name={engine}", f"+{kwargs}", f"{ROLLOUT}.gpu_memory_utilization=0.3", GPU_CACHE)
     train_and_serve(latent, tmp_path, *more, f"{ROLLOUT}.parity.mean_limit=0.1", f"{ROLLOUT}.validate_weight=true")

@@ -22,7 +22,7 @@ from rlsys.types import Box
 from rlsys.weights.endpoints import WeightReceiver, WeightSender
 from rlsys.weights.fp8 import MatrixBox, prepared_quantiser
 from rlsys.weights.sharding_manager import ShardingManager
-from tests.e2e.conftest import GPU_CACHE_BYTES, SHARED_GPU, Toy, toy, with_model  # noqa: F401
+from tests.e2e.conftest import GPU_CACHE, GPU_CACHE_BYTES, Toy, toy, with_model  # noqa: F401
 from tests.gpu.test_vllm_cuda import BACKEND, Trainer, apart, requests_of
 from tests.ranks import run_ranks
 from tests.unit.weights.test_executors import ThreadGroup
@@ -195,7 +195,7 @@ def test_a_run_serves_fp8(engine: str, gpus: int, block: int, toy: Toy, tmp_path
     argv = model.overrides(
         tmp_path / "out",
         *(f"{rollout}.name={engine}", f"{rollout}.quantization=fp8", f"{rollout}.gpu_memory_utilization=0.2"),
-        *(f"{rollout}.enforce_eager={block == 128}", f"{rollout}.checkpoint_engine.backend=ipc", *SHARED_GPU),
+        *(f"{rollout}.enforce_eager={block == 128}", f"{rollout}.checkpoint_engine.backend=ipc", GPU_CACHE),
         *("actor_rollout_ref.actor.strategy=fsdp", f"trainer.n_gpus_per_node={gpus}"),
         *(f"{rollout}.validate_weight=true", f"{rollout}.parity.freq=1", f"{rollout}.parity.policy=stop"),
         f"reward.custom_reward_function.path={model.grader}",
