@@ -269,9 +269,9 @@ class BaseRolloutEngine(ABC):
             sampled, end = until_end(new, one)
             if end is not None and not stops:
                 sampled, end = sampled[:-1], None
-            one.delivered += map(int, sampled[:, 0])
             if len(sampled):
-                deltas.append(self._delta(one, sampled, end))
+                deltas.append(delta := self._delta(one, sampled, end))
+                one.delivered += delta.tokens
         self._deliver(deltas, reports=True)
         for one in running:
             one.is_cancelled |= one.rid not in self._running

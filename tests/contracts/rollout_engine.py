@@ -90,6 +90,13 @@ def at_tokens(logprobs: Tensor, response: ModelResponse) -> Tensor:
     return logprobs.gather(1, torch.tensor(response.output_tokens)[:, None]).squeeze(1)
 
 
+def check_logprobs(bench: Bench, responses: list[ModelResponse], temperature: float = 1.0) -> None:
+    """The full log-probabilities of responses are the model's."""
+    for response in responses:
+        expected = at_tokens(reference_logprobs(bench, response, temperature), response)
+        torch.testing.assert_close(torch.tensor(response.output_logprobs).double(), expected, atol=1e-4, rtol=0)
+
+
 @torch.no_grad()
 def shadow_logprobs(
     models: Mapping[int, Qwen2ForCausalLM], response: ModelResponse, versions: Sequence[int], *, keeps: bool
@@ -126,14 +133,14 @@ class Driver:
             if delta.finish is Finish.ABORT:
                 self.again.append(partial.rest(delta.rid))
 
-    def until(self, reached: Callable[[PartialResponse], bool]) -> None:
+    def until(self, reached: Callable[[PartialResponse], bool], *, wait_s: float = 0.1) -> None:
         end_s = time.monotonic() + scaled_s(60)
         while not all(map(reached, self.partials.values())):
             assert time.monotonic() < end_s, self.partials
-            self.exchange()
+            self.exchange(wait_s=wait_s)
 
-    def finish(self) -> list[ModelResponse]:
-        self.until(lambda partial: partial.finish is not None)
+    def finish(self, *, wait_s: float = 0.1) -> list[ModelResponse]:
+        self.until(lambda partial: partial.finish is not None, wait_s=wait_s)
         return [partial.response() for partial in self.partials.values()]
 
 
@@ -182,9 +189,7 @@ class RolloutEngineContract:
     def test_log_probs_are_those_of_the_full_distribution(self, bench: Bench, temperature: float) -> None:
         bench.needs("full log-probabilities")
         params = SamplingParams(30, temperature=temperature, top_k=7, ignore_eos=True)
-        for response in complete(bench.engine, requests_of(6, params)):
-            expected = at_tokens(reference_logprobs(bench, response, temperature), response)
-            torch.testing.assert_close(torch.tensor(response.output_logprobs).double(), expected, atol=1e-4, rtol=0)
+        check_logprobs(bench, complete(bench.engine, requests_of(6, params)), temperature)
 
     @pytest.mark.parametrize(("top_k", "top_p"), [(5, 1.0), (-1, 0.8), (10, 0.7)])
     def test_sampled_log_probs_are_renormalised(self, bench: Bench, top_k: int, top_p: float) -> None:
@@ -284,13 +289,9 @@ class RolloutEngineContract:
         self, bench: Bench, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(base, "REPORT_S", 0.0)
-        driver, end_s = Driver(bench.engine), time.monotonic() + scaled_s(60)
+        driver = Driver(bench.engine)
         driver.exchange(requests_of(40, SamplingParams(6, ignore_eos=True), shortest=60), wait_s=0.0)
-        while not all(partial.finish for partial in driver.partials.values()) and time.monotonic() < end_s:
-            driver.exchange(wait_s=0.002)
-        for response in driver.finish():
-            expected = at_tokens(reference_logprobs(bench, response, 1.0), response)
-            torch.testing.assert_close(torch.tensor(response.output_logprobs).double(), expected, atol=1e-4, rtol=0)
+        check_logprobs(bench, driver.finish(wait_s=0.002))
 
     @pytest.mark.parametrize("on_update", ["keep", "recompute"])
     def test_updates_while_prompts_are_read_in_parts_leave_whole_ones(self, bench: Bench, on_update: str) -> None:
@@ -303,9 +304,7 @@ class RolloutEngineContract:
             bench.engine.begin_update()
             bench.engine.finish_update(version)
             driver.exchange(wait_s=0.01)
-        for response in driver.finish():
-            expected = at_tokens(reference_logprobs(bench, response, 1.0), response)
-            torch.testing.assert_close(torch.tensor(response.output_logprobs).double(), expected, atol=1e-4, rtol=0)
+        check_logprobs(bench, driver.finish())
 
     def test_a_cancelled_request_ends_and_says_no_more(self, bench: Bench) -> None:
         requests = requests_of(3, SamplingParams(3000, ignore_eos=True))

@@ -60,7 +60,8 @@ class SampleLog:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Remove these requests: their numbers of tokens (K,), and all of their tokens (T, 4).
 
-        With `starts` the requests stay, and only their tokens from these indices on, up to `ends`, are returned.
+        With `starts` the requests stay, and only their tokens from these indices on are returned; with `ends` none from
+        those on.
         Of two samples at one index the later one counts. A step whose copy has not arrived was started ahead of the
         engine's outputs, so its samples for requests that have ended are ignored.
         """
