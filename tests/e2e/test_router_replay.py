@@ -91,20 +91,20 @@ def test_the_update_replays_routes_of_the_rollout(sparse: Toy, tmp_path: Path, m
 
 
 def replays_what_the_engine_returns(engine: str, toy: Toy, out: Path, *more: str) -> None:
-    """With the engine's routes the trainer's log-probs are at least as near to the engine's as without."""
-    argv = (f"actor_rollout_ref.rollout.name={engine}", "actor_rollout_ref.rollout.enforce_eager=true", *more)
+    """Routers differ by no more than rounding, and log-probs are at least as near to the engine's as without routes.
+
+    Nothing is learned: each mini-batch is routed by the weights that generated it.
+    """
+    argv = (
+        f"actor_rollout_ref.rollout.name={engine}",
+        "actor_rollout_ref.rollout.enforce_eager=true",
+        f"{ACTOR}.optim.lr=0",
+        *more,
+    )
     alone, replayed = run(toy, out / "alone", *argv), run(toy, out / "replayed", *argv, f"{REPLAY}=R3", RETURNED)
-    assert max(line["actor/routes_differ"] for line in replayed) < 0.1
+    assert max(line["actor/routes_differ"] for line in replayed) < 0.03
     assert all(line["actor/grad_norm"] > 0 for line in replayed)
     assert replayed[0]["rollout_corr/k3_kl"] <= alone[0]["rollout_corr/k3_kl"] + 1e-6
-
-
-@pytest.mark.sglang
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.skipif(find_spec("sglang") is None, reason="needs SGLang")
-def test_sglang_returns_routes(served: Toy, tmp_path: Path) -> None:
-    replays_what_the_engine_returns("sglang", served, tmp_path, "trainer.device=cpu")
 
 
 @pytest.mark.gpu
