@@ -3,6 +3,7 @@
     python scripts/bench/head_to_head.py --shape 0.5B --out runs/h2h                     # rlsys, and peers if installed
     python scripts/bench/head_to_head.py --shape 1.5B --systems rlsys-sglang rlsys-vllm --steps 12 --repeats 3
     python scripts/bench/head_to_head.py --systems trl rlsys-vllm --steps 8 --skip 2 --repeats 2 --seconds 480
+    python scripts/bench/head_to_head.py --systems trl rlsys-vllm --steps 8 --skip 2 --repeats 1 --profile
     python scripts/bench/head_to_head.py --dry-run            # the command of every system, and nothing is started
     python scripts/bench/head_to_head.py --shape tiny --systems rlsys-hf --steps 3 --skip 1 --repeats 1 --prompts 4
 
@@ -13,6 +14,10 @@ free_cache_engine=False, fsdp2 and fused kernels, TRL in the vLLM of its process
 `trl-sleep`). A peer runs in this interpreter or the one of `--python NAME=PATH`; where it cannot be imported it is left
 out, and named. Loading is counted apart, as the time to the first finished step. The table is over all runs whose
 results lie in `--out`, so that a call may make one run; one that is cut at its deadline counts with the steps it made.
+
+`--profile` has rlsys and TRL make one more step, under torch.profiler and not counted, and prints a second table: the
+seconds of kernels in each phase of that step, its seconds, and the share of them in which no kernel runs. Profiles slow
+launches, so that idle shares are upper bounds. verl has no profile of the process that generates, and is left out.
 """
 
 import argparse
@@ -34,6 +39,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from scripts.bench.kernels import by_range, read_trace
 from scripts.model_shapes import SHAPES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,6 +47,14 @@ LEAST_RUN_S = 60.0
 PHASES = ("wall", "gen", "old_log_prob", "update_actor", "update_weights", "switch", "rest")
 POLICY, ANSWERS = "actor_rollout_ref", 8
 WORDS = ("what is the sum of", "product value when a train", "leaves city at noon and how many", "apples are left")
+RANGES = {
+    **{phase: phase for phase in PHASES[1:]},
+    **dict.fromkeys(("exchange", "generate_sequences"), "gen"),
+    "compute_log_prob": "old_log_prob",
+    **dict.fromkeys(("sleep", "wake", "move"), "switch"),
+    **dict.fromkeys(("reshard_weights", "send_weights", "receive_weights", "weight_step"), "update_weights"),
+}
+"""The phase of each range of a profile: TRL's are called as the phases, those of rlsys as the workers' methods."""
 REWARD = "def compute_score(data_source, solution_str, ground_truth, extra_info=None, **_):\n    {body}\n"
 TRL_CODE = Path(__file__).with_name("trl_job.py")
 
@@ -89,7 +103,7 @@ def write_model(folder: Path, shape: str) -> None:
     write_checkpoint(shape, folder, "cuda" if torch.cuda.is_available() else "cpu")
 
 
-def common(args: argparse.Namespace) -> list[str]:
+def common(args: argparse.Namespace, steps: int) -> list[str]:
     """The settings that rlsys and verl share, under verl's keys."""
     job, model = args.out / "job", args.out / args.shape
     return [
@@ -104,7 +118,7 @@ def common(args: argparse.Namespace) -> list[str]:
         f"{POLICY}.rollout.ignore_eos={not args.natural}",
         f"{POLICY}.rollout.max_model_len={192 + args.new}",
         f"reward.custom_reward_function.path={job}/reward.py",
-        *("trainer.n_gpus_per_node=1", "trainer.nnodes=1", f"trainer.total_training_steps={args.steps}"),
+        *("trainer.n_gpus_per_node=1", "trainer.nnodes=1", f"trainer.total_training_steps={steps}"),
         *("trainer.val_before_train=False", "trainer.test_freq=-1", "trainer.save_freq=-1"),
         "trainer.resume_mode=disable",
     ]
@@ -126,17 +140,29 @@ VERL = (
 def command_of(system: str, args: argparse.Namespace, folder: Path) -> list[str]:
     """How a system is started; it leaves metrics.jsonl in `folder`."""
     python = dict(pair.split("=", 1) for pair in args.python).get(system.split("-")[0], sys.executable)
+    steps = args.steps + args.profile
     if system.startswith("trl"):
-        given = [str(args.out), args.shape, str(folder), str(args.steps), str(args.new), str(args.prompts)]
-        return [python, str(TRL_CODE), *given, *["--sleep"] * system.endswith("sleep"), *["--natural"] * args.natural]
+        given = [str(args.out), args.shape, str(folder), str(steps), str(args.new), str(args.prompts)]
+        chosen = {"--sleep": system.endswith("sleep"), "--natural": args.natural, "--profile": args.profile}
+        return [python, str(TRL_CODE), *given, *(option for option, is_chosen in chosen.items() if is_chosen)]
     out = f"trainer.default_local_dir={folder}"
     if system == "verl":
-        return [python, "-m", "verl.trainer.main_ppo", *common(args), *SIZES, *VERL, out, f"hydra.run.dir={folder}"]
+        return [
+            python,
+            "-m",
+            "verl.trainer.main_ppo",
+            *common(args, args.steps),
+            *SIZES,
+            *VERL,
+            out,
+            f"hydra.run.dir={folder}",
+        ]
     engine = system.split("-")[-1]
     sizes = [] if "auto" in system else [*SIZES]
     name = f"{POLICY}.rollout.name={engine}"
     compiled = [f"{POLICY}.actor.fsdp_config.use_torch_compile=true"] * ("compile" in system)
-    words = [*common(args), *sizes, *compiled, name, "trainer.logger=[jsonl]", out, *args.more]
+    profiler = ["global_profiler.tool=torch", f"global_profiler.steps=[{steps}]"] * args.profile
+    words = [*common(args, steps), *sizes, *compiled, *profiler, name, "trainer.logger=[jsonl]", out, *args.more]
     return [python, "-m", "trainer.main_ppo", *words]
 
 
@@ -189,11 +215,14 @@ def run(system: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             with suppress(ProcessLookupError, subprocess.TimeoutExpired):
                 os.killpg(job.pid, ending)
                 job.wait(15)
-    kept = read_steps(metrics, arrived, args.skip)
+    kept = read_steps(metrics, arrived[: args.steps], args.skip)
     if job.returncode or not kept:
         print(f"{system}: exit code {job.returncode}, {len(arrived)} steps:", file=sys.stderr)
         print((folder / "log.txt").read_text()[-2500:], file=sys.stderr)
-    return {"system": system, "steps": kept, "first_s": arrived[:1], "peak_gib": max(samples, default=0) / 1024}
+    traces = sorted(folder.glob("profile/*.json.gz")) if args.profile else []
+    profile = kernel_phases(traces[0]) if traces else {}
+    peak_gib = max(samples, default=0) / 1024
+    return {"system": system, "steps": kept, "first_s": arrived[:1], "peak_gib": peak_gib, "profile": profile}
 
 
 def read_steps(metrics: Path, arrived: list[float], skip: int) -> list[dict[str, float]]:
@@ -216,6 +245,34 @@ def phases(line: Mapping[str, Any], wall: float) -> dict[str, float]:
     """Seconds of a step by phase, with TRL's own timers under the same names."""
     parts = {phase: float(line.get(f"timing_s/{phase}", 0.0)) for phase in PHASES[1:-1]}
     return {"wall": wall, **parts, "rest": wall - sum(parts.values())}
+
+
+def kernel_phases(trace: Path) -> dict[str, dict[str, float]]:
+    """Seconds of kernels and of time, and the idle share, by phase of a profiled step."""
+    times = by_range(read_trace(trace), RANGES)
+    return {
+        phase: {"kernel_s": time.kernel_s, "wall_s": time.wall_s, "idle_share": time.idle_share}
+        for phase, time in times.items()
+    }
+
+
+def kernel_table(results: list[dict[str, Any]]) -> str:
+    """Medians over the repeats of what `kernel_phases` returned; a column for each system, those of rlsys first."""
+    systems = sorted(dict.fromkeys(result["system"] for result in results), key=is_peer)
+    of = {name: [one["profile"] for one in results if one["system"] == name and one.get("profile")] for name in systems}
+    rows = [["kernel s / s, idle", *systems], ["---"] * (len(systems) + 1)]
+    there = {phase for profiles in of.values() for profile in profiles for phase in profile}
+    for phase in (phase for phase in (*PHASES[1:], "outside") if phase in there):
+        row = [phase]
+        for name in systems:
+            inside = [profile[phase] for profile in of[name] if phase in profile]
+            kernel_s, wall_s, idle = (
+                statistics.median([one[key] for one in inside] or [0.0]) for key in ("kernel_s", "wall_s", "idle_share")
+            )
+            text = f"{kernel_s:.2f} / {wall_s:.2f}, {idle:.0%}" if kernel_s else f"no kernels / {wall_s:.2f}"
+            row.append(text if inside else "" if of[name] else "no profile")
+        rows.append(row)
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def table(results: list[dict[str, Any]]) -> str:
@@ -259,6 +316,7 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--new", type=int, default=256, help="tokens of an answer")
     parser.add_argument("--natural", action="store_true", help="answers end where the model ends them")
+    parser.add_argument("--profile", action="store_true", help="one more step, for a table of kernels by phase")
     parser.add_argument("--python", action="append", default=[], metavar="PEER=PATH")
     parser.add_argument("--deadline-s", type=float, default=400.0, help="longest one run may take")
     parser.add_argument("--seconds", type=float, default=86400.0, help="longest all runs may take")
@@ -272,7 +330,7 @@ def main() -> int:
         return 0
     if not (args.out / args.shape).exists():
         (args.out / "job").mkdir(parents=True, exist_ok=True)
-        write_rows(args.out / "job", args.prompts * args.steps)
+        write_rows(args.out / "job", args.prompts * (args.steps + args.profile))
         write_model(args.out / args.shape, args.shape)
     here = [system for system in args.systems if is_there(system, args)]
     if missing := [system for system in args.systems if system not in here]:
@@ -295,6 +353,8 @@ def main() -> int:
             )
     print(f"\n{args.shape}, {args.prompts} x {ANSWERS} answers of {args.new} tokens, {len(results)} runs")
     print(table(results))
+    if args.profile:
+        print(f"\n{kernel_table(results)}")
     return 0 if all(result["steps"] for result in results) else 1
 
 

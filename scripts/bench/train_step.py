@@ -3,10 +3,13 @@
     python scripts/bench/train_step.py --shape 0.5B                                # Megatron, one process a GPU
     python scripts/bench/train_step.py --shape 7B --tp 2 --recompute
     python scripts/bench/train_step.py --shape 0.5B --engine fsdp --json out.json
+    python scripts/bench/train_step.py --shape 7B --engine fsdp --profile          # and the kernels of one more step
     python scripts/bench/train_step.py --shape tiny --device cpu --ranks 2 --tp 2   # the same code here
 
 Random weights of a known shape, full sequences, log-probabilities of all but 64 prompt tokens. MFU is given against the
-data sheet and against the rate of a large matrix product measured in the same run.
+data sheet and against the rate of a large matrix product measured in the same run. `--profile` adds a step that is not
+timed with the others: milliseconds of the first rank's kernels by kind (NCCL's include the wait for other ranks), and
+the share of the step in which none runs. Much idle time and short kernels: the step is bound by launches.
 """
 
 import argparse
@@ -15,6 +18,8 @@ import os
 import socket
 import sys
 import tempfile
+from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -33,6 +38,7 @@ from rlsys.models.flops import ModelFlops, data_sheet_flops, measured_flops
 from rlsys.models.hf import read_config
 from rlsys.models.megatron.family import family_of
 from rlsys.protocol import DataProto
+from scripts.bench.kernels import profile_call
 from scripts.model_shapes import SHAPES
 
 PROMPT = 64
@@ -85,6 +91,28 @@ def nll(outputs: Any, rows: Any) -> LossSum:
     return LossSum(-(outputs["log_probs"] * mask).sum(), float(mask.sum()))
 
 
+def kernels(step: Callable[[], object], rank: int, cuda: bool) -> dict[str, Any] | None:
+    """The kernels of one more step on the first rank, in milliseconds by kind; all ranks take part."""
+    dist.barrier()
+    if rank:
+        step()
+        return None
+    time, num_waits = profile_call(step, cuda=cuda)
+    print(
+        f"\nprofiled step: {time.wall_s * 1e3:.1f} ms, idle {time.idle_share:.1%}, {time.num_kernels} kernels of ",
+        end="",
+    )
+    print(f"{time.kernel_s / max(1, time.num_kernels) * 1e6:.1f} us, {num_waits} waits of the host")
+    for group, spent_s in time.by_group.items():
+        print(f"{spent_s * 1e3:10.1f} ms  {time.runs_of(group):7d} x  {group}")
+    print("those that take most:")
+    for name, spent_s in islice(time.by_name.items(), 20):
+        print(f"{spent_s * 1e3:10.1f} ms  {time.runs[name]:7d} x  {name[:110]}")
+    groups = {group: round(spent_s * 1e3, 2) for group, spent_s in time.by_group.items()}
+    shares = {"idle_share": round(time.idle_share, 3), "nccl_share": round(time.nccl_share, 3)}
+    return {"wall_ms": round(time.wall_s * 1e3, 1), **shares, "kernels_ms": groups}
+
+
 def run_rank(rank: int, args: argparse.Namespace, folder: Path, port: int) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(args.ranks), "MASTER_ADDR": "127.0.0.1"}
     os.environ |= {"MASTER_PORT": str(port), "LOCAL_RANK": str(rank)}
@@ -96,15 +124,21 @@ def run_rank(rank: int, args: argparse.Namespace, folder: Path, port: int) -> No
     built_s = perf_counter() - started_s
     config = read_config(ModelConfig(path=str(folder)))
     rows = rows_of(args, config.vocab_size, engine.dp_size)
-    steps_s, losses = [], []
+    steps_s, losses, norm = [], [], 0.0
+
+    def step() -> tuple[float, float]:
+        loss, norm = engine.forward_backward(rows, nll)["loss"], engine.optim_step().grad_norm
+        if cuda:
+            torch.cuda.synchronize()
+        return loss, norm
+
     for _ in range(args.steps + 2):
         dist.barrier()
         started_s = perf_counter()
-        losses.append(engine.forward_backward(rows, nll)["loss"])
-        norm = engine.optim_step().grad_norm
-        if cuda:
-            torch.cuda.synchronize()
+        loss, norm = step()
         steps_s.append(perf_counter() - started_s)
+        losses.append(loss)
+    profile = kernels(step, rank, cuda) if args.profile else None
     lengths = [args.sequence] * len(rows) * engine.dp_size
     seconds = sorted(steps_s[2:])[args.steps // 2]
     forward = ModelFlops(config).forward(lengths, num_head_tokens=len(lengths) * (args.sequence - PROMPT))
@@ -126,6 +160,7 @@ def run_rank(rank: int, args: argparse.Namespace, folder: Path, port: int) -> No
             "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1) if cuda else None,
             "loss": [round(loss, 4) for loss in losses],
             "grad_norm": round(norm, 4),
+            "profile": profile,
         }
         print(json.dumps(result), flush=True)
         if args.json:
@@ -147,6 +182,7 @@ def main() -> None:
     parser.add_argument("--micro", type=int, default=1, help="sequences of a micro-batch")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--recompute", action="store_true")
+    parser.add_argument("--profile", action="store_true", help="one more step, with its kernels by kind")
     parser.add_argument("--fp8", choices=["e4m3", "hybrid"])
     parser.add_argument("--model", type=Path, help="where random weights are kept; a temporary folder by default")
     parser.add_argument("--json", type=Path)

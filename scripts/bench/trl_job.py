@@ -8,6 +8,8 @@ import importlib.util
 import json
 import time
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import pyarrow.parquet as pq
 import torch
 import trl.extras.profiling as profiling  # pyrefly: ignore[missing-import]
 from datasets import Dataset
+from torch.profiler import profile, record_function
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer  # pyrefly: ignore[missing-import]
 
@@ -24,32 +27,54 @@ preparing = [False]
 
 
 def enter(context: Any) -> Any:
-    """Start the clock of one of TRL's profiling contexts."""
+    """Start the clock of one of TRL's profiling contexts; log-probs are old ones only while a batch is prepared."""
     torch.cuda.synchronize()
-    context.part = context.name.removeprefix("GRPOTrainer.")
-    preparing[0] = preparing[0] or context.part == "_prepare_inputs"
+    part = context.name.removeprefix("GRPOTrainer.")
+    preparing[0] = preparing[0] or part == "_prepare_inputs"
+    context.part = PARTS.get(part, part)
+    if context.part == "old_log_prob" and not preparing[0]:
+        context.part = "update_actor"
+    context.range = record_function({"_prepare_inputs": "rest"}.get(part, context.part))
+    context.range.__enter__()
     context.started_s = time.perf_counter()
     return context
 
 
 def leave(context: Any, *_: object) -> None:
-    """Book its seconds; log-probs count as old ones only while a batch is prepared."""
+    """Book its seconds."""
     torch.cuda.synchronize()
     seconds = time.perf_counter() - context.started_s
+    context.range.__exit__(None, None, None)
     if context.part == "_prepare_inputs":
         preparing[0], spent["prepare"] = False, spent["prepare"] + seconds
-    elif context.part in PARTS and (preparing[0] or PARTS[context.part] != "old_log_prob"):
-        spent[PARTS[context.part]] += seconds
+    elif context.part in PARTS.values():
+        spent[context.part] += seconds
+
+
+@contextmanager
+def profiled_to(path: Path) -> Iterator[None]:
+    """A profile as rlsys takes it."""
+    path.parent.mkdir()
+    with profile(record_shapes=True) as profiler:
+        yield
+    profiler.export_chrome_trace(str(path))
 
 
 class Steps(TrainerCallback):
-    """Writes a line of metrics after each step."""
+    """Writes a line of metrics after each step, and a profile of one."""
 
-    def __init__(self, path: Path) -> None:
-        self.file, self.last_s = path.open("w", buffering=1), time.perf_counter()
+    def __init__(self, folder: Path, profiled: int) -> None:
+        self.file, self.last_s = (folder / "metrics.jsonl").open("w", buffering=1), time.perf_counter()
+        self.path, self.profiled, self.profile = folder / "profile" / f"step{profiled}.json.gz", profiled, ExitStack()
+
+    def on_step_begin(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+        if state.global_step + 1 == self.profiled:
+            self.profile.enter_context(profiled_to(self.path))
+            self.profile.enter_context(record_function("update_actor"))
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         torch.cuda.synchronize()
+        self.profile.close()
         step_s, self.last_s = time.perf_counter() - self.last_s, time.perf_counter()
         update_s = step_s - spent.pop("prepare", 0.0)
         line = {f"timing_s/{name}": seconds for name, seconds in {**spent, "update_actor": update_s}.items()}
@@ -65,6 +90,7 @@ def main() -> None:
         parser.add_argument(name, type=int)
     parser.add_argument("--sleep", action="store_true")
     parser.add_argument("--natural", action="store_true")
+    parser.add_argument("--profile", action="store_true", help="of the last step")
     args = parser.parse_args()
     profiling.ProfilingContext.__enter__, profiling.ProfilingContext.__exit__ = enter, leave
     spec: Any = importlib.util.spec_from_file_location("reward", args.work / "job" / "reward.py")
@@ -103,7 +129,7 @@ def main() -> None:
         reward_funcs=lambda completions, **_: [reward.compute_score("h2h", text, "0") for text in completions],
         args=config,
         train_dataset=Dataset.from_list([{"prompt": row["prompt"][0]["content"]} for row in rows]),
-        callbacks=[Steps(args.out / "metrics.jsonl")],
+        callbacks=[Steps(args.out, args.steps if args.profile else 0)],
     ).train()
 
 

@@ -18,10 +18,10 @@ import gc
 import json
 import sys
 import tempfile
-from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -30,7 +30,6 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from torch.distributed.fsdp import FSDPModule
-from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -44,6 +43,7 @@ from rlsys.models.flops import ModelFlops, measured_flops
 from rlsys.models.hf import read_config
 from rlsys.protocol import DataProto
 from rlsys.roles.actor import PPOActor
+from scripts.bench.kernels import profile_call
 from scripts.bench.train_step import write_checkpoint
 
 GIB = 1 << 30
@@ -83,32 +83,15 @@ def timed(work: Callable[[], object], repeats: int, cuda: bool) -> list[float]:
 
 def kernels(work: Callable[[], object], cuda: bool, most: int) -> dict[str, Any]:
     """The kernels of one call by total time, the share of its time without any, and how often the host waited."""
-    activities = [ProfilerActivity.CUDA] if cuda else [ProfilerActivity.CPU]
-    with profile(activities=activities) as profiler:
-        started_s = perf_counter()
-        work()
-        if cuda:
-            torch.cuda.synchronize()
-        wall_s = perf_counter() - started_s
-    spent, calls, spans, waits = defaultdict[str, float](float), defaultdict[str, int](int), [], 0
-    for event in profiler.events() or ():
-        if "Synchronize" in event.name:
-            waits += 1
-        if cuda == (event.device_type != torch.autograd.DeviceType.CPU):
-            spent[event.name] += event.time_range.elapsed_us() / 1e6
-            calls[event.name] += 1
-            spans.append((event.time_range.start, event.time_range.end))
-    busy_us, end = 0.0, 0.0
-    for start, stop in sorted(spans):
-        busy_us += max(0.0, stop - max(start, end))
-        end = max(end, stop)
-    top = sorted(spent, key=lambda name: -spent[name])[:most]
+    time, num_waits = profile_call(work, cuda=cuda)
     return {
-        "wall_s": round(wall_s, 4),
-        "idle_share": round(1 - busy_us / 1e6 / wall_s, 3),
-        "num_kernels": sum(calls.values()),
-        "host_waits": waits,
-        "top": [(round(spent[name], 4), calls[name], name[:110]) for name in top],
+        "wall_s": round(time.wall_s, 4),
+        "idle_share": round(time.idle_share, 3),
+        "num_kernels": time.num_kernels,
+        "host_waits": num_waits,
+        "top": [
+            (round(spent_s, 4), time.runs[name], name[:110]) for name, spent_s in islice(time.by_name.items(), most)
+        ],
     }
 
 

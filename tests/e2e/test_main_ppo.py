@@ -53,8 +53,11 @@ def test_a_run_leaves_metrics_checkpoint_timeline_and_rollouts(
     rollouts = f"trainer.rollout_data_dir={out}/rollouts"
     assert main(toy.overrides(out, LOCAL, rollouts, "trainer.test_freq=2", "trainer.profile_steps=[2]")) == 0
     (trace,) = (out / "profile").iterdir()
-    kernels = {event["name"] for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    kernels = {event["name"] for event in events}
+    ranges = {event["name"] for event in events if event.get("cat") == "user_annotation"}
     assert trace.name == "step2_rank0.json.gz"
+    assert {"gen", "compute_log_prob", "update_actor", "reshard_weights"} <= ranges
     assert {"aten::mm", "aten::embedding", "Optimizer.step#AdamW.step"} <= kernels
     printed, log = capsys.readouterr().out, (out / "train.log").read_text()
     assert {"config.yaml", "starts.jsonl"} <= {path.name for path in out.iterdir()}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlsys.config import PPOConfig, load_config
-from scripts.bench.head_to_head import read_steps, table
+from scripts.bench.head_to_head import kernel_phases, kernel_table, read_steps, table
 
 ROOT = Path(__file__).resolve().parents[2]
 SYSTEMS = ("rlsys-vllm", "rlsys-auto-vllm", "verl", "trl", "trl-sleep")
@@ -38,7 +38,34 @@ def test_every_system_gets_the_same_job_under_its_own_names(tmp_path: Path) -> N
     assert given == [str(tmp_path), "0.5B", str(tmp_path / "trl"), "7", "64", "16", "--natural"]
     assert of["trl-sleep"][-2:] == ["--sleep", "--natural"]
     options = {node.value for node in ast.walk(ast.parse(Path(job).read_text())) if isinstance(node, ast.Constant)}
-    assert {"work", "shape", "out", "steps", "new", "prompts", "--sleep", "--natural"} <= options
+    assert {"work", "shape", "out", "steps", "new", "prompts", "--sleep", "--natural", "--profile"} <= options
+
+
+def test_a_profile_is_of_one_more_step_of_rlsys_and_trl(tmp_path: Path) -> None:
+    of = commands(tmp_path, "--steps", "7", "--python", "verl=/v/python", "--profile")
+    assert {"trainer.total_training_steps=8", "global_profiler.steps=[8]"} <= set(of["rlsys-vllm"])
+    assert (of["trl"][5], of["trl"][-1]) == ("8", "--profile")
+    assert "trainer.total_training_steps=7" in of["verl"]
+    assert "global_profiler" not in " ".join(of["verl"])
+
+
+def test_kernels_are_shown_by_phase(tmp_path: Path) -> None:
+    def event(category: str, name: str, start: float, seconds: float) -> dict[str, object]:
+        return {"ph": "X", "cat": category, "name": name, "ts": start * 1e6, "dur": seconds * 1e6}
+
+    ranges = [("exchange", 0, 1), ("exchange", 2, 2), ("compute_log_prob", 5, 1), ("reshard_weights", 6, 1)]
+    events = [event("user_annotation", *one) for one in ranges]
+    events += [event("kernel", "gemm", 0.5, 3), event("kernel", "flash", 5.25, 0.5)]
+    trace = tmp_path / "step8_rank0.json"
+    trace.write_text(json.dumps({"traceEvents": events}))
+    ours = {"system": "rlsys-vllm", "profile": kernel_phases(trace)}
+    assert kernel_table([{"system": "verl", "profile": {}}, ours]).splitlines() == [
+        "| kernel s / s, idle | rlsys-vllm | verl |",
+        "| --- | --- | --- |",
+        "| gen | 3.00 / 4.00, 25% | no profile |",
+        "| old_log_prob | 0.50 / 1.00, 50% | no profile |",
+        "| update_weights | no kernels / 1.00 | no profile |",
+    ]
 
 
 def test_settings_shared_with_verl_are_settings_of_ours(tmp_path: Path) -> None:
