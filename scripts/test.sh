@@ -37,7 +37,8 @@ gpu=(
   'tests/gpu/test_megatron_cuda.py -k every_layout_trains_as'
   'tests/gpu/test_megatron_cuda.py -k same_adapters'
   'tests/gpu/test_megatron_cuda.py -k of_the_source'
-  'tests/gpu/test_megatron_cuda.py -k not(every_layout_trains)and(not(of_the_source))'
+  'tests/gpu/test_megatron_cuda.py -k shared_sequences'
+  'tests/gpu/test_megatron_cuda.py -k not(every_layout_trains)and(not(of_the_source))and(not(shared_sequences))'
   'tests/gpu/test_fsdp_cuda.py -k loss_and_gradients'
   'tests/gpu/test_fsdp_cuda.py -k not(loss_and_gradients)'
 )

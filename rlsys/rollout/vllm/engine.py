@@ -64,6 +64,7 @@ class VLLMRollout(BaseRolloutEngine):
         with restored_torch(), names, rank_within_replica(self._place):
             self.engine = _start(arguments, self.hf_config, kv_cache_gib=config.kv_cache_gib)
         self._rpc("rlsys_count_tokens")
+        self._rpc("rlsys_share_gpu")
         needs_all = config.enable_rollout_routing_replay or has_images(self.hf_config)
         self._skips_running = arguments["disable_log_stats"] and not needs_all
         if config.pipeline_model_parallel_size > 1 and on_cpu:

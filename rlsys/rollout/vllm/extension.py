@@ -1,6 +1,6 @@
 """Methods added to vLLM's workers, called by name through collective_rpc."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,20 @@ class RolloutExtension:
     """Mixed into vLLM's worker class."""
 
     model_runner: Any
+    sleep: Callable[[int], None]
+
+    def rlsys_share_gpu(self) -> None:
+        """Do not fail where, as vLLM released memory to sleep, another process took more of the GPU."""
+        sleep = self.sleep
+
+        def sleep_beside_others(level: int = 1) -> None:
+            try:
+                sleep(level)
+            except AssertionError as error:
+                if "Memory usage increased" not in str(error):
+                    raise
+
+        self.sleep = sleep_beside_others
 
     def rlsys_count_tokens(self) -> None:
         """Have vLLM only count the tokens of each request for our sampler, and not wait for their ids at every step."""
