@@ -2,13 +2,17 @@
 
     python scripts/bench/decode.py sglang models/SmolLM2 --rows 512 --tokens 256
     python scripts/bench/decode.py vllm 7B --fp8 --rows 64 256     # random weights of that shape, in FP8 and bfloat16
+    python scripts/bench/decode.py vllm 0.5B --cases ours ours-2 alone inside inside-sync inside-2 --host-profile
 
 Eight answers to each prompt, sampled to their full length. Ours come with both log-probabilities, as DataProto rows;
 every engine has a process of its own, the engine alone with the same options (`scripts/bench/step.py`) and the largest
-number of rows.
+number of rows. Cases of vLLM: `ours-2` with its model runner 2; vLLM alone, as it chooses (`alone`), or in the process
+that steps it, as ours is: with runner 1 (`inside`), without asynchronous scheduling (`inside-sync`), with runner 2
+(`inside-2`). With `--host-profile` ours also prints where the host's time of a step goes.
 """
 
 import argparse
+import os
 import random
 import sys
 from collections.abc import Sequence
@@ -25,6 +29,15 @@ from scripts.model_shapes import SHAPES  # noqa: E402
 
 PROMPT_TOKENS, ANSWERS = 100, 8
 WARM, TIMED = 1, 3
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+INSIDE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", RUNNER: "0"}
+ALONE: dict[str, tuple[dict[str, str], dict[str, object]]] = {
+    "alone": ({}, {}),
+    "inside": (INSIDE, {"async_scheduling": True}),
+    "inside-sync": (INSIDE, {"async_scheduling": False}),
+    "inside-2": (INSIDE | {RUNNER: "1"}, {"async_scheduling": True}),
+}
+"""The environment and the options of vLLM alone."""
 
 
 def best_rate(num_tokens: int, work: Any) -> float:
@@ -45,6 +58,8 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--deadline-s", type=float, default=300.0, help="longest that an engine may take")
     parser.add_argument("--fp8", action="store_true", help="ours with rollout.quantization=fp8 too (vllm on a GPU)")
+    parser.add_argument("--cases", nargs="+", default=["ours", "alone"], choices=["ours", "ours-2", *ALONE])
+    parser.add_argument("--host-profile", action="store_true", help="where our host's time of a step goes (vllm)")
     parser.add_argument("--out", type=Path, default=Path("runs/decode"), help="where random weights are written")
     args = parser.parse_args()
     import torch
@@ -58,20 +73,29 @@ def main() -> int:
     counts = sorted(args.rows)
     prompts = [tuple(draw.randrange(3, vocab_size) for _ in range(PROMPT_TOKENS)) for _ in range(counts[-1] // ANSWERS)]
     rows, rates = [prompt for prompt in prompts for _ in range(ANSWERS)], dict[str, float]()
-    for quantization in ("fp8", None) if args.fp8 else (None,):
+    engines: list[tuple[str, str, Literal["fp8"] | None]] = [("ours in FP8", "0", "fp8")] if args.fp8 else []
+    engines += [(name, runner, None) for name, runner in (("ours", "0"), ("ours-2", "1")) if name in args.cases]
+    for name, runner, quantization in engines:
+        os.environ[RUNNER] = runner
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-            measured = pool.submit(ours, args.engine, path, rows, counts, args.tokens, quantization)
+            sizes = (counts, args.tokens, quantization)
+            measured = pool.submit(ours, name, args.engine, path, rows, sizes, args.host_profile)
             rates |= measured.result(args.deadline_s)
+    os.environ.pop(RUNNER, None)
     for count in counts if args.fp8 else ():
         fp8, plain = rates[f"ours in FP8, {count} rows"], rates[f"ours, {count} rows"]
         print(f"ours, {count} rows: FP8 {fp8:,.0f}, bfloat16 {plain:,.0f} tokens/s, {fp8 / plain:.2f}", flush=True)
     work = {"model": str(path), "tp": 1, "rows": len(rows), "prompts": len(prompts), "cuda": cuda}
     work |= {"prompt_tokens": PROMPT_TOKENS, "answer_tokens": args.tokens, "max_num_seqs": len(rows)}
     work["vocab_size"] = vocab_size
-    alone = offline(args.engine, work, args.deadline_s)
-    rates |= {f"alone, {name}": rate for name, rate in alone.items()}
+    for case in [case for case in ALONE if case in args.cases]:
+        env, options = ALONE[case]
+        asked = {"options": options, "logprobs": case == "alone"}
+        alone = offline(args.engine, work | asked, args.deadline_s, env=env)
+        rates |= {f"{case}, {name}": rate for name, rate in alone.items()}
+    first = next((rates[f"{case}, {len(rows)} rows"] for case in ("ours-2", "ours") if case in args.cases), 0.0)
     for name, rate in rates.items():
-        print(f"{args.engine} {name}: {rate:,.0f} tokens/s; ours / this {rates[f'ours, {len(rows)} rows'] / rate:.2f}")
+        print(f"{args.engine} {name}: {rate:,.0f} tokens/s; ours / this {first / rate:.2f}")
     return 0
 
 
@@ -88,16 +112,17 @@ def random_weights(shape: str, out: Path) -> Path:
 
 
 def ours(
+    name: str,
     kind: str,
     model: Path,
     rows: Sequence[tuple[int, ...]],
-    counts: Sequence[int],
-    num_tokens: int,
-    quantization: Literal["fp8"] | None,
+    sizes: tuple[Sequence[int], int, Literal["fp8"] | None],
+    host_profile: bool,
 ) -> dict[str, float]:
-    """Rates of our engine with the first `counts` of the rows, and of the same SGLang asked directly."""
+    """Rates of our engine, and of the same SGLang; `sizes` are numbers of rows, tokens, and the quantization."""
     from rlsys.types import ModelRequest, SamplingParams
 
+    counts, num_tokens, quantization = sizes
     engine = _engine(kind, model, len(rows), PROMPT_TOKENS + num_tokens, quantization)
 
     def work(count: int, turn: int) -> None:
@@ -108,13 +133,42 @@ def ours(
             ]
         )
 
-    name = "ours in FP8" if quantization else "ours"
     rates = {f"{name}, {count} rows": best_rate(count * num_tokens, partial(work, count)) for count in counts}
     if kind == "sglang" and not quantization:
         for name, logprob in (("directly", False), ("directly, with log-probabilities", True)):
             rates[name] = best_rate(len(rows) * num_tokens, _asked_directly(engine, rows, num_tokens, logprob))
+    if host_profile:
+        print(f"{name}: {_host_profile(engine, partial(work, len(rows), WARM + TIMED))}", flush=True)
     engine.close()
     return rates
+
+
+def _host_profile(engine: Any, work: Any) -> str:
+    """Milliseconds of a step by part: vLLM's scheduler, its model runner, our sampling in it, and what is outside."""
+    core, took = engine.engine.engine_core.engine_core, dict[str, float]()
+    sampler = engine._sampling.sampler
+    parts = ((core.scheduler, "schedule"), (core.scheduler, "update_from_output"), (sampler, "set_rows"))
+    parts += ((core.model_executor, "execute_model"), (core.model_executor, "sample_tokens"), (sampler, "force"))
+    parts += ((engine, "_report"), (engine, "_end"), (engine, "_add"), (engine, "_step"), (core, "step_fn"))
+    for owner, name in parts:
+        setattr(owner, name, partial(_timed, getattr(owner, name), name, took))
+    took |= dict.fromkeys([name for _, name in parts], 0.0) | {"steps": 0.0}
+    started_s = perf_counter()
+    work()
+    whole, steps = perf_counter() - started_s, took.pop("steps")
+    known = ("schedule", "execute_model", "sample_tokens", "update_from_output")
+    took["waiting for the GPU, and the rest of step_fn"] = took["step_fn"] - sum(took[name] for name in known)
+    took["outside of _step"] = whole - took["_step"]
+    return ", ".join(f"{name} {1e3 * seconds / steps:.2f}" for name, seconds in ({"all": whole} | took).items())
+
+
+def _timed(call: Any, name: str, took: dict[str, float], *args: Any, **kwargs: Any) -> Any:
+    started_s = perf_counter()
+    try:
+        return call(*args, **kwargs)
+    finally:
+        took[name] += perf_counter() - started_s
+        took["steps"] += name == "step_fn"
 
 
 def _engine(kind: str, model: Path, num_rows: int, length: int, quantization: Literal["fp8"] | None) -> Any:

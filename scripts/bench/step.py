@@ -15,6 +15,7 @@ the rate at which this device reads memory. The bubble is the share of a step in
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -75,10 +76,13 @@ def resolved(overrides: list[str]) -> Any:
     return load_config(overrides)
 
 
-def offline(engine: str, work: dict[str, Any], deadline_s: float) -> dict[str, float]:
+def offline(
+    engine: str, work: dict[str, Any], deadline_s: float, *, env: dict[str, str] | None = None
+) -> dict[str, float]:
     """Tokens a second of the engine alone, in a process of its own, with and without log-probabilities."""
     command = [sys.executable, str(Path(__file__).resolve()), "--alone", json.dumps(work | {"engine": engine})]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s, check=False)
+    env = {**os.environ, **(env or {})}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s, env=env, check=False)
     if done.returncode:
         print(done.stdout[-1500:], done.stderr[-3000:], file=sys.stderr)
         return {}
@@ -94,7 +98,7 @@ def alone(work: dict[str, Any]) -> dict[str, float]:
     rows = [prompt for prompt in prompts for _ in range(work["rows"] // work["prompts"])]
     generate = {"vllm": _vllm_alone, "sglang": _sglang_alone}[work["engine"]](work)
     rates = {}
-    for name, logprobs in (("plain", False), ("with_logprobs", True)):
+    for name, logprobs in (("plain", False), ("with_logprobs", True))[: 1 + work.get("logprobs", True)]:
         for _ in range(2):
             started_s = perf_counter()
             num_tokens = generate(rows, logprobs)
@@ -105,7 +109,7 @@ def alone(work: dict[str, Any]) -> dict[str, float]:
 def _vllm_alone(work: dict[str, Any]) -> Any:
     from vllm import LLM, SamplingParams
 
-    cpu = {} if work["cuda"] else {"enforce_eager": True}
+    options = work.get("options", {}) | ({} if work["cuda"] else {"enforce_eager": True})
     engine = LLM(
         work["model"],
         skip_tokenizer_init=True,
@@ -114,7 +118,7 @@ def _vllm_alone(work: dict[str, Any]) -> Any:
         max_num_seqs=work["max_num_seqs"],
         max_model_len=work["prompt_tokens"] + work["answer_tokens"],
         gpu_memory_utilization=0.8 if work["cuda"] else 0.3,
-        **cpu,
+        **options,
     )
 
     def generate(rows: list[list[int]], logprobs: bool) -> int:

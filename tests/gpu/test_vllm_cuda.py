@@ -1,6 +1,7 @@
 """vLLM on a GPU: log-probs as transformers gives them, weights in place by the learned layout, sleep and wake."""
 
 import importlib.util
+import os
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -62,8 +63,9 @@ class Trainer:
         return self.rollout.local_tensors()
 
 
-def serve(path: Path, first_one: bool) -> dict[str, Any]:
+def serve(path: Path, first_one: bool, runner: str) -> dict[str, Any]:
     """The life of an engine; the first one begins steps ahead and keeps its weights while it sleeps."""
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = runner
     from rlsys.rollout.vllm.engine import VLLMRollout
     from workers.colocated import learn_engine_layout
 
@@ -110,23 +112,25 @@ def drawn(engine: Any) -> list[tuple[tuple[int, ...], str]]:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What two engines did, each in a process of its own, whose start takes most of the time."""
+    """What engines did, each in a process of its own, whose start takes most of the time: the third has runner 2."""
     path = tmp_path_factory.mktemp("model")
     model_of(0).save_pretrained(path)
-    return [run_ranks(1, serve, path, first_one, backend=BACKEND)[0] for first_one in (True, False)]
+    engines = ((True, "0"), (False, "0"), (True, "1"))
+    return [run_ranks(1, serve, path, *engine, backend=BACKEND)[0] for engine in engines]
 
 
 def test_steps_begun_ahead_change_no_token(served: list[dict[str, Any]]) -> None:
-    ahead, plain = (result["drawn"] for result in served)
-    assert sum(a == b for a, b in zip(ahead, plain, strict=True)) >= 38, "bf16 may round a draw apart, not more"
+    ahead, plain, second = (result["drawn"] for result in served)
+    for other in (plain, second):
+        assert sum(a == b for a, b in zip(ahead, other, strict=True)) >= 38, "bf16 may round a draw apart, not more"
     assert {why for _, why in ahead} == {"stop", "length"}
     assert all(tokens[-1] in range(100, 160) for tokens, why in ahead if why == "stop")
     assert not any(token in range(100, 160) for tokens, _ in ahead for token in tokens[:-1])
 
 
-@pytest.mark.parametrize("offload_on_sleep", [True, False])
-def test_vllm_serves_what_is_pushed(served: list[dict[str, Any]], offload_on_sleep: bool) -> None:
-    result = served[not offload_on_sleep]
+@pytest.mark.parametrize("engine", [0, 1, 2])
+def test_vllm_serves_what_is_pushed(served: list[dict[str, Any]], engine: int) -> None:
+    result, offload_on_sleep = served[engine], engine != 1
     assert result["before"] < 0.03
     assert result["kept"] < 0.03
     assert result["pushed"] < 0.03

@@ -63,7 +63,7 @@ class VLLMRollout(BaseRolloutEngine):
             share_cache_plans()
         with restored_torch(), names, rank_within_replica(self._place):
             self.engine = _start(arguments, self.hf_config, kv_cache_gib=config.kv_cache_gib)
-        self._rpc("rlsys_count_tokens")
+        self._sampling = self._rpc("rlsys_start_sampling")
         self._rpc("rlsys_share_gpu")
         needs_all = config.enable_rollout_routing_replay or has_images(self.hf_config)
         self._skips_running = arguments["disable_log_stats"] and not needs_all
@@ -71,8 +71,7 @@ class VLLMRollout(BaseRolloutEngine):
             self.engine.engine_core.execute_dummy_batch()  # makes what a stage's input is copied into
         if config.quantization and context.load_format == "dummy":
             keep_loadable(self._model())
-        loads = context.load_format == "auto" and on_cpu
-        dtype = dtype_name(config.dtype, context.device)
+        loads, dtype = context.load_format == "auto" and on_cpu, dtype_name(config.dtype, context.device)
         expected = hf_tensors(path, dtype=dtype, has_values=loads, has_memory=on_cpu)
         reload, derive = partial(self._rpc, "rlsys_reload"), partial(self._rpc, "rlsys_derive")
         self.weights = HostWeights(*expected, reload) if on_cpu else EngineWeights(*expected, self._model, derive)
@@ -126,7 +125,7 @@ class VLLMRollout(BaseRolloutEngine):
             self._take_samples([number for number in ended if number not in requests])  # delivered before a stop
 
     def _take_samples(self, numbers: list[int], starts: list[int] | None = None) -> tuple[np.ndarray, np.ndarray]:
-        return self._rpc("rlsys_take_samples", numbers, starts)
+        return self._sampling.take(numbers, starts)
 
     def _drain(self) -> None:
         """Run the steps that were started ahead; their samples are for requests that have ended."""
@@ -203,9 +202,8 @@ class VLLMRollout(BaseRolloutEngine):
             output_kind=RequestOutputKind.FINAL_ONLY,
             extra_args={SPEC_KEY: spec},
         )
-        prompt = {"prompt_token_ids": list(ids), "cache_salt": self._salt}
-        if images:
-            prompt = image_prompt(ids, self.hf_config, images, salt=self._salt)
+        text = {"prompt_token_ids": list(ids), "cache_salt": self._salt}
+        prompt = image_prompt(ids, self.hf_config, images, salt=self._salt) if images else text
         self.engine.add_request(str(spec.number), prompt, params)
         return str(spec.number)
 
@@ -280,7 +278,8 @@ class VLLMRollout(BaseRolloutEngine):
 
 def _start(arguments: Mapping[str, Any], hf_config: PretrainedConfig, *, kv_cache_gib: int) -> Any:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # version 2 has no input_batch and has other logits processors
+    if os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0") == "0":  # runner 2 takes no logits processors
+        arguments = {**arguments, "logits_processors": ["rlsys.rollout.vllm.sampler:SamplingProcessor"]}
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(kv_cache_gib))
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR" if arguments["disable_log_stats"] else "INFO")
@@ -293,7 +292,6 @@ def _start(arguments: Mapping[str, Any], hf_config: PretrainedConfig, *, kv_cach
         EngineArgs(
             skip_tokenizer_init=True,
             worker_extension_cls="rlsys.rollout.vllm.extension.RolloutExtension",
-            logits_processors=["rlsys.rollout.vllm.sampler:SamplingProcessor"],
             **arguments,
         )
     )

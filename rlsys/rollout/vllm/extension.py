@@ -1,14 +1,13 @@
 """Methods added to vLLM's workers, called by name through collective_rpc."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 from vllm.distributed.parallel_state import get_pp_group
 
 from rlsys.rollout.vllm.packed_weights import derive_again, pack_again
-from rlsys.rollout.vllm.sampler import SamplingProcessor
+from rlsys.rollout.vllm.sampler import RunnerSampling, SamplingProcessor
 
 
 class RolloutExtension:
@@ -30,17 +29,12 @@ class RolloutExtension:
 
         self.sleep = sleep_beside_others
 
-    def rlsys_count_tokens(self) -> None:
-        """Have vLLM only count the tokens of each request for our sampler, and not wait for their ids at every step."""
-        self.model_runner.input_batch.logitsprocs_need_output_token_ids = False
-
-    def rlsys_take_samples(
-        self, numbers: Sequence[int], starts: Sequence[int] | None = None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """As `SamplingProcessor.take`."""
-        processors = self.model_runner.input_batch.logitsprocs.all
-        processor = next(one for one in processors if isinstance(one, SamplingProcessor))
-        return processor.take(numbers, starts)
+    def rlsys_start_sampling(self) -> SamplingProcessor | RunnerSampling:
+        """Have vLLM take our tokens: runner 1 only counts those of each request and does not wait for their ids."""
+        if not (batch := getattr(self.model_runner, "input_batch", None)):
+            return RunnerSampling(self.model_runner)
+        batch.logitsprocs_need_output_token_ids = False
+        return next(one for one in batch.logitsprocs.all if isinstance(one, SamplingProcessor))
 
     def rlsys_reload(self, tensors: Mapping[str, Tensor]) -> None:
         """Load full HF tensors through vLLM's own loader, which packs them for its kernels."""
@@ -53,6 +47,11 @@ class RolloutExtension:
 
     def rlsys_score_at(self, temperature: float) -> None:
         """Compute prompt log-probabilities at this temperature from now on; only the last stage has logits for them."""
+        if worker := getattr(self.model_runner, "prompt_logprobs_worker", None):  # of runner 2
+            compute = type(worker).compute_prompt_logprobs
+            worker.compute_prompt_logprobs = lambda logits_of, *given: compute(
+                worker, lambda hidden_states: logits_of(hidden_states).float() / temperature, *given
+            )
         self.model_runner.sampler.compute_logprobs = lambda logits: (logits.float() / temperature).log_softmax(-1)
         if not get_pp_group().is_last_rank:
             self.model_runner._get_prompt_logprobs_dict = lambda *_: {}

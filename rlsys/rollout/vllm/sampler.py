@@ -1,7 +1,8 @@
-"""The logits processor through which vLLM takes our tokens."""
+"""Through what vLLM takes our tokens: a logits processor, or for its model runner 2 what stands in for its sampler."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -10,6 +11,11 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDi
 
 from rlsys.rollout.sampling.hook import SPEC_KEY, RowSampler, SampleSpec
 
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.config import VllmConfig
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
 
 class SamplingProcessor(LogitsProcessor):
     """Samples a token for each row and makes it the one that greedy decoding takes.
@@ -17,7 +23,7 @@ class SamplingProcessor(LogitsProcessor):
     A request's SampleSpec is in `SamplingParams.extra_args["rlsys_sample"]`; the engine's seed is the model config's.
     """
 
-    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+    def __init__(self, vllm_config: "VllmConfig", device: torch.device, is_pin_memory: bool) -> None:
         self.sampler = RowSampler(vllm_config.model_config.seed, device)
         self._rows: dict[int, tuple[SampleSpec, list[int]]] = {}
         self._counted: list[tuple[int, list[int]]] = []
@@ -61,3 +67,29 @@ class SamplingProcessor(LogitsProcessor):
         positions = torch.tensor([length + len(ids) for length, ids in self._counted], pin_memory=self._pin)
         self.sampler.force(logits, positions.to(logits.device, non_blocking=True))
         return logits
+
+
+class RunnerSampling:
+    """Samples a token for each row of vLLM's model runner 2, which takes no logits processors.
+
+    It keeps its rows on the device, where runner 1 has Python iterate over all of them several times in each step.
+    """
+
+    def __init__(self, runner: "GPUModelRunner") -> None:
+        self.sampler = RowSampler(runner.model_config.seed, runner.device)
+        self.take, self._prompt_ends = self.sampler.log.take, runner.req_states.prefill_len
+        self._specs, self._rows = dict[int, SampleSpec](), np.zeros(0, np.int32)
+        runner.sampler.sample, runner.sampler.add_request = self._sample, partial(self._add, runner.sampler.add_request)
+
+    def _add(self, add_request: Callable[..., None], row: int, *given: object) -> None:
+        add_request(row, *given)
+        self._specs[row], self._rows = cast("SamplingParams", given[-1]).extra_args[SPEC_KEY], np.zeros(0, np.int32)
+
+    def _sample(self, logits: Tensor, index: Tensor, *given: Any, **_: object) -> tuple[Tensor, Tensor]:
+        at = next(at for at, one in enumerate(given) if isinstance(one, np.ndarray))  # before the positions
+        if not np.array_equal(self._rows, given[at]):
+            self._rows = given[at]
+            self.sampler.set_rows([self._specs[row] for row in self._rows.tolist()])
+        positions = given[at + 1] + 1
+        is_dropped = positions < self._prompt_ends.gpu[index]  # vLLM drops what is sampled within a prompt
+        return self.sampler.force(logits, positions.masked_fill(is_dropped, -1))[:, 1].long(), logits
