@@ -3,9 +3,10 @@
 The reference is one process, one unpadded row at a time, through transformers' plain attention.
 """
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from rlsys.interfaces import LossSum, TrainEngine
 from rlsys.models.hf import saved_names
 from rlsys.models.megatron.parallel import ParallelSizes
 from rlsys.protocol import DataProto
+from rlsys.roles.lm import lm_loss
 from tests.engine_gradients import gradients
 from tests.ranks import run_ranks
 
@@ -456,3 +458,17 @@ def results(engine: str, world: int, name: str, head: str, *, slow: bool = False
     cases = [case for size, case in CASES[engine] if size == world and is_slow(engine, world, case) == slow]
     ranks = run_ranks(world, all_steps, ENGINES[engine], name, head, cases)
     return {case: [rank[case] for rank in ranks] for case in cases}
+
+
+def waits_of(engine: Any, rows: DataProto) -> list[int]:
+    """How often the host waits for the GPU in log-probs and in an update."""
+    counts = []
+    for work in (partial(engine.forward, rows, ("log_probs",)), partial(engine.forward_backward, rows, lm_loss)):
+        work()
+        torch.cuda.set_sync_debug_mode("warn")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            work()
+        torch.cuda.set_sync_debug_mode("default")
+        counts.append(sum("synchronizing" in str(one.message) for one in caught))
+    return counts

@@ -1,6 +1,5 @@
 """FSDPEngine on CUDA and NCCL: bf16 compute over float32 masters, varlen attention, offload, one and two ranks."""
 
-import warnings
 from collections.abc import Mapping
 from functools import partial
 from importlib.util import find_spec
@@ -16,7 +15,6 @@ from rlsys.config.schema.model import OptimConfig, OverrideOptimizerConfig, Shar
 from rlsys.engines.fsdp.engine import FSDPEngine
 from rlsys.engines.micro_batches import MicroBatches
 from rlsys.protocol import DataProto
-from rlsys.roles.lm import lm_loss
 from tests.contracts.train_engine import (
     OUTPUTS,
     SEED,
@@ -29,6 +27,7 @@ from tests.contracts.train_engine import (
     one_step,
     reference,
     share_of,
+    waits_of,
 )
 from tests.ranks import run_ranks
 
@@ -276,19 +275,8 @@ def test_recomputation_and_chunks_bound_memory() -> None:
     assert chunked < logits
 
 
-def waits(num_rows: int) -> tuple[int, int]:
-    """How often the host waits for the GPU in log-probs and in an update of 8 rows by micro-batches of `num_rows`."""
-    engine, rows = cuda_engine(WIDE, "lm", Case(rows=num_rows)), DataProto.from_dict(make_batch())
-    counts = []
-    for work in (partial(engine.forward, rows, ("log_probs",)), partial(engine.forward_backward, rows, lm_loss)):
-        work()
-        torch.cuda.set_sync_debug_mode("warn")
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            work()
-        torch.cuda.set_sync_debug_mode("default")
-        counts.append(sum("synchronizing" in str(one.message) for one in caught))
-    return counts[0], counts[1]
+def waits(num_rows: int) -> list[int]:
+    return waits_of(cuda_engine(WIDE, "lm", Case(rows=num_rows)), DataProto.from_dict(make_batch()))
 
 
 def test_no_micro_batch_waits_for_the_gpu() -> None:

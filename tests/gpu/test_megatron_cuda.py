@@ -31,6 +31,7 @@ from tests.contracts.train_engine import (
     model_config,
     one_step,
     reference,
+    waits_of,
 )
 from tests.engine_gradients import gradients
 from tests.ranks import run_ranks
@@ -384,6 +385,14 @@ def test_parts_move_to_the_host_and_back(lora: Lora | None) -> None:
     assert result["same"]
     assert lora or result["left"] < 0.2  # the libraries' workspaces stay
     assert all(value == value for value in result["after"])
+
+
+def waits(num_rows: int) -> list[int]:
+    return waits_of(megatron(EVEN, case=Case(rows=num_rows)), rows_of(EVEN["vocab_size"]))
+
+
+def test_no_micro_batch_waits_for_the_gpu() -> None:
+    assert run_ranks(1, waits, 1, backend=BACKEND) == run_ranks(1, waits, 8, backend=BACKEND)
 
 
 def resumed(place: Path, first: bool) -> tuple[Any, dict[str, Tensor]]:

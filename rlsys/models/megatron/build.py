@@ -210,7 +210,8 @@ class TokenGPT(GPTModel):
 
 def packed_arguments(rows: TokenRows, device: torch.device) -> dict[str, Any]:
     """What TokenGPT is called with for one pack (1, T), or for this rank's share of its tokens."""
-    ends = torch.tensor((0, *rows.lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+    ends = torch.tensor((0, *rows.lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    ends = ends.to(device, non_blocking=True)
     longest = max(rows.lengths)
     packing = PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest
@@ -222,7 +223,7 @@ def packed_arguments(rows: TokenRows, device: torch.device) -> dict[str, Any]:
     group: Any = mpu.get_context_parallel_group()
     if group.size() > 1:
         packing.cu_seqlens_q_padded = packing.cu_seqlens_kv_padded = ends
-        own = own_tokens(rows.lengths, group.rank(), group.size()).to(device)
+        own = own_tokens(rows.lengths, group.rank(), group.size()).to(device, non_blocking=True)
         ids = ids[own]
         if isinstance(packing, ImagePacking):
             packing.numbers = packing.numbers[own]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from inspect import signature
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -79,6 +80,8 @@ class RunnerSampling:
         self.sampler = RowSampler(runner.model_config.seed, runner.device)
         self.take, self._prompt_ends = self.sampler.log.take, runner.req_states.prefill_len
         self._specs, self._rows = dict[int, SampleSpec](), np.zeros(0, np.int32)
+        names = list(signature(runner.sampler.sample).parameters)[2:]
+        self._places = names.index("idx_mapping_np"), names.index("pos")
         runner.sampler.sample, runner.sampler.add_request = self._sample, partial(self._add, runner.sampler.add_request)
 
     def _add(self, add_request: Callable[..., None], row: int, *given: object) -> None:
@@ -86,10 +89,10 @@ class RunnerSampling:
         self._specs[row], self._rows = cast("SamplingParams", given[-1]).extra_args[SPEC_KEY], np.zeros(0, np.int32)
 
     def _sample(self, logits: Tensor, index: Tensor, *given: Any, **_: object) -> tuple[Tensor, Tensor]:
-        at = next(at for at, one in enumerate(given) if isinstance(one, np.ndarray))  # before the positions
-        if not np.array_equal(self._rows, given[at]):
-            self._rows = given[at]
+        row_at, position_at = self._places
+        rows, positions = given[row_at], given[position_at] + 1
+        if not np.array_equal(self._rows, rows):
+            self._rows = rows
             self.sampler.set_rows([self._specs[row] for row in self._rows.tolist()])
-        positions = given[at + 1] + 1
         is_dropped = positions < self._prompt_ends.gpu[index]  # vLLM drops what is sampled within a prompt
         return self.sampler.force(logits, positions.masked_fill(is_dropped, -1))[:, 1].long(), logits
