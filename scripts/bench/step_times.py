@@ -88,6 +88,13 @@ RUNS = (
         job(64, 8, VLLM, COMPILED, kept=True),
         (2.99, 0.59, 1.58, 0.04, 5.28),
     ),
+    Measured(
+        "the same, another host",
+        "0.5B H200",
+        FORCED,
+        job(64, 8, VLLM, COMPILED, kept=True),
+        (3.48, 0.66, 1.85, 0.056, 6.20),
+    ),
     Measured("FSDP", "0.5B H100", FORCED, job(64, 8, VLLM, kept=True), (0, 1.01, 3.12, 0, 0)),
     Measured("compiled FSDP", "0.5B H100", FORCED, job(64, 8, VLLM, COMPILED, kept=True), (0, 0.79, 2.29, 0, 0)),
     Measured("vLLM alone, 256 x 128", "7B H200", (100, 128, 128), job(32, 8, VLLM), (1.24, 0, 0, 0, 0)),
@@ -123,6 +130,7 @@ RUNS = (
         job(8, 1, TWO, MEGATRON, f"{ACTOR}.megatron.tensor_model_parallel_size=2", tokens=8192, kept=True),
         (0, 0, 2.14, 0, 0),
     ),
+    Measured("FSDP2, 8 x 4096", "7B H200", (1, 4095, 4095), job(8, 1, TWO, **LONG), (0, 0, 2.22, 0, 0)),
     Measured("Megatron, 8 x 4096", "0.5B H200", (1, 4095, 4095), job(8, 1, MEGATRON, **LONG), (0, 0, 0.67, 0, 0)),
     Measured("FSDP, 8 x 4096", "0.5B H200", (1, 4095, 4095), job(8, 1, **LONG), (0, 0, 0.80, 0, 0)),
 )
