@@ -1,4 +1,4 @@
-"""Through what vLLM takes our tokens: a logits processor, or for its model runner 2 what stands in for its sampler."""
+"""How vLLM takes our tokens: from a logits processor or, in its model runner 2, from a replacement of its sampler."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -71,7 +71,7 @@ class SamplingProcessor(LogitsProcessor):
 
 
 class RunnerSampling:
-    """Samples a token for each row of vLLM's model runner 2, which takes no logits processors.
+    """Samples a token for each row in place of the sampler of model runner 2, which takes no logits processors.
 
     It keeps its rows on the device, where runner 1 has Python iterate over all of them several times in each step.
     """
