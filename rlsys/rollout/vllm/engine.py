@@ -255,11 +255,10 @@ class VLLMRollout(BaseRolloutEngine):
         super().finish_update(version)
 
     def _move_memory(self, tags: Sequence[str], *, asleep: bool) -> None:
-        """vLLM sleeps as a whole and wakes by tag; buffers are kept on the host in any case."""
+        """vLLM sleeps as a whole, and resets its caches, but wakes by tag; buffers are kept on the host in any case."""
         if asleep and not self._asleep:
-            self.engine.reset_prefix_cache()
-            self.engine.reset_encoder_cache()
             self.engine.sleep(level=1 if self._offload_on_sleep else 2)
+            self._salt = f"asleep/{next(self._numbers)}"  # no request takes what was cached before
             self._asleep |= set(SLEEP_TAGS)
         elif not asleep and (due := [tag for tag in SLEEP_TAGS if tag in tags and tag in self._asleep]):
             self.engine.wake_up(due)
