@@ -5,15 +5,26 @@ do not depend on the batch, and both log-probabilities of a token cost one softm
 Letters: N rows, V vocabulary, S stop ids.
 """
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rlsys.rollout.base import RunningRequest
 from rlsys.rollout.sampling.log import SampleLog
-from rlsys.rollout.sampling.sample import NO_TOKEN, BatchSampling, row_keys, sample_tokens, stop_id_table
+from rlsys.rollout.sampling.sample import (
+    NO_TOKEN,
+    BatchSampling,
+    combine_seeds,
+    row_keys,
+    sample_tokens,
+    signed,
+    stop_id_table,
+)
 from rlsys.types import SamplingParams
 
 SPEC_KEY = "rlsys_sample"
@@ -35,10 +46,16 @@ class SampleSpec:
     def of(cls, running: RunningRequest) -> "SampleSpec":
         return cls(running.number, len(running.request.input_ids), running.request.gconfig, running.stop_ids)
 
-    @property
+    @cached_property
     def is_truncated(self) -> bool:
         """Whether sampling it takes more than one softmax."""
         return self.params.top_p < 1 or self.params.top_k > 0 or self.params.min_new_tokens > 0
+
+    @cached_property
+    def words(self) -> tuple[int, int, int, int]:
+        """Seed, bits of the temperature in float64, length of the prompt, and 1 where it is not truncated, as int64."""
+        bits = struct.unpack("q", struct.pack("d", self.params.temperature))[0]
+        return signed(self.params.seed), bits, self.prompt_length, int(not self.is_truncated)
 
 
 UNUSED = SamplingParams(1, temperature=0.0)
@@ -119,11 +136,9 @@ class KernelRows:
     """All rows of a batch for a kernel that samples those without truncation and leaves the others alone."""
 
     def __init__(self, engine_seed: int, rows: Sequence[SampleSpec], device: torch.device) -> None:
-        keys = row_keys(engine_seed, [row.params.seed for row in rows])
-        temperature = torch.tensor([row.params.temperature for row in rows], dtype=torch.float64).view(torch.int64)
-        starts = torch.tensor([row.prompt_length for row in rows])
-        plain = torch.tensor([not row.is_truncated for row in rows]).long()
-        self._table = torch.stack([keys, temperature, starts, plain]).pin_memory().to(device, non_blocking=True)
+        table = torch.from_numpy(np.array([row.words for row in rows], np.int64).T.copy())
+        table[0] = combine_seeds(engine_seed, table[0])
+        self._table = table.pin_memory().to(device, non_blocking=True)
 
     def force(self, logits: Tensor, positions: Tensor) -> Tensor:
         """As `RowSampler.force`."""

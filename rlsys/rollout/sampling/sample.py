@@ -19,7 +19,7 @@ TOP_P_WIDTH = 256
 NO_TOKEN = -1
 
 
-def _signed(value: int) -> int:
+def signed(value: int) -> int:
     """The int64 with the low 64 bits of `value`."""
     value &= (1 << 64) - 1
     return value - (1 << 64) if value >= 1 << 63 else value
@@ -32,8 +32,8 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
 
 def mix64(x: Tensor) -> Tensor:
     """The finaliser of SplitMix64 (Steele, Lea, Flood 2014) on int64 tensors, modulo 2**64."""
-    x = (x ^ _shift_right(x, 30)) * _signed(MIX_1)
-    x = (x ^ _shift_right(x, 27)) * _signed(MIX_2)
+    x = (x ^ _shift_right(x, 30)) * signed(MIX_1)
+    x = (x ^ _shift_right(x, 27)) * signed(MIX_2)
     return x ^ _shift_right(x, 31)
 
 
@@ -41,19 +41,19 @@ def combine_seeds(*parts: int | Tensor) -> Tensor:
     """One int64 hash of several integers, elementwise where a part is a tensor; order matters."""
     key = torch.zeros((), dtype=torch.int64)
     for part in parts:
-        value = part if isinstance(part, Tensor) else torch.tensor(_signed(part), dtype=torch.int64)
-        key = mix64((key ^ value) + _signed(GOLDEN))
+        value = part if isinstance(part, Tensor) else torch.tensor(signed(part), dtype=torch.int64)
+        key = mix64((key ^ value) + signed(GOLDEN))
     return key
 
 
 def row_keys(engine_seed: int, request_seeds: Sequence[int]) -> Tensor:
     """The key (B,) of each request's stream of uniforms."""
-    return combine_seeds(engine_seed, torch.tensor([_signed(s) for s in request_seeds], dtype=torch.int64))
+    return combine_seeds(engine_seed, torch.tensor([signed(s) for s in request_seeds], dtype=torch.int64))
 
 
 def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
     """Uniforms in [0, 1) as float64 with 53 random bits, one for each (key, position)."""
-    return _shift_right(mix64(keys + positions * _signed(GOLDEN)), 11).double() * 2.0**-53
+    return _shift_right(mix64(keys + positions * signed(GOLDEN)), 11).double() * 2.0**-53
 
 
 def stop_id_table(stop_ids: Sequence[tuple[int, ...]]) -> Tensor:

@@ -7,7 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlsys.rollout.sampling.hook import SampleSpec
 from rlsys.rollout.sampling.sample import BatchSampling, combine_seeds, row_keys, sample_tokens, uniforms
+from rlsys.types import SamplingParams
 
 
 def how(
@@ -153,3 +155,16 @@ def test_a_token_of_probability_zero_is_never_drawn() -> None:
     drawn = sample_tokens(logits, torch.arange(500), how(500, seeds=[0] * 500))
     assert set(drawn.tokens.tolist()) == {3, 64, 129}
     assert drawn.finite.all()
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        (SamplingParams(8, seed=(1 << 63) + 5), (5 - (1 << 63), 0x3FF0000000000000, 12, 1)),
+        (SamplingParams(8, seed=-3, temperature=0.0), (-3, 0, 12, 1)),
+        (SamplingParams(8, seed=7, temperature=0.5, top_k=4), (7, 0x3FE0000000000000, 12, 0)),
+        (SamplingParams(8, seed=7, top_p=0.9), (7, 0x3FF0000000000000, 12, 0)),
+    ],
+)
+def test_a_request_is_four_words_for_the_kernel(params: SamplingParams, words: tuple[int, ...]) -> None:
+    assert SampleSpec(1, 12, params).words == words
