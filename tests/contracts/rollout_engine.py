@@ -306,6 +306,20 @@ class RolloutEngineContract:
             driver.exchange(wait_s=0.01)
         check_logprobs(bench, driver.finish())
 
+    def test_an_update_may_follow_another_as_requests_end(self, bench: Bench) -> None:
+        bench.needs("loading of tensors")
+        known = generate_sequences(bench.engine, prompt_batch(requests_of(2, SamplingParams(4))))
+        driver = Driver(bench.engine)
+        for turn in range(12):
+            short = SamplingParams(1 + turn % 3, ignore_eos=True)
+            driver.exchange([replace(one, rid=f"{turn} {one.rid}") for one in requests_of(8, short)], wait_s=0.0)
+            time.sleep(0.02 * (turn % 4))
+            for version in (1, 2):
+                bench.engine.begin_update()
+                bench.engine.finish_update(version)
+            bench.engine.compute_log_prob(known)
+        check_logprobs(bench, driver.finish())
+
     def test_a_cancelled_request_ends_and_says_no_more(self, bench: Bench) -> None:
         requests = requests_of(3, SamplingParams(3000, ignore_eos=True))
         driver = Driver(bench.engine)

@@ -95,9 +95,9 @@ class SGLangRollout(BaseRolloutEngine):
         return super().exchange(new, wait_s=wait_s, cancel=cancel) if self.is_leader else []
 
     def _decode(self) -> bool:
-        pending, manager = self._pending, self._engine_thread.engine.tokenizer_manager
+        pending = self._pending
         if pending:
-            self._control(manager.continue_generation, "ContinueGenerationReqInput", torch_empty_cache=False)
+            self._resume()
         stop_by_s = 0.0
         try:
             while True:
@@ -113,7 +113,6 @@ class SGLangRollout(BaseRolloutEngine):
                 if not pending:
                     return stop
                 if stop and self.config.on_update == "keep" and not self._num_halts:
-                    self._control(manager.pause_generation, "PauseGenerationReqInput", mode="in_place")
                     return True
                 if stop:
                     stop_by_s = stop_by_s or time.monotonic() + STEP_WAIT_S
@@ -221,9 +220,12 @@ class SGLangRollout(BaseRolloutEngine):
         """
         self.check_weights_awake()
         super().begin_update()
-        if self.is_leader and not self._pending:
-            thread, end_s = self._engine_thread, time.monotonic() + STEP_WAIT_S
-            flush = thread.engine.tokenizer_manager.flush_cache
+        thread = self._engine_thread
+        if self.is_leader and self._pending:
+            pause = thread.engine.tokenizer_manager.pause_generation
+            self._control(pause, "PauseGenerationReqInput", mode="in_place")
+        elif self.is_leader:
+            end_s, flush = time.monotonic() + STEP_WAIT_S, thread.engine.tokenizer_manager.flush_cache
             while not thread.wait(flush(), "flush_cache", STEP_WAIT_S).success:
                 if time.monotonic() > end_s:
                     raise WeightTransferError(f"SGLang did not become idle within {STEP_WAIT_S:g} s")
@@ -238,6 +240,12 @@ class SGLangRollout(BaseRolloutEngine):
     def finish_update(self, version: int) -> None:
         self.remote.call("finish", deadline_s=CALL_WAIT_S)
         super().finish_update(version)
+        if self.is_leader and self._pending and not self._is_open:  # all were sampled when it paused
+            self._resume()
+
+    def _resume(self) -> None:
+        resume = self._engine_thread.engine.tokenizer_manager.continue_generation
+        self._control(resume, "ContinueGenerationReqInput", torch_empty_cache=False)
 
     def _control(
         self, method: Callable[[Any], Coroutine[object, object, object]], request: str, **fields: object
