@@ -18,6 +18,7 @@ from torch.distributed import get_rank as group_rank
 from torch.distributed import get_world_size as group_size
 from transformers import AttentionInterface
 
+from rlsys.models.packing import sequence_ends
 from rlsys.models.ulysses import heads_to_tokens, kv_repeats, tokens_to_heads
 from rlsys.utils.errors import ConfigError
 
@@ -36,8 +37,7 @@ class Packing:
         self.lengths = tuple(lengths)
         self.max_length = max(self.lengths)
         self.group = group
-        ends = torch.tensor((0, *self.lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        self.cu_seq_lens = ends.to(device, non_blocking=True)
+        self.cu_seq_lens = sequence_ends(self.lengths, device)
 
 
 def packed_attention(

@@ -3,7 +3,7 @@
 B rows, L = P + R columns, N real tokens of all rows, M real response tokens.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,6 +16,11 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
     """`values` on `device`; a copy to a GPU comes from pinned memory, and so waits for no kernel in flight."""
     is_pinned = device.type == "cuda" and not values.is_cuda
     return (values.pin_memory() if is_pinned else values).to(device, non_blocking=True)
+
+
+def sequence_ends(lengths: Sequence[int], device: torch.device) -> Tensor:
+    """Where the sequences of a pack end, after a 0, as int32 on `device`."""
+    return to_device(torch.tensor((0, *lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32), device)
 
 
 @dataclass(frozen=True)

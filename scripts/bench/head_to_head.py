@@ -147,16 +147,8 @@ def command_of(system: str, args: argparse.Namespace, folder: Path) -> list[str]
         return [python, str(TRL_CODE), *given, *(option for option, is_chosen in chosen.items() if is_chosen)]
     out = f"trainer.default_local_dir={folder}"
     if system == "verl":
-        return [
-            python,
-            "-m",
-            "verl.trainer.main_ppo",
-            *common(args, args.steps),
-            *SIZES,
-            *VERL,
-            out,
-            f"hydra.run.dir={folder}",
-        ]
+        words = [*common(args, args.steps), *SIZES, *VERL, out, f"hydra.run.dir={folder}"]
+        return [python, "-m", "verl.trainer.main_ppo", *words]
     engine = system.split("-")[-1]
     sizes = [] if "auto" in system else [*SIZES]
     name = f"{POLICY}.rollout.name={engine}"

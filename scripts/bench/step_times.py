@@ -62,6 +62,7 @@ COMPILED = f"{ACTOR}.fsdp_config.use_torch_compile=true"
 MEGATRON, TWO = f"{ACTOR}.strategy=megatron", "trainer.n_gpus_per_node=2"
 FULL, FORCED, SHORT = (55, 512, 512), (128, 256, 256), (40, 27, 64)
 LONG = {"tokens": 4096, "kept": True}
+COMPILED_JOB = job(64, 8, VLLM, COMPILED, kept=True)
 RUNS = (
     Measured(
         "TP2 PP2, vLLM", "7B H200", FULL, job(64, 4, layout("vllm:d2t2|megatron:t2p2")), (3.03, 1.27, 4.38, 0, 8.9)
@@ -81,22 +82,10 @@ RUNS = (
     Measured(
         "FSDP2, SGLang", "7B H200", FULL, job(32, 4, layout("sglang:t2|fsdp:d2")), (2.64, 1.23, 4.20, 0.111, 8.25)
     ),
-    Measured(
-        "compiled FSDP, vLLM",
-        "0.5B H200",
-        FORCED,
-        job(64, 8, VLLM, COMPILED, kept=True),
-        (2.99, 0.59, 1.58, 0.04, 5.28),
-    ),
-    Measured(
-        "the same, another host",
-        "0.5B H200",
-        FORCED,
-        job(64, 8, VLLM, COMPILED, kept=True),
-        (3.48, 0.66, 1.85, 0.056, 6.20),
-    ),
+    Measured("compiled FSDP, vLLM", "0.5B H200", FORCED, COMPILED_JOB, (2.99, 0.59, 1.58, 0.04, 5.28)),
+    Measured("the same, another host", "0.5B H200", FORCED, COMPILED_JOB, (3.48, 0.66, 1.85, 0.056, 6.20)),
     Measured("FSDP", "0.5B H100", FORCED, job(64, 8, VLLM, kept=True), (0, 1.01, 3.12, 0, 0)),
-    Measured("compiled FSDP", "0.5B H100", FORCED, job(64, 8, VLLM, COMPILED, kept=True), (0, 0.79, 2.29, 0, 0)),
+    Measured("compiled FSDP", "0.5B H100", FORCED, COMPILED_JOB, (0, 0.79, 2.29, 0, 0)),
     Measured("vLLM alone, 256 x 128", "7B H200", (100, 128, 128), job(32, 8, VLLM), (1.24, 0, 0, 0, 0)),
     Measured("vLLM alone", "135M H200", (100, 256, 256), job(64, 8, VLLM), (2.53, 0, 0, 0, 0)),
     Measured("SGLang alone", "135M H200", (100, 256, 256), job(64, 8, SGLANG), (1.34, 0, 0, 0, 0)),

@@ -27,7 +27,7 @@ from rlsys.models.megatron.family import Family, Head
 from rlsys.models.megatron.image_tower import ImagePacking, ImageTower
 from rlsys.models.megatron.parallel import ParallelSizes
 from rlsys.models.megatron.spec import HAS_TRANSFORMER_ENGINE, add_blocks, block_spec, hf_rope, mend_latent_attention
-from rlsys.models.packing import TokenRows
+from rlsys.models.packing import TokenRows, sequence_ends, to_device
 from rlsys.models.token_model import token_numbers
 from rlsys.models.vision import feature_numbers
 from rlsys.types import HFConfig
@@ -210,8 +210,7 @@ class TokenGPT(GPTModel):
 
 def packed_arguments(rows: TokenRows, device: torch.device) -> dict[str, Any]:
     """What TokenGPT is called with for one pack (1, T), or for this rank's share of its tokens."""
-    ends = torch.tensor((0, *rows.lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    ends = ends.to(device, non_blocking=True)
+    ends = sequence_ends(rows.lengths, device)
     longest = max(rows.lengths)
     packing = PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest
@@ -223,7 +222,7 @@ def packed_arguments(rows: TokenRows, device: torch.device) -> dict[str, Any]:
     group: Any = mpu.get_context_parallel_group()
     if group.size() > 1:
         packing.cu_seqlens_q_padded = packing.cu_seqlens_kv_padded = ends
-        own = own_tokens(rows.lengths, group.rank(), group.size()).to(device, non_blocking=True)
+        own = to_device(own_tokens(rows.lengths, group.rank(), group.size()), device)
         ids = ids[own]
         if isinstance(packing, ImagePacking):
             packing.numbers = packing.numbers[own]
