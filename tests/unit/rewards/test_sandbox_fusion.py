@@ -1,5 +1,6 @@
 """Programs run by a SandboxFusion server: a server on loopback behaves as its documentation of POST /run_code says."""
 
+import contextlib
 import json
 import threading
 import time
@@ -72,7 +73,8 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body.encode())))
         self.end_headers()
-        self.wfile.write(body.encode())
+        with contextlib.suppress(BrokenPipeError):  # a caller that met its deadline is gone
+            self.wfile.write(body.encode())
 
     def log_message(self, *_: object) -> None:
         pass
