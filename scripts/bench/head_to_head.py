@@ -4,15 +4,17 @@
     python scripts/bench/head_to_head.py --shape 1.5B --systems rlsys-sglang rlsys-vllm --steps 12 --repeats 3
     python scripts/bench/head_to_head.py --systems trl rlsys-vllm --steps 8 --skip 2 --repeats 2 --seconds 480
     python scripts/bench/head_to_head.py --systems trl rlsys-vllm --steps 8 --skip 2 --repeats 1 --profile
+    python scripts/bench/head_to_head.py --model models/SmolLM2 --natural --systems rlsys-vllm verl trl
     python scripts/bench/head_to_head.py --dry-run            # the command of every system, and nothing is started
     python scripts/bench/head_to_head.py --shape tiny --systems rlsys-hf --steps 3 --skip 1 --repeats 1 --prompts 4
 
-Random weights with a byte-level tokenizer, 64 prompts of 64 to 192 characters, 8 answers each, forced to `--new` tokens
-or `--natural`, a cheap reward that differs within a group; packs of 16,384 tokens, no recomputation, bfloat16 over
-float32 masters in all systems (`rlsys-auto` chooses its own sizes, `rlsys-compile` compiles its layers). verl runs with
-free_cache_engine=False, fsdp2 and fused kernels, TRL in the vLLM of its process with and without sleep (`trl`,
-`trl-sleep`). A peer runs in this interpreter or the one of `--python NAME=PATH`; where it cannot be imported it is left
-out, and named. Loading is counted apart, as the time to the first finished step. The table is over all runs whose
+Random weights with a byte-level tokenizer, or a `--model` with its own, 64 prompts of 64 to 192 characters, 8 answers
+each, forced to `--new` tokens or `--natural`, a cheap reward that differs within a group; packs of 16,384 tokens, no
+recomputation, bfloat16 over float32 masters in all systems (`rlsys-auto` chooses its own sizes, `rlsys-compile`
+compiles its layers). verl runs with free_cache_engine=False, fsdp2 and fused kernels, TRL in the vLLM of its process
+with and without sleep (`trl`, `trl-sleep`), or without the text that vLLM makes of each token (`trl-ids`; rlsys never
+asks for it). A peer runs in this interpreter or the one of `--python NAME=PATH`; where it cannot be imported it is
+left out, and named. Loading is counted apart, as the time to the first finished step. The table is over all runs whose
 results lie in `--out`, so that a call may make one run; one that is cut at its deadline counts with the steps it made.
 
 `--profile` has rlsys and TRL make one more step, under torch.profiler and not counted, and prints a second table: the
@@ -105,7 +107,7 @@ def write_model(folder: Path, shape: str) -> None:
 
 def common(args: argparse.Namespace, steps: int) -> list[str]:
     """The settings that rlsys and verl share, under verl's keys."""
-    job, model = args.out / "job", args.out / args.shape
+    job, model = args.out / "job", args.model
     return [
         *(
             "algorithm.adv_estimator=grpo",
@@ -126,8 +128,7 @@ def common(args: argparse.Namespace, steps: int) -> list[str]:
 
 SIZES = (
     *(f"{POLICY}.model.enable_gradient_checkpointing=False", f"{POLICY}.actor.use_dynamic_bsz=True"),
-    *(f"{POLICY}.actor.ppo_max_token_len_per_gpu=16384", f"{POLICY}.rollout.gpu_memory_utilization=0.5"),
-    f"{POLICY}.rollout.max_num_seqs=512",
+    *(f"{POLICY}.actor.ppo_max_token_len_per_gpu=16384", f"{POLICY}.rollout.max_num_seqs=512"),
 )
 VERL = (
     *(f"{POLICY}.model.use_remove_padding=True", f"{POLICY}.model.use_fused_kernels=True"),
@@ -142,15 +143,18 @@ def command_of(system: str, args: argparse.Namespace, folder: Path) -> list[str]
     python = dict(pair.split("=", 1) for pair in args.python).get(system.split("-")[0], sys.executable)
     steps = args.steps + args.profile
     if system.startswith("trl"):
-        given = [str(args.out), args.shape, str(folder), str(steps), str(args.new), str(args.prompts)]
-        chosen = {"--sleep": system.endswith("sleep"), "--natural": args.natural, "--profile": args.profile}
-        return [python, str(TRL_CODE), *given, *(option for option, is_chosen in chosen.items() if is_chosen)]
+        given = [str(args.out / "job"), str(args.model), str(folder), str(steps), str(args.new), str(args.prompts)]
+        chosen = {"--sleep": system.endswith("sleep"), "--ids": system.endswith("ids")}
+        chosen |= {"--natural": args.natural, "--profile": args.profile}
+        given += ["--memory", str(args.memory), *(option for option, is_chosen in chosen.items() if is_chosen)]
+        return [python, str(TRL_CODE), *given]
     out = f"trainer.default_local_dir={folder}"
+    by_hand = [*SIZES, f"{POLICY}.rollout.gpu_memory_utilization={args.memory}"]
     if system == "verl":
-        words = [*common(args, args.steps), *SIZES, *VERL, out, f"hydra.run.dir={folder}"]
+        words = [*common(args, args.steps), *by_hand, *VERL, out, f"hydra.run.dir={folder}"]
         return [python, "-m", "verl.trainer.main_ppo", *words]
     engine = system.split("-")[-1]
-    sizes = [] if "auto" in system else [*SIZES]
+    sizes = [] if "auto" in system else by_hand
     name = f"{POLICY}.rollout.name={engine}"
     compiled = [f"{POLICY}.actor.fsdp_config.use_torch_compile=true"] * ("compile" in system)
     profiler = ["global_profiler.tool=torch", f"global_profiler.steps=[{steps}]"] * args.profile
@@ -234,9 +238,10 @@ def read_steps(metrics: Path, arrived: list[float], skip: int) -> list[dict[str,
 
 
 def phases(line: Mapping[str, Any], wall: float) -> dict[str, float]:
-    """Seconds of a step by phase, with TRL's own timers under the same names."""
+    """Seconds of a step by phase, with TRL's own timers under the same names, and the mean length of an answer."""
     parts = {phase: float(line.get(f"timing_s/{phase}", 0.0)) for phase in PHASES[1:-1]}
-    return {"wall": wall, **parts, "rest": wall - sum(parts.values())}
+    tokens = float(line.get("response_length/mean", 0.0))
+    return {"wall": wall, **parts, "rest": wall - sum(parts.values()), "tokens": tokens}
 
 
 def kernel_phases(trace: Path) -> dict[str, dict[str, float]]:
@@ -285,6 +290,8 @@ def table(results: list[dict[str, Any]]) -> str:
         ]
         cells = zip(values, medians, ratios, strict=True)
         rows.append([phase, *(f"{min(v):.2f} / {median:.2f} / {max(v):.2f}{ratio}" for v, median, ratio in cells)])
+    lengths = [statistics.median(step.get("tokens", 0.0) for step in of[name]) for name in systems]
+    rows.append(["tokens of an answer, mean", *(f"{length:.0f}" for length in lengths)])
     for key, digits in (("first_s", 0), ("peak_gib", 1)):
         cells = []
         for name in systems:
@@ -301,6 +308,8 @@ def _listed(value: Any) -> list[float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="0.5B")
+    parser.add_argument("--model", type=Path, help="a folder with weights and a tokenizer, instead of a shape")
+    parser.add_argument("--memory", type=float, default=0.5, help="share of the GPU's memory that engines may take")
     parser.add_argument("--systems", nargs="*", default=["rlsys-vllm", "rlsys-auto-vllm", "verl", "trl", "trl-sleep"])
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--skip", type=int, default=3, help="first steps that are not counted")
@@ -317,13 +326,15 @@ def main() -> int:
     parser.add_argument("more", nargs="*", metavar="key=value", help="settings of rlsys only")
     args = parser.parse_intermixed_args()
     args.out = args.out.absolute()
+    args.model = (args.model or args.out / args.shape).absolute()
     if args.dry_run:
         print("\n".join(f"{name}: {shlex.join(command_of(name, args, args.out / name))}" for name in args.systems))
         return 0
-    if not (args.out / args.shape).exists():
-        (args.out / "job").mkdir(parents=True, exist_ok=True)
+    if not (args.out / "job").exists():
+        (args.out / "job").mkdir(parents=True)
         write_rows(args.out / "job", args.prompts * (args.steps + args.profile))
-        write_model(args.out / args.shape, args.shape)
+    if not args.model.exists():
+        write_model(args.model, args.shape)
     here = [system for system in args.systems if is_there(system, args)]
     if missing := [system for system in args.systems if system not in here]:
         print(f"not installed, and so not measured: {', '.join(missing)}", flush=True)
@@ -343,7 +354,8 @@ def main() -> int:
             print(
                 f"repeat {repeat + 1}, {system}: first step after {results[-1]['first_s']} s, then {walls}", flush=True
             )
-    print(f"\n{args.shape}, {args.prompts} x {ANSWERS} answers of {args.new} tokens, {len(results)} runs")
+    length = f"of at most {args.new}" if args.natural else f"of {args.new}"
+    print(f"\n{args.model.name}, {args.prompts} x {ANSWERS} answers {length} tokens, {len(results)} runs")
     print(table(results))
     if args.profile:
         print(f"\n{kernel_table(results)}")

@@ -4,6 +4,7 @@
     python scripts/bench/train_step.py --shape 7B --tp 2 --recompute
     python scripts/bench/train_step.py --shape 0.5B --engine fsdp --json out.json
     python scripts/bench/train_step.py --shape 7B --engine fsdp --profile          # and the kernels of one more step
+    python scripts/bench/train_step.py --shape 7B --layers 18 --engine fsdp --compile   # where 28 layers do not fit
     python scripts/bench/train_step.py --shape tiny --device cpu --ranks 2 --tp 2   # the same code here
 
 Random weights of a known shape, full sequences, log-probabilities of all but 64 prompt tokens. MFU is given against the
@@ -31,7 +32,7 @@ from safetensors.torch import save_file
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from rlsys.config.schema.megatron import MegatronConfig
-from rlsys.config.schema.model import ModelConfig, OptimConfig
+from rlsys.config.schema.model import ModelConfig, OptimConfig, ShardConfig
 from rlsys.engines.micro_batches import MicroBatches
 from rlsys.interfaces import LossSum, TrainEngine
 from rlsys.models.flops import ModelFlops, data_sheet_flops, measured_flops
@@ -44,9 +45,12 @@ from scripts.model_shapes import SHAPES
 PROMPT = 64
 
 
-def write_checkpoint(shape: str, folder: Path, device: str) -> None:
-    """Random bfloat16 weights in Hugging Face's layout, a file a gigabyte, with the index that transformers reads."""
-    config = SHAPES[shape]
+def write_checkpoint(shape: str, folder: Path, device: str, *, num_layers: int | None = None) -> None:
+    """Random bfloat16 weights in Hugging Face's layout, a file a gigabyte, with the index that transformers reads.
+
+    `num_layers` instead of the shape's own makes it smaller.
+    """
+    config = SHAPES[shape] | ({"num_hidden_layers": num_layers} if num_layers else {})
     folder.joinpath("config.json").write_text(json.dumps(config))
     part, files = dict[str, torch.Tensor](), dict[str, str]()
     for number, (name, size) in enumerate(shapes := sorted(family_of(config).hf_shapes(config).items())):
@@ -60,7 +64,8 @@ def write_checkpoint(shape: str, folder: Path, device: str) -> None:
 
 
 def build(args: argparse.Namespace, folder: Path) -> TrainEngine:
-    model = ModelConfig(path=str(folder), enable_gradient_checkpointing=args.recompute)
+    shard = ShardConfig(use_torch_compile=args.compile)
+    model = ModelConfig(path=str(folder), enable_gradient_checkpointing=args.recompute, shard=shard)
     training, optim = MicroBatches(max_tokens=args.sequence * args.micro), OptimConfig(lr=1e-5)
     if args.engine == "fsdp":
         from rlsys.engines.fsdp.engine import FSDPEngine
@@ -148,7 +153,10 @@ def run_rank(rank: int, args: argparse.Namespace, folder: Path, port: int) -> No
     sheet = data_sheet_flops(torch.cuda.get_device_name()) if cuda else None
     if rank == 0:
         result = {
-            "case": f"{args.shape} {args.engine} tp{args.tp} pp{args.pp} dp{engine.dp_size}" + " fp8" * bool(args.fp8),
+            "case": f"{args.shape} {args.engine} tp{args.tp} pp{args.pp} dp{engine.dp_size}"
+            + " fp8" * bool(args.fp8)
+            + " compiled" * args.compile,
+            "layers": config.num_hidden_layers,
             "sequence_tokens": args.sequence,
             "build_s": round(built_s, 1),
             "step_s": round(seconds, 4),
@@ -183,6 +191,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--recompute", action="store_true")
     parser.add_argument("--profile", action="store_true", help="one more step, with its kernels by kind")
+    parser.add_argument("--compile", action="store_true", help="fsdp's use_torch_compile")
+    parser.add_argument("--layers", type=int, help="instead of the shape's own")
     parser.add_argument("--fp8", choices=["e4m3", "hybrid"])
     parser.add_argument("--model", type=Path, help="where random weights are kept; a temporary folder by default")
     parser.add_argument("--json", type=Path)
@@ -195,7 +205,7 @@ def main() -> None:
         model = args.model or Path(folder)
         if not (model / "model.safetensors.index.json").exists():
             model.mkdir(parents=True, exist_ok=True)
-            write_checkpoint(args.shape, model, args.device)
+            write_checkpoint(args.shape, model, args.device, num_layers=args.layers)
         torch.multiprocessing.spawn(run_rank, (args, model, port), nprocs=args.ranks)
 
 

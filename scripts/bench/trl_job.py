@@ -18,7 +18,7 @@ import torch
 import trl.extras.profiling as profiling  # pyrefly: ignore[missing-import]
 from datasets import Dataset
 from torch.profiler import profile, record_function
-from transformers import TrainerCallback
+from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer  # pyrefly: ignore[missing-import]
 
 PARTS = {"vLLM.generate": "gen", "sync_weights": "update_weights", "_get_per_token_logps_and_entropies": "old_log_prob"}
@@ -77,26 +77,29 @@ class Steps(TrainerCallback):
         self.profile.close()
         step_s, self.last_s = time.perf_counter() - self.last_s, time.perf_counter()
         update_s = step_s - spent.pop("prepare", 0.0)
-        line = {f"timing_s/{name}": seconds for name, seconds in {**spent, "update_actor": update_s}.items()}
+        tokens = {name: spent.pop(name) for name in ["response_length/mean"] if name in spent}
+        line = tokens | {f"timing_s/{name}": seconds for name, seconds in {**spent, "update_actor": update_s}.items()}
         self.file.write(json.dumps(line) + "\n")
         spent.clear()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in ("work", "shape", "out"):
+    for name in ("job", "model", "out"):
         parser.add_argument(name, type=Path)
     for name in ("steps", "new", "prompts"):
         parser.add_argument(name, type=int)
+    parser.add_argument("--memory", type=float, default=0.5)
     parser.add_argument("--sleep", action="store_true")
+    parser.add_argument("--ids", action="store_true", help="vLLM makes no text of its tokens")
     parser.add_argument("--natural", action="store_true")
     parser.add_argument("--profile", action="store_true", help="of the last step")
     args = parser.parse_args()
     profiling.ProfilingContext.__enter__, profiling.ProfilingContext.__exit__ = enter, leave
-    spec: Any = importlib.util.spec_from_file_location("reward", args.work / "job" / "reward.py")
+    spec: Any = importlib.util.spec_from_file_location("reward", args.job / "reward.py")
     reward = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(reward)
-    rows = pq.read_table(args.work / "job" / "train.parquet").to_pylist()
+    rows = pq.read_table(args.job / "train.parquet").to_pylist()
     config = GRPOConfig(
         output_dir=str(args.out),
         max_steps=args.steps,
@@ -116,19 +119,26 @@ def main() -> None:
         report_to="none",
         shuffle_dataset=False,
         disable_tqdm=True,
-        generation_kwargs=None if args.natural else {"ignore_eos": True},
+        generation_kwargs={"ignore_eos": not args.natural, "detokenize": not args.ids},
         model_init_kwargs={"attn_implementation": "flash_attention_2", "dtype": "float32"},
         use_vllm=True,
         vllm_mode="colocate",
-        vllm_gpu_memory_utilization=0.5,
+        vllm_gpu_memory_utilization=args.memory,
         vllm_enable_sleep_mode=args.sleep,
         vllm_max_model_length=192 + args.new,
     )
+
+    def score(completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+        spent["response_length/mean"] = sum(map(len, completion_ids)) / len(completion_ids)
+        return [reward.compute_score("h2h", text, "0") for text in completions]
+
+    template = AutoTokenizer.from_pretrained(args.model).apply_chat_template
+    prompts = [template(row["prompt"], tokenize=False, add_generation_prompt=True) for row in rows]
     GRPOTrainer(
-        model=str(args.work / args.shape),
-        reward_funcs=lambda completions, **_: [reward.compute_score("h2h", text, "0") for text in completions],
+        model=str(args.model),
+        reward_funcs=score,
         args=config,
-        train_dataset=Dataset.from_list([{"prompt": row["prompt"][0]["content"]} for row in rows]),
+        train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in prompts]),
         callbacks=[Steps(args.out, args.steps if args.profile else 0)],
     ).train()
 

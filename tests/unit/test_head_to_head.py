@@ -35,10 +35,33 @@ def test_every_system_gets_the_same_job_under_its_own_names(tmp_path: Path) -> N
     assert {f"{policy}.rollout.free_cache_engine=False", f"{policy}.actor.strategy=fsdp2"} <= set(of["verl"])
     assert not [word for word in of["rlsys-auto-vllm"] if "max_token_len" in word]
     job, *given = of["trl"][1:]
-    assert given == [str(tmp_path), "0.5B", str(tmp_path / "trl"), "7", "64", "16", "--natural"]
+    paths = [str(tmp_path / name) for name in ("job", "0.5B", "trl")]
+    assert given == [*paths, "7", "64", "16", "--memory", "0.5", "--natural"]
     assert of["trl-sleep"][-2:] == ["--sleep", "--natural"]
+    assert {f"{policy}.rollout.gpu_memory_utilization=0.5"} <= set(of["rlsys-vllm"]) & set(of["verl"])
     options = {node.value for node in ast.walk(ast.parse(Path(job).read_text())) if isinstance(node, ast.Constant)}
-    assert {"work", "shape", "out", "steps", "new", "prompts", "--sleep", "--natural", "--profile"} <= options
+    assert {
+        "job",
+        "model",
+        "out",
+        "steps",
+        "new",
+        "prompts",
+        "--memory",
+        "--sleep",
+        "--natural",
+        "--profile",
+    } <= options
+
+
+def test_all_systems_take_a_model_with_its_own_tokenizer(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    of = commands(tmp_path, "--model", str(model), "--memory", "0.3", "--systems", "rlsys-vllm", "verl", "trl-ids")
+    for system in ("rlsys-vllm", "verl"):
+        assert f"actor_rollout_ref.model.path={model}" in of[system]
+        assert "actor_rollout_ref.rollout.gpu_memory_utilization=0.3" in of[system]
+    assert of["trl-ids"][3] == str(model)
+    assert of["trl-ids"][-3:] == ["--memory", "0.3", "--ids"]
 
 
 def test_a_profile_is_of_one_more_step_of_rlsys_and_trl(tmp_path: Path) -> None:
@@ -78,6 +101,7 @@ def test_settings_shared_with_verl_are_settings_of_ours(tmp_path: Path) -> None:
 
 VERL = {"timing_s/gen": 4.0, "timing_s/old_log_prob": 1.0, "timing_s/update_actor": 2.0, "actor/entropy": 0.5}
 TRL = {"timing_s/gen": 3.0, "timing_s/old_log_prob": 0.5, "timing_s/update_weights": 0.25, "timing_s/update_actor": 3.0}
+TRL |= {"response_length/mean": 200.0}
 
 
 @pytest.mark.parametrize("system", ["verl", "trl"])
@@ -106,7 +130,7 @@ def test_the_table_has_lowest_median_and_highest_of_all_repeats_by_phase(tmp_pat
     assert lines[0] == "| seconds | trl |"
     assert "| wall | 7.00 / 8.50 / 11.00 |" in lines
     assert "| update_actor | 3.00 / 3.00 / 3.00 |" in lines
-    assert lines[-2:] == ["| first_s | 11 |", "| peak_gib | 81.0 |"]
+    assert lines[-3:] == ["| tokens of an answer, mean | 200 |", "| first_s | 11 |", "| peak_gib | 81.0 |"]
     ours = {**runs[0], "system": "rlsys-vllm", "steps": [{**step, "wall": 4.25} for step in runs[0]["steps"]]}
     lines = table([*runs, failed, ours]).splitlines()
     assert lines[0] == "| seconds | rlsys-vllm | trl |"
