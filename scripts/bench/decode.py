@@ -155,7 +155,8 @@ def _host_profile(engine: Any, work: Any) -> str:
     took |= dict.fromkeys([name for _, name in parts], 0.0) | {"steps": 0.0}
     started_s = perf_counter()
     work()
-    whole, steps = perf_counter() - started_s, took.pop("steps")
+    whole, took = perf_counter() - started_s, dict(took)
+    steps = took.pop("steps")
     known = ("schedule", "execute_model", "sample_tokens", "update_from_output")
     took["waiting for the GPU, and the rest of step_fn"] = took["step_fn"] - sum(took[name] for name in known)
     took["outside of _step"] = whole - took["_step"]

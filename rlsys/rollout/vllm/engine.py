@@ -277,8 +277,6 @@ class VLLMRollout(BaseRolloutEngine):
 
 def _start(arguments: Mapping[str, Any], hf_config: PretrainedConfig, *, kv_cache_gib: int) -> Any:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    if os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0") == "0":  # runner 2 takes no logits processors
-        arguments = {**arguments, "logits_processors": ["rlsys.rollout.vllm.sampler:SamplingProcessor"]}
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(kv_cache_gib))
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR" if arguments["disable_log_stats"] else "INFO")

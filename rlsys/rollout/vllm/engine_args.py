@@ -6,18 +6,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PretrainedConfig
 
 from rlsys.config.engines import QUANTIZATION
 from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.models.hf import dtype_name
 from rlsys.models.quantized import block_settings
+from rlsys.models.vision import has_images
 from rlsys.rollout.base import EngineContext
-from rlsys.rollout.hf_files import is_quantised, text_config
+from rlsys.rollout.hf_files import is_quantised, model_config, text_config
 from rlsys.rollout.versions import VLLM
 from rlsys.rollout.vllm.determinism import aligned_arguments
 from rlsys.types import HFConfig
 from rlsys.utils.errors import ConfigError
 
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+ASKED_RUNNER = os.environ.get(RUNNER)
+"""Which of vLLM's model runners the environment asks for: "1" is runner 2, "0" runner 1."""
+PROCESSOR = "rlsys.rollout.vllm.sampler:SamplingProcessor"
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 CPU_LATENT_ATTENTION = {
     "attention_config": {"backend": "CPU_MLA"},  # the one for AMX has no float32
     "compilation_config": {"custom_ops": ["-rotary_embedding"]},  # its kernel rotates the wrong part of latent queries
@@ -34,6 +41,7 @@ def engine_arguments(path: str | Path, config: GenerationConfig, context: Engine
     text = text_config(path)
     has_latent_attention = bool(getattr(text, "kv_lora_rank", None))
     is_pushed = context.load_format == "dummy"
+    runs_ahead = features.runs_ahead and not on_cpu and config.pipeline_model_parallel_size == 1
     if config.quantization and (on_cpu or not features.takes_fp8):
         why = "vLLM keeps FP8 weights in another form on CPUs, and before 0.26"
         raise ConfigError(f"{QUANTIZATION}={config.quantization}: {why}; set {QUANTIZATION}=null")
@@ -57,7 +65,8 @@ def engine_arguments(path: str | Path, config: GenerationConfig, context: Engine
         "distributed_executor_backend": "external_launcher" if config.replica_size > 1 else "uni",
         "disable_custom_all_reduce": True,  # it queries devices that a worker with one visible GPU cannot see
         "disable_log_stats": config.disable_log_stats,
-        "async_scheduling": features.runs_ahead and not on_cpu and config.pipeline_model_parallel_size == 1,
+        "async_scheduling": runs_ahead,
+        **runner_arguments(model_config(path), config, runs_ahead=runs_ahead),
         **({} if on_cpu else {"gpu_memory_utilization": config.gpu_memory_utilization, "enable_sleep_mode": True}),
         "max_cudagraph_capture_size": config.cuda_graph_max_bs,
         "cudagraph_capture_sizes": config.cudagraph_capture_sizes and sorted(config.cudagraph_capture_sizes),
@@ -69,6 +78,19 @@ def engine_arguments(path: str | Path, config: GenerationConfig, context: Engine
         **config.engine_kwargs.vllm,
     }
     return arguments | aligned_arguments(arguments, device=context.device) if config.full_determinism else arguments
+
+
+def runner_arguments(hf_config: PretrainedConfig, config: GenerationConfig, *, runs_ahead: bool) -> dict[str, object]:
+    """What has vLLM's model runner take our tokens; this process's switch for the runner is set too.
+
+    Runner 2, in which Python does not iterate over the rows, serves dense models of text where it was seen to run; it
+    takes no logits processors.
+    """
+    text = hf_config.get_text_config()
+    has_parts = has_images(hf_config) or any(getattr(text, name, None) for name in EXPERTS)
+    is_special = config.quantization or config.full_determinism or config.data_parallel_size > 1
+    os.environ[RUNNER] = ASKED_RUNNER or str(int(runs_ahead and not (has_parts or is_special)))
+    return {} if os.environ[RUNNER] == "1" else {"logits_processors": [PROCESSOR]}
 
 
 def float8_arguments(text: HFConfig, config: GenerationConfig, *, is_pushed: bool) -> dict[str, object]:

@@ -1,15 +1,19 @@
 """Version tables: which row a version chooses, what a refusal says, and whether the rows are what wheels have."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import PretrainedConfig, Qwen2Config, Qwen2VLConfig, Qwen3MoeConfig
 
 import rlsys
 from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.fleet.external.capabilities import ALL, SERVERS, capabilities_of
 from rlsys.rollout.base import EngineContext
 from rlsys.rollout.versions import SGLANG, VLLM, VersionRow, VersionTable
+from rlsys.rollout.vllm import engine_args
 from rlsys.rollout.vllm.engine import VLLMRollout
 from rlsys.utils.errors import ConfigError
 from tests.wheels.sources import Sources
@@ -133,6 +137,36 @@ def test_what_old_servers_do_not_read_is_known(kind: str) -> None:
         assert names <= MISSED[kind], version
         generate = "/generate" if kind == "sglang" else "/v1/completions"
         assert {"/health", generate} <= set(found["routes"]), version
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "runs_ahead", "asked", "runner"),
+    [
+        (Qwen2Config(), {}, True, None, "1"),
+        (Qwen2Config(), {"tensor_model_parallel_size": 2}, True, None, "1"),
+        (Qwen2Config(), {}, False, None, "0"),
+        (Qwen2Config(), {"full_determinism": True}, True, None, "0"),
+        (Qwen2Config(), {"quantization": "fp8"}, True, None, "0"),
+        (Qwen2Config(), {"data_parallel_size": 2}, True, None, "0"),
+        (Qwen3MoeConfig(), {}, True, None, "0"),
+        (Qwen2VLConfig(), {}, True, None, "0"),
+        (Qwen2Config(), {}, True, "0", "0"),
+        (Qwen3MoeConfig(), {}, True, "1", "1"),
+    ],
+)
+def test_dense_models_take_the_runner_that_needs_no_processor_unless_the_environment_says(
+    model: PretrainedConfig,
+    settings: dict[str, Any],
+    runs_ahead: bool,
+    asked: str | None,
+    runner: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_args, "ASKED_RUNNER", asked)
+    monkeypatch.setenv(engine_args.RUNNER, "9")
+    arguments = engine_args.runner_arguments(model, GenerationConfig(**settings), runs_ahead=runs_ahead)
+    assert os.environ[engine_args.RUNNER] == runner
+    assert ("logits_processors" in arguments) == (runner == "0")
 
 
 def test_newer_servers_are_taken_as_the_newest_and_older_ones_refused() -> None:
