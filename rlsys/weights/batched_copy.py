@@ -17,8 +17,9 @@ from torch import Tensor
 from rlsys.weights.layout import BITS
 
 TensorPair = tuple[Tensor, Tensor]
-SMALLEST_TILE_BYTES, LARGEST_TILE_BYTES, MANY_TILES = 1 << 15, 1 << 18, 1 << 16
-PARTS = 32
+Tile = tuple[int, ...]
+"""A row of the copy kernel's table: (from, to, words, words of a row, from's and to's pitch in words)."""
+TILE_BYTES, MANY_TILES, PARTS = (1 << 15, 1 << 16, 1 << 17, 1 << 18), 1 << 16, 32
 log = logging.getLogger(__name__)
 
 
@@ -70,18 +71,10 @@ class BatchedCopy:
 
     def _compile(self) -> None:
         same = [(t, s) for t, s in self.pairs if t.dtype == s.dtype and s.is_cuda]
-        device = self.pairs[0][0].device
         self._group([(t, s) for t, s in self.pairs if not (t.dtype == s.dtype and s.is_cuda)])
-        tiles: dict[tuple[int, bool], list[tuple[int, ...]]] = defaultdict(list)
-        tile_bytes = SMALLEST_TILE_BYTES
-        while tile_bytes < LARGEST_TILE_BYTES and self.num_bytes > tile_bytes * MANY_TILES:
-            tile_bytes *= 2
-        for block in merge_touching([block for pair in same for block in strided_bytes(*pair)]):
-            for word_bytes, pitched, tile in tiles_of(block, tile_bytes):
-                tiles[word_bytes, pitched].append(tile)
         self._tables = [
-            (torch.tensor(spread(rows), dtype=torch.int64, device=device), word_bytes, pitched)
-            for (word_bytes, pitched), rows in sorted(tiles.items())
+            (torch.tensor(rows, dtype=torch.int64, device=self.pairs[0][0].device), word_bytes, pitched)
+            for (word_bytes, pitched), rows in tile_tables(same).items()
         ]
         try:
             from rlsys.weights.kernels import copy_tiles
@@ -94,9 +87,23 @@ class BatchedCopy:
             self.uses_kernel, self._tables = False, []
 
 
-def spread(tiles: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+def tile_tables(pairs: Sequence[TensorPair], *, parts: int = PARTS) -> dict[tuple[int, bool], list[Tile]]:
+    """The tiles of pairs of equal dtypes by launch, a (word bytes, pitched) each, in the order of their copies.
+
+    In a launch so many equal parts of the memory take turns; with one part they follow one another.
+    """
+    num_bytes = sum(target.nbytes for target, _ in pairs)
+    tile_bytes = next((size for size in TILE_BYTES if num_bytes <= size * MANY_TILES), TILE_BYTES[-1])
+    tiles: dict[tuple[int, bool], list[Tile]] = defaultdict(list)
+    for block in merge_touching([block for pair in pairs for block in strided_bytes(*pair)]):
+        for word_bytes, pitched, tile in tiles_of(block, tile_bytes):
+            tiles[word_bytes, pitched].append(tile)
+    return {launch: spread(rows, parts) for launch, rows in sorted(tiles.items())}
+
+
+def spread(tiles: Sequence[Tile], parts: int) -> list[Tile]:
     """Tiles of all parts of the memory in turns: those that another GPU sends, slowly, beside those of this one."""
-    each = -(-len(tiles) // PARTS)
+    each = -(-len(tiles) // parts)
     return [tile for at in range(each) for tile in tiles[at::each]]
 
 
@@ -134,8 +141,8 @@ def merge_touching(blocks: Sequence[StridedBytes]) -> list[StridedBytes]:
     return merged
 
 
-def tiles_of(block: StridedBytes, tile_bytes: int) -> Iterator[tuple[int, bool, tuple[int, ...]]]:
-    """(word bytes, pitched, row of the kernel's table) of each tile of some rows."""
+def tiles_of(block: StridedBytes, tile_bytes: int) -> Iterator[tuple[int, bool, Tile]]:
+    """(word bytes, pitched, tile) of each tile of some rows."""
     if block.rows == 1:
         aligned = not (block.source % 16 or block.target % 16)
         word = 8 if aligned and not block.width % 8 else gcd(8, block.source, block.target, block.width)
