@@ -1,8 +1,8 @@
 """Whole gradients of a training engine by name, divided by the global count so far."""
 
 from typing import Any
+from unittest.mock import patch
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -31,8 +31,9 @@ def _megatron_gradients(engine: Any) -> dict[str, Tensor]:
                 dist.all_gather_into_tensor(bucket.grad_data, own, group=buffer.data_parallel_group)
         local = {name: p.main_grad for name, p in held.parameters.items() if p.requires_grad}
         names = [name for name in held.full_shapes if name not in held.untrained]
-        buckets = held.full(local, 1 << 30, names=names, dtype=torch.float32)
-        whole = {name: tensor / engine._count for bucket in buckets for name, tensor in bucket}
+        with patch.dict(held.dtypes, dict.fromkeys(names, "float32")):
+            buckets = held.full(local, 1 << 30, names=names)
+            whole = {name: tensor / engine._count for bucket in buckets for name, tensor in bucket}
         for buffer, values in zip(buffers, before, strict=True):
             buffer.grad_data.copy_(values)
         return whole

@@ -9,17 +9,11 @@ from pickle import UnpicklingError
 from typing import Any, Literal
 
 import torch
+import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForTokenClassification,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from rlsys.config.schema.model import ModelConfig
 from rlsys.interfaces import StoredTensor
@@ -136,10 +130,10 @@ def _construct(config: PretrainedConfig, head: Head, options: Mapping[str, Any])
 def auto_model(config: PretrainedConfig, head: Head = "lm") -> Any:
     """transformers' auto class of a model; ConfigError for a scalar head on a vision-language model."""
     if head == "lm":
-        return AutoModelForImageTextToText if has_images(config) else AutoModelForCausalLM
+        return transformers.AutoModelForImageTextToText if has_images(config) else transformers.AutoModelForCausalLM
     if has_images(config):
         raise ConfigError(f"{config.model_type} has no scalar head: use a text model, or an estimator without a critic")
-    return AutoModelForTokenClassification
+    return transformers.AutoModelForTokenClassification
 
 
 def _fill_buffers(model: PreTrainedModel) -> None:

@@ -4,19 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Self
 
+from rlsys.single_controller import dispatch
 from rlsys.single_controller.calls import Backend, CallSpec, Future, Pending, finish, of_rank
-from rlsys.single_controller.dispatch import (
-    Dispatch,
-    DispatchMode,
-    Execute,
-    MeshRank,
-    Registration,
-    SplitArguments,
-    dispatch_all_to_all,
-    join,
-    registered_methods,
-    split_call,
-)
 from rlsys.single_controller.rows import is_future
 from rlsys.telemetry.recorder import StageReport
 
@@ -38,17 +27,17 @@ class WorkerGroup:
 
     def __init__(self, backend: Backend, cls: type, *, role: str, target: str | None = None) -> None:
         self.backend, self._cls, self._target, self.role = backend, cls, target, role
-        self._meshes: dict[str, list[MeshRank]] = {}
+        self._meshes: dict[str, list[dispatch.MeshRank]] = {}
         self._views: dict[str, WorkerGroup] = {}
         self._close: Callable[[], None] = backend.close
-        for name, registration in registered_methods(cls).items():
+        for name, registration in dispatch.registered_methods(cls).items():
             if hasattr(self, name):
                 raise ValueError(f"{cls.__name__}.{name} cannot be registered: the group has a '{name}' of its own")
             setattr(self, name, partial(self._call, name, registration))
 
     def __getattr__(self, name: str) -> Any:
         """Registered methods are attributes of the instance; what arrives here is none of them."""
-        methods = registered_methods(self.__dict__["_cls"]) if "_cls" in self.__dict__ else ()
+        methods = dispatch.registered_methods(self.__dict__["_cls"]) if "_cls" in self.__dict__ else ()
         raise AttributeError(f"{type(self).__name__} has no '{name}'; its workers register: {', '.join(methods)}")
 
     @property
@@ -62,11 +51,11 @@ class WorkerGroup:
 
     def execute_all_async(self, method: str, *args: object, **kwargs: object) -> list[Future]:
         """Start a method on every rank; lists with one entry per rank are handed out, other values go to all."""
-        pending = self._start(method, dispatch_all_to_all(self, *args, **kwargs))
+        pending = self._start(method, dispatch.dispatch_all_to_all(self, *args, **kwargs))
         return [of_rank(one, pending) for one in pending]
 
     def execute_all_sync(self, method: str, *args: object, **kwargs: object) -> list[Any]:
-        return self._results(self._start(method, dispatch_all_to_all(self, *args, **kwargs)))
+        return self._results(self._start(method, dispatch.dispatch_all_to_all(self, *args, **kwargs)))
 
     execute_all = execute_all_async
 
@@ -91,7 +80,7 @@ class WorkerGroup:
         """Run a method on one rank and return its result."""
         return self.execute_rank_async(rank, method, *args, **kwargs).get(deadline_s)
 
-    def dispatch_info(self, mesh_name: str) -> list[MeshRank]:
+    def dispatch_info(self, mesh_name: str) -> list[dispatch.MeshRank]:
         """Where every rank stands on a mesh; asked once."""
         if mesh_name not in self._meshes:
             self._meshes[mesh_name] = self.execute_all_sync("_query_dispatch_collect_info", mesh_name)
@@ -145,17 +134,17 @@ class WorkerGroup:
         view._close = close
         return view
 
-    def _call(self, name: str, registration: Registration, /, *args: object, **kwargs: Any) -> object:
+    def _call(self, name: str, registration: dispatch.Registration, /, *args: object, **kwargs: Any) -> object:
         mode = registration["dispatch_mode"]
-        if registration["execute_mode"] is Execute.RANK_ZERO or mode == Dispatch.RANK_ZERO:
+        if registration["execute_mode"] is dispatch.Execute.RANK_ZERO or mode == dispatch.Dispatch.RANK_ZERO:
             future = self.execute_rank_async(0, name, *args, **kwargs)
             return self._results(future.pending)[0] if registration["blocking"] else future
-        pending = self._start(name, split_call(mode, self, args, kwargs))
+        pending = self._start(name, dispatch.split_call(mode, self, args, kwargs))
         if not registration["blocking"]:
             return self._future(mode, pending)
         return self._results(pending, partial(self._collected, mode))
 
-    def _future(self, mode: DispatchMode, pending: Sequence[Pending]) -> object:
+    def _future(self, mode: dispatch.DispatchMode, pending: Sequence[Pending]) -> object:
         """A `DataProtoFuture` over the ranks that hold the rows, or a plain future for other results."""
         if mode.parts_fn is None:
             return Future(pending, partial(self._collected, mode))
@@ -163,13 +152,13 @@ class WorkerGroup:
 
         return DataProtoFuture(DataProto.concat, [of_rank(pending[rank], pending) for rank in mode.parts_fn(self)])
 
-    def _collected(self, mode: DispatchMode, pending: Sequence[Pending]) -> object:
+    def _collected(self, mode: dispatch.DispatchMode, pending: Sequence[Pending]) -> object:
         """The call's result; of ranks that only repeat another's rows, nothing is fetched."""
         if mode.parts_fn is None:
             return mode.collect_fn(self, [self.backend.value(one) for one in pending])
-        return join([self.backend.value(pending[rank]) for rank in mode.parts_fn(self)])
+        return dispatch.join([self.backend.value(pending[rank]) for rank in mode.parts_fn(self)])
 
-    def _start(self, method: str, split: SplitArguments) -> list[Pending]:
+    def _start(self, method: str, split: dispatch.SplitArguments) -> list[Pending]:
         names = tuple(split.kwargs)
         calls = []
         for rank in self.backend.present:

@@ -173,23 +173,17 @@ class ModelShards:
         load_shards(source, self.shards, self.local())
 
     def full(
-        self,
-        local: Mapping[str, Tensor],
-        bucket_bytes: int,
-        *,
-        names: Collection[str],
-        dtype: torch.dtype | None = None,
+        self, local: Mapping[str, Tensor], bucket_bytes: int, *, names: Collection[str]
     ) -> Iterator[list[tuple[str, Tensor]]]:
         """Whole HF tensors made of the ranks' `local` ones, bucket by bucket, the same on every rank; collective.
 
-        `local` may lack tensors (buffers have no gradient); what no rank has is zero. `dtype` is theirs where it is not
-        the model's.
+        What no rank has in `local` is zero.
         """
         given: dict[str, list[Shard]] = {}
         for shard in self.shards:
             if shard.local in local and self.gives(shard):
                 given.setdefault(shard.box.tensor, []).append(shard)
-        dtypes = {name: dtype or getattr(torch, self.dtypes[name]) for name in names}
+        dtypes = {name: getattr(torch, self.dtypes[name]) for name in names}
         num_bytes = {name: math.prod(self.full_shapes[name]) * dtypes[name].itemsize for name in names}
         for bucket in buckets(num_bytes, bucket_bytes):
             yield [(name, self._whole(name, dtypes[name], local, given.get(name, ()))) for name in bucket]

@@ -11,15 +11,7 @@ from math import ceil
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Literal
 
-from rlsys.models.megatron.blocks import (
-    ATTENTION,
-    GATED_MLP,
-    ONLY,
-    Settings,
-    attention_dims,
-    attention_settings,
-    rope_args,
-)
+from rlsys.models.megatron import blocks
 from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
 from rlsys.models.megatron.rules import Dims, Rule, ShardFn, ShardIndex, extents, padded_rows, whole
 from rlsys.types import Box, HFConfig, Shard
@@ -39,10 +31,8 @@ OUTPUT = Rule("output_layer.weight", padded_rows, ("lm_head.weight [vocab, hidde
 TIED_OUTPUT = Rule("output_layer.weight", padded_rows, ("embed_tokens.weight [vocab, hidden]",))
 SCORE = Rule("output_layer.weight", whole, ("score.weight [1, hidden]",))
 SCORE_BIAS = Rule("output_layer.bias", whole, ("score.bias [1]",))
-WITHOUT_TABLE = {
-    "qwen3_next": " (Megatron-Core 0.16 has gated delta layers for rows that are not packed only)",
-    "qwen3_5": " (Megatron-Core 0.16 has gated delta layers for rows that are not packed only)",
-}
+_GATED_DELTA = " (Megatron-Core 0.16 has gated delta layers for rows that are not packed only)"
+WITHOUT_TABLE = {"qwen3_next": _GATED_DELTA, "qwen3_5": _GATED_DELTA}
 """Why a family has no table, by the beginning of its model_type."""
 VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 
@@ -63,21 +53,21 @@ class Family:
     """
 
     model_types: tuple[str, ...]
-    dims: Callable[[HFConfig], dict[str, int]] = attention_dims
-    settings: Callable[[HFConfig], Settings] = attention_settings
-    rope: Callable[[HFConfig], Settings] = rope_args
-    layer: tuple[Rule, ...] = ATTENTION
-    dense: tuple[Rule, ...] = GATED_MLP
+    dims: Callable[[HFConfig], dict[str, int]] = blocks.attention_dims
+    settings: Callable[[HFConfig], blocks.Settings] = blocks.attention_settings
+    rope: Callable[[HFConfig], blocks.Settings] = blocks.rope_args
+    layer: tuple[Rule, ...] = blocks.ATTENTION
+    dense: tuple[Rule, ...] = blocks.GATED_MLP
     sparse: tuple[Rule, ...] = ()
     expert: tuple[Rule, ...] = ()
     expert_stacks: tuple[Rule, ...] = ()
     is_sparse: Callable[[HFConfig, int], bool] = lambda hf_config, layer: False
     needs: tuple[str, ...] = NEEDS
-    only: Mapping[str, tuple[object, ...]] = field(default_factory=lambda: ONLY)
+    only: Mapping[str, tuple[object, ...]] = field(default_factory=lambda: blocks.ONLY)
     refuse: Callable[[HFConfig], str] = lambda hf_config: ""
     mtp: tuple[Rule, ...] = ()
     mla: bool = False
-    window_rope: Callable[[HFConfig], Settings] | None = None
+    window_rope: Callable[[HFConfig], blocks.Settings] | None = None
     post_norms: bool = False
     scaled_embedding: bool = False
     prefix: str = "model."
@@ -102,7 +92,7 @@ class Family:
         self.rope(hf_config)
         self.layers_of(hf_config, place)
 
-    def transformer_config(self, hf_config: HFConfig) -> Settings:
+    def transformer_config(self, hf_config: HFConfig) -> blocks.Settings:
         """Keyword arguments of Megatron's TransformerConfig, or MLATransformerConfig when `mla`; no parallel sizes."""
         settings = self.settings(hf_config)
         if not self.sparse:
@@ -110,7 +100,7 @@ class Family:
         pattern = [int(self.is_sparse(hf_config, layer)) for layer in range(settings["num_layers"])]
         return {**settings, "moe_layer_freq": pattern}
 
-    def model_args(self, hf_config: HFConfig, *, tp_size: int, head: Head = "lm") -> Settings:
+    def model_args(self, hf_config: HFConfig, *, tp_size: int, head: Head = "lm") -> blocks.Settings:
         """Keyword arguments of Megatron's GPTModel besides its configuration, specs and stage."""
         vocab = self.dims(hf_config)["vocab"]
         return {

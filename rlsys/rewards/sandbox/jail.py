@@ -168,15 +168,10 @@ def build_filter(forbidden: list[int], column: int, arch: int, own_pid: int) -> 
     for number in forbidden:
         program += [(equal, 0, 1, number), (answer, 0, 0, ERRNO | EPERM)]
     program += [(equal, 0, 1, CLONE3[column]), (answer, 0, 0, ERRNO | ENOSYS)]
-    program += [
-        (equal, 0, 4, CLONE[column]), (load, 0, 0, 16), (bits, 1, 0, CLONE_THREAD), (answer, 0, 0, ERRNO | EPERM),
-        (answer, 0, 0, ALLOW),
-    ]  # fmt: skip
-    for numbers in TO_SELF_ONLY.values():
-        program += [
-            (equal, 0, 4, numbers[column]), (load, 0, 0, 16), (equal, 1, 0, own_pid), (answer, 0, 0, ERRNO | EPERM),
-            (answer, 0, 0, ALLOW),
-        ]  # fmt: skip
+    new_thread, own_process = (bits, 1, 0, CLONE_THREAD), (equal, 1, 0, own_pid)
+    for numbers, test in [(CLONE, new_thread), *((numbers, own_process) for numbers in TO_SELF_ONLY.values())]:
+        program += [(equal, 0, 4, numbers[column]), (load, 0, 0, 16), test, (answer, 0, 0, ERRNO | EPERM)]
+        program += [(answer, 0, 0, ALLOW)]
     return [*program, (answer, 0, 0, ALLOW)]
 
 

@@ -10,7 +10,6 @@ folder is a file system in memory of limited size; without them its size is look
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -74,12 +73,10 @@ def run_python(
     if sys.platform != "linux":
         raise SandboxError("programs are graded on Linux only: no other kernel restricts them as required")
     limits = limits or SandboxLimits()
-    folder = Path(tempfile.mkdtemp(prefix="rlsys-run-"))
-    try:
+    with tempfile.TemporaryDirectory(prefix="rlsys-run-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
         (folder / "main.py").write_text(source, encoding="utf-8", errors="surrogatepass")
         run = _watched(_spec(folder, limits, require), stdin, folder, limits)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     if run.status == "failed" and run.stderr.startswith(REFUSAL):
         lacking = run.stderr.removeprefix(REFUSAL)
         raise SandboxError(f"code is not run: this kernel or container cannot restrict {lacking} (Landlock, seccomp)")

@@ -15,16 +15,8 @@ import torch
 from torch import Tensor
 
 from rlsys.rollout.base import RunningRequest
+from rlsys.rollout.sampling import sample
 from rlsys.rollout.sampling.log import SampleLog
-from rlsys.rollout.sampling.sample import (
-    NO_TOKEN,
-    BatchSampling,
-    combine_seeds,
-    row_keys,
-    sample_tokens,
-    signed,
-    stop_id_table,
-)
 from rlsys.types import SamplingParams
 
 SPEC_KEY = "rlsys_sample"
@@ -55,7 +47,7 @@ class SampleSpec:
     def words(self) -> tuple[int, int, int, int]:
         """Seed, bits of the temperature in float64, length of the prompt, and 1 where it is not truncated, as int64."""
         bits = struct.unpack("q", struct.pack("d", self.params.temperature))[0]
-        return signed(self.params.seed), bits, self.prompt_length, int(not self.is_truncated)
+        return sample.signed(self.params.seed), bits, self.prompt_length, int(not self.is_truncated)
 
 
 UNUSED = SamplingParams(1, temperature=0.0)
@@ -106,8 +98,8 @@ class TorchRows:
 
     def __init__(self, engine_seed: int, rows: Sequence[SampleSpec], device: torch.device) -> None:
         params = [row.params for row in rows]
-        self._params = BatchSampling(
-            keys=row_keys(engine_seed, [one.seed for one in params]).to(device),
+        self._params = sample.BatchSampling(
+            keys=sample.row_keys(engine_seed, [one.seed for one in params]).to(device),
             temperature=torch.tensor([one.temperature for one in params], device=device),
             top_p=torch.tensor([one.top_p for one in params], dtype=torch.float64, device=device),
             top_k=torch.tensor([one.top_k for one in params], device=device),
@@ -119,15 +111,15 @@ class TorchRows:
         self._starts = torch.tensor([row.prompt_length for row in rows], device=device)
         self._min_new = torch.tensor([one.min_new_tokens for one in params], device=device)
         stops = [row.stop_ids if row.params.min_new_tokens > 0 else () for row in rows]
-        self._stops = stop_id_table(stops).to(device) if any(one.min_new_tokens > 0 for one in params) else None
+        self._stops = sample.stop_id_table(stops).to(device) if any(one.min_new_tokens > 0 for one in params) else None
 
     def force(self, logits: Tensor, positions: Tensor) -> Tensor:
         """As `RowSampler.force`."""
         indices = positions - self._starts
         banned = None
         if self._stops is not None:  # ids of the rows that may not end yet
-            banned = torch.where((indices < self._min_new)[:, None], self._stops, NO_TOKEN)
-        sampled = sample_tokens(logits, positions, self._params, banned)
+            banned = torch.where((indices < self._min_new)[:, None], self._stops, sample.NO_TOKEN)
+        sampled = sample.sample_tokens(logits, positions, self._params, banned)
         logits.scatter_(1, sampled.tokens[:, None], FORCED)
         return torch.stack([column.double() for column in (indices, *sampled)], 1)
 
@@ -137,7 +129,7 @@ class KernelRows:
 
     def __init__(self, engine_seed: int, rows: Sequence[SampleSpec], device: torch.device) -> None:
         table = torch.from_numpy(np.array([row.words for row in rows], np.int64).T.copy())
-        table[0] = combine_seeds(engine_seed, table[0])
+        table[0] = sample.combine_seeds(engine_seed, table[0])
         self._table = table.pin_memory().to(device, non_blocking=True)
 
     def force(self, logits: Tensor, positions: Tensor) -> Tensor:

@@ -2,11 +2,13 @@
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+
+from rlsys.single_controller.worker import environment
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -45,16 +47,9 @@ def _end_world(parallel_state: Any) -> None:
     parallel_state._WORLD = None
 
 
-@contextmanager
-def rank_within_replica(rank: int) -> Iterator[None]:
+def rank_within_replica(rank: int) -> AbstractContextManager[None]:
     """Within the block RANK counts from the first rank of the replica, as vLLM takes its data-parallel rank from it."""
-    given = os.environ.get("RANK")
-    os.environ["RANK"] = str(rank)
-    try:
-        yield
-    finally:
-        os.environ.pop("RANK")
-        os.environ.update({} if given is None else {"RANK": given})
+    return environment({"RANK": str(rank)})
 
 
 def share_cache_plans() -> None:
