@@ -37,8 +37,7 @@ from workers.reward_model import RewardModelWorker
 
 def train(config: PPOConfig) -> str | None:
     """The job of main_ppo: the remaining steps; returns a message where an earlier run completed them all."""
-    start = prepare(config)
-    run = config.trainer
+    start, run = prepare(config), config.trainer
     keep = num_checkpoints(run, has_critic=start.plan.critic is not None)
     store = CheckpointStore(Path(run.default_local_dir), keep=keep, remote=run.default_hdfs_dir)
     if not run.val_only and (message := completed(store, run, start.num_steps)):

@@ -194,8 +194,7 @@ def episode_starts(rows: DataProto, saved: Mapping[str, JsonObject], *, name: st
 
     A workflow gets the columns of its row, and `prompt` as messages with its images.
     """
-    columns = rows.non_tensor_batch
-    starts = []
+    columns, starts = rows.non_tensor_batch, []
     for number, seed in enumerate(rows.tensors[SEEDS].tolist()):
         row, episode = {key: column[number] for key, column in columns.items()}, f"{name}-{number:09d}"
         row["prompt"] = prompt_of_row(row)
@@ -207,8 +206,7 @@ def episode_starts(rows: DataProto, saved: Mapping[str, JsonObject], *, name: st
 def prompt_of_row(row: Row) -> list[Message]:
     """The messages of a row of a batch, in which the images stand at their `<image>`."""
     pictures = [image_part(png_url(data.tobytes())) for images in row.get(IMAGES) or () for data in images.pictures]
-    parts = iter(pictures)
-    messages = row["raw_prompt"]
+    parts, messages = iter(pictures), row["raw_prompt"]
     return [with_parts(message, lambda _: next(parts)) for message in messages] if pictures else list(messages)
 
 

@@ -110,8 +110,7 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
     external_libs = import_external_libs({"actor_rollout_ref.model": model})
     reward_manager_class(config.reward)
     tokenizer = load_tokenizer(model, rollout.padding)
-    agents = load_agents(config, tokenizer)
-    data = config.data
+    agents, data = load_agents(config, tokenizer), config.data
     assert data.val_files is not None, "checked with the configuration"
     processor = load_processor(config, tokenizer)
     dataset = load_prompts(config, tokenizer, data.val_files, max_samples=data.val_max_samples, processor=processor)

@@ -23,7 +23,7 @@ from rlsys.config.arguments import Arguments
 from rlsys.telemetry.log import FILE_ONLY, get_logger, setup_logging
 from rlsys.utils import errors
 from rlsys.utils.gpus import GPUS
-from trainer.machine import check_machine, device_memory
+from trainer.machine import check_machine, device_memory, engines_for
 from trainer.summary import summary_lines
 
 if TYPE_CHECKING:
@@ -91,12 +91,12 @@ def _check(config: C, arguments: Arguments) -> tuple[list[str], dict[str, str]]:
 
 
 def _choose(config: C, given: Collection[str], arguments: Arguments) -> tuple[Mapping[str, object], str]:
-    """The sizes that are not set, for the device of this machine or the one that is planned for."""
+    """What is not set and the plan chooses, for the device of this machine or the one that is planned for."""
     if not isinstance(config, PPOConfig):
         return {}, ""
-    from rlsys.planning.sizes import choose_sizes
+    from rlsys.planning.sizes import choose_settings
 
-    return choose_sizes(config, given, _machine(config, arguments))
+    return choose_settings(config, given, _machine(config, arguments), *engines_for(config))
 
 
 def _machine(config: PPOConfig, arguments: Arguments) -> "Machine":

@@ -85,8 +85,7 @@ class PromptGroups:
         """The groups that may start now, without answers yet."""
         started = []
         while self.window.room:
-            rows = self._next_rows()
-            number = self.window.start()
+            rows, number = self._next_rows(), self.window.start()
             drafts = [PartialResponse(request) for request in self._requests(number, rows)]
             self._groups[number] = PromptGroup(number, rows, drafts)
             started.append(self._groups[number])

@@ -45,8 +45,7 @@ class Steps:
         lengths = batch.tensors["attention_mask"].sum(-1).tolist()
         batch.meta_info |= {"global_token_num": lengths, "global_steps": step}
         ranks, rows = self.plan.actor.dp_size, self.plan.actor.mini_batch_samples
-        size = batch.meta_info.get("rows_per_episode", 1)
-        order = np.arange(len(batch))
+        size, order = batch.meta_info.get("rows_per_episode", 1), np.arange(len(batch))
         if self.cfg.trainer.balance_batch and ranks > 1:
             of_episodes = np.reshape(lengths, (-1, size)).sum(1).tolist()
             order = balance_rows(of_episodes, num_ranks=ranks, mini_batch_rows=rows)
@@ -155,7 +154,6 @@ def rewards_to_advantages(
     batch, kl_metrics = stages.shaped_rewards(batch, algorithm, controller, num_repeat=rollout_n)
     batch, correction_metrics = stages.apply_rollout_correction(batch, algorithm.rollout_correction)
     metrics |= kl_metrics | correction_metrics
-    seed = actor.data_loader_seed
-    step = int(batch.meta_info.get("global_steps", 0))
+    seed, step = actor.data_loader_seed, int(batch.meta_info.get("global_steps", 0))
     batch = stages.compute_advantage(batch, algorithm, num_repeat=rollout_n, seed=seed + step)
     return stages.add_selected_tokens(batch, actor, seed=seed), metrics

@@ -65,8 +65,7 @@ def connect_weights(groups: WorkerGroups, cfg: PPOConfig, *, colocated: bool) ->
     """The manager that reshards the actor's weights into the rollout, connected."""
     assert groups.rollout is not None, "external servers take weights from files"
     policy = cfg.actor_rollout_ref
-    engine = policy.rollout.checkpoint_engine
-    alone = groups.actor.world_size == 1
+    engine, alone = policy.rollout.checkpoint_engine, groups.actor.world_size == 1
     in_process = rollout_backend(policy.rollout.name).weights_in == "process"
     local = engine.backend == "local" or (engine.backend == "auto" and colocated and alone and in_process)
     disk = engine.backend == "disk"

@@ -42,7 +42,7 @@ def main_config(
         loaded, sizes = load(arguments, schema), ""
         if choose is not None and not arguments.print_config:
             chosen, sizes = choose(loaded.config, loaded.settings.keys(), arguments)
-            loaded = replace(loaded, config=load(arguments, schema, chosen=chosen).config)
+            loaded = replace(load(arguments, schema, chosen=chosen), settings=loaded.settings)
         notes, facts = check(loaded.config, arguments) if check and not arguments.print_config else ((), {})
     except (ConfigError, DataError) as error:
         print(f"rlsys: {error}", file=sys.stderr)

@@ -23,6 +23,7 @@ _EPOCHS = (("saver.freq_epochs", 1), ("evaluator.freq_epochs", 1))
 _YIELDING = (
     *(("data.train_batch_size", 0), ("async_training", True), ("actor.use_lora", True), _LORA_OF_AREAL),
     *_EPOCHS,
+    *((f"actor_rollout_ref.{role}.use_torch_compile", True) for role in ("actor", "ref")),
 )
 """What verl's and AReaL's trainers want beside the setting that counts."""
 _ADDED = FieldInfo(annotation=dict[str, object], default=None)

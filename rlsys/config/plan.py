@@ -159,9 +159,8 @@ def _role_words(role: RolePlan, section: str) -> str:
 
 
 def _rank_words(role: RolePlan) -> str:
-    if role.micro_batches is None:
-        micro = f"micro-batches of {role.size.max_tokens} tokens"
-    else:
+    micro = f"micro-batches of {role.size.max_tokens} tokens"
+    if role.micro_batches is not None:
         micro = f"{_many(role.micro_batches, 'micro-batch')} of {role.micro_batch_samples}"
     return f"each rank: {role.rank_samples} in {micro}"
 

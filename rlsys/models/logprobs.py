@@ -89,10 +89,15 @@ FUSED_FROM = 4096
 
 
 @cache
+def can_build_kernels() -> bool:
+    """Whether torch.compile can make kernels for a GPU here."""
+    return bool(has_triton() and shutil.which("cc") and Path(sysconfig.get_path("include"), "Python.h").exists())
+
+
+@cache
 def _fused(function: Callable[..., object]) -> Callable[..., Any]:
     """`function` compiled to kernels that read each logit once or twice; itself where nothing can compile them."""
-    can_build = has_triton() and shutil.which("cc") and Path(sysconfig.get_path("include"), "Python.h").exists()
-    return torch.compile(function) if can_build else function
+    return torch.compile(function) if can_build_kernels() else function
 
 
 def moments_of(scores: Tensor, moments: bool) -> tuple[Tensor, ...]:

@@ -6,10 +6,9 @@ from rlsys.planning.footprint import decoder_of
 from rlsys.planning.image_encoder import plan_facts
 from rlsys.planning.layouts import propose_layouts
 from rlsys.planning.memory import CACHE, Device, Lengths, Machine, Stage, plan_memory
+from rlsys.planning.sizes import GIB
 from rlsys.planning.step_time import GpuCluster, plan_step, step_seconds
 from rlsys.utils.errors import ConfigError
-
-GIB = 1 << 30
 
 
 def memory_line(cfg: PPOConfig, machine: Machine) -> str:
@@ -22,14 +21,12 @@ def memory_line(cfg: PPOConfig, machine: Machine) -> str:
     if not machine.actor:
         return ""
     try:
-        plan = plan_memory(cfg, machine)
-        parameters = decoder_of(machine.actor).parameters
+        plan, parameters = plan_memory(cfg, machine), decoder_of(machine.actor).parameters
     except (ConfigError, KeyError, TypeError, ValueError, ArithmeticError) as error:
         return f"cannot be planned: {error}"
     stages = {stage.name: stage for stage in plan.train}
     peak = max((s for s in plan.train if s.name not in ("start", "rollout")), key=lambda stage: stage.total)
-    own = {stage.name: stage for stage in plan.rollout}
-    figures = [f"{_gib(stages['start'])} to start"]
+    own, figures = {stage.name: stage for stage in plan.rollout}, [f"{_gib(stages['start'])} to start"]
     if generating := own.get("rollout") or stages.get("rollout"):
         where = " (on a rollout device)" if own else ""
         cache = "" if device == "cpu" or generating.bytes.get(CACHE) else f" + {policy.rollout.name}'s cache"

@@ -235,8 +235,7 @@ def layer_saved_bytes(d: Blocks, tokens: int, *, c: int, fused: bool, tp: int = 
 
     `tp` ranks share the matrices; `shared_norms` (sequence parallelism) the rest too.
     """
-    norms = tp if shared_norms else 1
-    routed = c * 2 * d.routed * d.hidden
+    norms, routed = tp if shared_norms else 1, c * 2 * d.routed * d.hidden
     if fused:
         return tokens * (c * 4 * d.hidden // norms + c * (2 * d.q + 2 * d.kv + 3 * d.ffn) // tp + routed)
     return tokens * ((16 + c) * d.hidden // norms + c * (2 * d.q + 2 * d.kv + 4 * d.ffn) // tp + routed)
@@ -281,8 +280,7 @@ def logits_bytes(
     chunk = WIDE * vocab * min(max(1, LOGITS_CHUNK_ELEMENTS[device] // vocab), responses)
     if not backward:
         return chunk * (3 if entropy else 2)
-    narrow = chunk * c // WIDE if c < WIDE else 0
-    slope = WIDE * vocab * d.hidden if trained else 0
+    narrow, slope = chunk * c // WIDE if c < WIDE else 0, WIDE * vocab * d.hidden if trained else 0
     return narrow + slope + max((3 if entropy else 2) * chunk, chunk + (slope if c < WIDE else 0))
 
 

@@ -14,12 +14,11 @@ from rlsys.models.megatron.family import find_family
 from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
 from rlsys.planning import footprint as fp
 from rlsys.planning.memory import Lengths, Machine, PlanInputs, device_roles, plan_memory
-from rlsys.planning.sizes import choose_sizes
+from rlsys.planning.sizes import COMPILED, ROLLOUT, choose_sizes
 from rlsys.planning.step_time import GpuCluster, Phase, plan_step, rollout_phase, step_seconds, training_phases
 from rlsys.utils.errors import ConfigError
 
 Settings = dict[str, Any]
-ROLLOUT = "actor_rollout_ref.rollout"
 ACTOR, REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
 ROLES = {ACTOR: "fsdp_config", REF: "fsdp_config", "critic": "fsdp"}
 SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -61,9 +60,8 @@ def propose_layouts(
         if (held := sum(sum(one.role.held().values()) for one in roles)) <= machine.room_bytes:
             seconds = sum(phase.total for phase in training_phases(job, roles, cluster))
             training.append((seconds * SIMPLER ** name.count(","), name, settings, held))
-    proposals = list[Proposal]()
+    proposals, room = list[Proposal](), machine.room_bytes
     shared = plan_batches(cfg).pools.colocated  # the engine starts beside what trains
-    room = machine.room_bytes
     pairs = [(one, other) for one, other in product(training, serving) if not shared or one[3] + other[3] <= room]
     pairs.sort(key=lambda pair: pair[0][0] + pair[1][0])
     for tried, ((trains_s, name, trains, _), (serves_s, copies, serves, _)) in enumerate(pairs):
@@ -72,7 +70,7 @@ def propose_layouts(
             break
         settings = trains | serves
         try:
-            chosen, _ = choose_sizes(replaced(cfg, settings), settings, machine)
+            chosen, _ = choose_sizes(replaced(cfg, settings), {*settings, *COMPILED}, machine)
             changed = replaced(cfg, settings | chosen)
             plan = plan_memory(changed, machine)
         except ConfigError:
@@ -119,8 +117,7 @@ def _training_layouts(cfg: PPOConfig, machine: Machine, cluster: GpuCluster) -> 
     if (family := find_family(facts)) is None:
         return
     for tp, pp, cp, ep in product(SIZES[:4], SIZES, SIZES[:4], SIZES):
-        sizes = (tp, pp, cp, ep)
-        last = layers - (pp - 1) * -(-layers // pp) if layers % pp else None
+        sizes, last = (tp, pp, cp, ep), layers - (pp - 1) * -(-layers // pp) if layers % pp else None
         if ranks % (tp * pp * cp) or ranks % (ep * pp):
             continue
         layout = ParallelSizes(tp, pp, cp=cp, ep=ep, etp=1, sequence_parallel=True, last_layers=last)

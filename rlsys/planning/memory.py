@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 ROLLOUT_WEIGHTS, CACHE, DRAWING, STAGING = "rollout weights", "cache", "drawing", "staging"
 FP8_WEIGHTS = "fp8 weights"
 """What a trainer rank keeps between pushes to engines that serve FP8 (rlsys/weights/fp8.py)."""
-RESIDENT = (ro.PARAMETERS, ro.GRADIENTS, ro.MASTERS, ro.OPTIMIZER, ROLLOUT_WEIGHTS)
 CHECKSUM_WORDS_BYTES = 64 << 20
 """What the checksum of a tensor takes beside a copy of it on a GPU (`rlsys.weights.checksum`)."""
 ORDER = (

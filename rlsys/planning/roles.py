@@ -107,13 +107,12 @@ class FsdpRole:
         """Forward and backward at their highest: in the head, in the last layer, or when the rest is reduced."""
         d, c, how = self._split, self.how.c, self.how
         grads = 0 if self.on_host else self.master * self._num_trained // self.ranks
-        saved = fp.layer_saved_bytes(d, size.tokens, c=c, fused=False)
+        saved, full = fp.layer_saved_bytes(d, size.tokens, c=c, fused=False), not self.lora_rank
         encodes = bool(self.lora_rank) or not d.encoder.frozen
         images, encoding = fp.image_bytes(d, size.images, c=c, trained=encodes, recompute=how.recompute)
         kept = images + d.num_layers * (fp.checkpoint_bytes(d, size.tokens, c=c) if how.recompute else saved)
         extra = (saved if how.recompute else 0) + fp.layer_passing_bytes(d, size.tokens, c=c, backward=True)
         head = fp.head_hidden_bytes(d, size.tokens, size.responses, c=c, backward=True)
-        full = not self.lora_rank
         added = fp.WIDE * self.tp / self.ranks if size.count > 1 else 0  # reduced, to be added to those there
         layer_comm = int((c + fp.WIDE * self._prefetched + added) * d.layer) if full else 0
         outer_comm = int((c + fp.WIDE + added) * d.outer) if full else 0

@@ -1,22 +1,26 @@
-"""Sizes that a job chooses itself where they are not set: by the memory plan, for the device that it runs on.
+"""What a job chooses itself where it is not set: by the memory plan, for the device that it runs on.
 
-Token budgets of updates and of log-probs, whether activations are recomputed, how many sequences are decoded together
-and the share of a GPU that a serving engine takes. What a user or a preset set is never changed.
+The engine that generates, whether layers are compiled, token budgets of updates and of log-probs, whether activations
+are recomputed, how many sequences are decoded together and the share of a GPU that a serving engine takes. What a user
+or a preset set is never changed.
 """
 
 from bisect import bisect
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 from rlsys.config import PPOConfig, plan_batches
+from rlsys.config.checks.all import check
 from rlsys.config.checks.batches import sequence_ranks
+from rlsys.config.derive import COMPILE, ENGINE, MODE
 from rlsys.config.engines import rollout_backend
 from rlsys.config.introspect import replaced, shown
 from rlsys.config.plan import RolePlan
 from rlsys.config.schema.actor import TrainedRoleConfig
 from rlsys.config.schema.types import MicroBatches
+from rlsys.models.megatron.family import find_family
 from rlsys.planning import footprint as fp
 from rlsys.planning.memory import Machine, MemoryPlan, plan_memory, width_of
 from rlsys.planning.roles import Bytes
@@ -34,6 +38,7 @@ _POLICY, _TOKENS = "actor_rollout_ref", "max_token_len_per_gpu"
 ROLLOUT, MODEL = f"{_POLICY}.rollout", f"{_POLICY}.model"
 SEQS, SHARE = f"{ROLLOUT}.max_num_seqs", f"{ROLLOUT}.gpu_memory_utilization"
 ACTOR_BUDGET, CRITIC_BUDGET = f"{_POLICY}.actor.ppo_{_TOKENS}", f"critic.ppo_{_TOKENS}"
+COMPILED = f"{_POLICY}.actor.fsdp_config.{COMPILE}", f"critic.fsdp.{COMPILE}"
 
 
 class _Sizes:
@@ -65,6 +70,20 @@ class _Sizes:
                 return 0
             size = max(least, size * 3 // 4 // 256 * 256)
         return size
+
+    def choose_compiled(self) -> None:
+        """Where that is known to work: packs of text in half precision, on whole layers without experts or adapters.
+        The reference follows the actor, and is then the actor's model."""
+        policy, critic, of = self.cfg.actor_rollout_ref, self.cfg.critic, self.machine
+        actor, alone = policy.actor, policy.reference_model is policy.model and not self.cfg.teachers
+        roles = [(COMPILED[0], actor, actor.fsdp_config, policy.model, of.actor)] * alone
+        roles += [(COMPILED[1], critic, critic.fsdp, critic.model, of.critic or of.actor)] * self.cfg.use_critic
+        for key, role, shard, model, facts in roles:
+            d, ranks = fp.decoder_of(facts), shard.tensor_parallel_size * role.ulysses_sequence_parallel_size
+            odd = role.strategy != "fsdp" or ranks > 1 or shard.offload_policy or not model.use_remove_padding
+            odd = odd or model.has_adapters or d.encoder.pixels or d.num_sparse
+            if key not in self.given and not (odd or shard.full_determinism or shard.dtype == "float32"):
+                self.choose(key, True)
 
     def choose_sequences(self) -> None:
         """All rows of a replica together, within limits."""
@@ -134,6 +153,8 @@ def choose_sizes(cfg: PPOConfig, given: Collection[str], machine: Machine) -> tu
     longest, scored = cfg.data.max_prompt_length + cfg.data.max_response_length, f"log_prob_{_TOKENS}"
     least, of_critic = -(-longest // sequence_ranks(policy.actor)), -(-longest // sequence_ranks(critic))
     sizes = _Sizes(cfg, given, machine)
+    if machine.device == "cuda" and not cfg.trainer.reproducible:
+        sizes.choose_compiled()
     sizes.choose_sequences()
     sizes.choose_share()
     sizes.choose_update(policy.actor, plan.actor, MODEL, ACTOR_BUDGET, least)
@@ -149,6 +170,33 @@ def choose_sizes(cfg: PPOConfig, given: Collection[str], machine: Machine) -> tu
         sizes.choose_scoring(key, grader.scoring, key, "reward_model", longest)
     room = f" ({machine.room_bytes / GIB:.1f} of {machine.device_bytes / GIB:.1f} GiB to plan with)"
     return sizes.values, f"{', '.join(sizes.words)}{room if sizes.words else ''}"
+
+
+def choose_settings(
+    cfg: PPOConfig, given: Collection[str], machine: Machine, engines: Sequence[str] = (), why: str = ""
+) -> tuple[dict[str, object], str]:
+    """The sizes, and on GPUs the engine that generates: the first of `engines`, which are there as `why` says, with
+    which the job passes its checks and fits, else hf."""
+    policy = cfg.actor_rollout_ref
+    if machine.device == "cpu" or {ENGINE, MODE} & set(given) or policy.rollout.name != "hf":
+        return choose_sizes(cfg, given, machine)
+    is_text, code = find_family(machine.actor) and not fp.encoder_of(machine.actor).pixels, policy.model.external_lib
+    if not is_text or code or policy.model.trust_remote_code or policy.rollout.full_determinism:
+        engines, why = (), "others only for known models of text, without code of their own or full_determinism"
+
+    def attempt(name: str) -> tuple[dict[str, object], str]:
+        served = replaced(cfg, {ENGINE: name})
+        if problems := check(served)[0]:
+            raise ConfigError(problems[0])
+        sizes, text = choose_sizes(served, given, machine)
+        return {ENGINE: name, **sizes}, f"rollout.name={name} ({why}){text and ', ' + text}"
+
+    for name in engines:
+        try:
+            return attempt(name)
+        except ConfigError as error:
+            why = f"{name}: {str(error).partition(';')[0]}"
+    return attempt("hf")
 
 
 def _refusal(what: str, needs: Mapping[str, int], machine: Machine, key: str) -> ConfigError:

@@ -23,13 +23,8 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
 
 from rlsys.config import PPOConfig, load_config, plan_batches  # noqa: E402
 from rlsys.planning.advice import facts_of  # noqa: E402
-from rlsys.planning.memory import (  # noqa: E402
-    RESIDENT,
-    Lengths,
-    MemoryPlan,
-    plan_memory,
-)
-from rlsys.planning.roles import GRADIENTS  # noqa: E402
+from rlsys.planning.memory import ROLLOUT_WEIGHTS, Lengths, MemoryPlan, plan_memory  # noqa: E402
+from rlsys.planning.roles import GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS  # noqa: E402
 from rlsys.telemetry import memory  # noqa: E402
 from scripts.model_shapes import SHAPES  # noqa: E402
 from trainer.backend import running_backend  # noqa: E402
@@ -176,7 +171,8 @@ def checked(cfg: PPOConfig, *, peaks: bool) -> list[tuple[str, int, int]]:
     machine = facts_of(cfg, "cuda" if peaks else "cpu", device_bytes)
     plan = plan_memory(cfg, machine, lengths=lengths_seen(Path(cfg.trainer.default_local_dir), cfg))
     megatron = cfg.actor_rollout_ref.actor.strategy == "megatron"  # whose gradients stay
-    kept = None if peaks else [owner for owner in RESIDENT if megatron or owner != GRADIENTS]
+    residents = (PARAMETERS, GRADIENTS, MASTERS, OPTIMIZER, ROLLOUT_WEIGHTS)
+    kept = None if peaks else [owner for owner in residents if megatron or owner != GRADIENTS]
     return list(rows_of(plan, trainer.reporter.ledger, rollout_apart=bool(plan.rollout), kept=kept))
 
 

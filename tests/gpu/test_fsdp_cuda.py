@@ -10,13 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from rlsys.config.schema.model import OptimConfig, OverrideOptimizerConfig, ShardConfig
 from rlsys.engines.fsdp.engine import FSDPEngine
 from rlsys.engines.micro_batches import MicroBatches
 from rlsys.protocol import DataProto
 from tests.contracts.train_engine import (
+    MODELS,
     OUTPUTS,
+    ROWS,
     SEED,
     TEMPERATURE,
     Case,
@@ -118,6 +121,22 @@ def test_compiled_layers_compute_the_same() -> None:
     assert rank["metrics"]["loss"] == pytest.approx(loss, rel=0.5, abs=0.05)
     whole = torch.cat([g.flatten() for g in gradients.values()])
     assert distance(torch.cat([rank["gradients"][name].flatten() for name in gradients]), whole) < 0.05
+
+
+def graphs_of_many_packs() -> int:
+    """Graphs that updates and log-probs of packs of many lengths compile."""
+    engine = compiled_engine(MODELS["qwen2-tied"], "lm", Case(max_tokens=30))
+    counters.clear()
+    for count in range(1, ROWS + 1):
+        rows = DataProto.from_dict(make_batch())[:count]
+        engine.forward(rows, ("log_probs",), temperature=TEMPERATURE)
+        engine.forward_backward(rows, loss_of, temperature=TEMPERATURE)
+    return counters["stats"]["unique_graphs"]
+
+
+def test_layers_are_compiled_once_for_packs_of_all_lengths() -> None:
+    (graphs,) = run_ranks(1, graphs_of_many_packs, backend=BACKEND)
+    assert graphs <= 4  # two for the layers; the statistics of logits have own ones from a vocabulary of 4096 on
 
 
 NEEDS_8BIT = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes")

@@ -148,7 +148,8 @@ class ShardConfig(Section):
     forward_prefetch: t.Flag = False
     """Gather the next layer's parameters during the forward pass of a layer."""
     use_torch_compile: t.Flag = False
-    """Compile the layers: faster steps after a first one that takes up to a minute longer."""
+    """Compile the layers: faster steps after a first one that takes up to a minute longer; not set, or auto, a PPO job
+    on GPUs does so for models of text where that is known to work."""
     model_dtype: Annotated[Literal["float32", "bfloat16"], BeforeValidator(_dtype)] = "float32"
     """dtype of the weights."""
     dtype: AnyDType = "auto"

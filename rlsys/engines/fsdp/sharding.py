@@ -19,6 +19,7 @@ from rlsys.config.schema.model import ModelConfig, ShardConfig
 from rlsys.engines.fsdp.optim import full_of, local_of, tensor_parallel_part
 from rlsys.engines.mesh import Ranks
 from rlsys.models.hf import TensorSource, dtype_name, fill_shards, layer_modules, saved_tensors_of, shared_names
+from rlsys.models.logprobs import can_build_kernels
 from rlsys.models.lora import AdaptedWeight, hf_name, is_adapter
 from rlsys.models.stacked import Stacks, as_saved, saved_aliases, saved_shapes, shards_of
 from rlsys.models.token_model import TokenModel
@@ -95,10 +96,12 @@ def shard_model(model: TokenModel, ranks: Ranks, shard: ShardConfig) -> None:
     offload = CPUOffloadPolicy() if shard.offload_policy and ranks.device.type == "cuda" else OffloadPolicy()
     options: dict[str, Any] = {"mesh": ranks.mesh, "offload_policy": offload}
     layers: list[Any] = layer_modules(model.model)
+    if compiles := shard.use_torch_compile and (ranks.device.type == "cpu" or can_build_kernels()):
+        torch._dynamo.config.recompile_limit = 16  # a graph for each kind of layer, and each pass of each role; not 8
     for layer in layers:
         fully_shard(layer, mp_policy=policy, reshard_after_forward=shard.reshard_after_forward, **options)
-        if shard.use_torch_compile:
-            layer.forward = torch.compile(layer.forward)
+        if compiles:
+            layer.forward = torch.compile(layer.forward, dynamic=True)  # packs differ in tokens and sequences
     if not model.is_lm:
         exact = MixedPrecisionPolicy(param_dtype=reduce_dtype, reduce_dtype=reduce_dtype)
         fully_shard(model.model.score, mp_policy=exact, **options)

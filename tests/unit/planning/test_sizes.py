@@ -10,7 +10,7 @@ from rlsys.config.arguments import parse_arguments
 from rlsys.config.cli import as_yaml
 from rlsys.config.load import Loaded, load
 from rlsys.planning.memory import Device, Machine, MemoryPlan, plan_memory
-from rlsys.planning.sizes import GIB, choose_sizes
+from rlsys.planning.sizes import GIB, choose_settings, choose_sizes
 from rlsys.utils.errors import ConfigError
 from scripts.model_shapes import SHAPES
 
@@ -20,6 +20,8 @@ TOKENS, SEQS = f"{POLICY}.actor.ppo_max_token_len_per_gpu", f"{POLICY}.rollout.m
 SCORED = f"{POLICY}.rollout.log_prob_max_token_len_per_gpu"
 RECOMPUTE, SHARE = f"{POLICY}.model.enable_gradient_checkpointing", f"{POLICY}.rollout.gpu_memory_utilization"
 VLLM = f"{POLICY}.rollout.name=vllm"
+COMPILE, ENGINE = f"{POLICY}.actor.fsdp_config.use_torch_compile", f"{POLICY}.rollout.name"
+CRITIC_COMPILE = "critic.fsdp.use_torch_compile"
 
 
 def loaded(*settings: str, preset: str = "gsm8k_grpo", **chosen: Any) -> Loaded[PPOConfig]:
@@ -78,7 +80,7 @@ def test_a_share_that_is_the_largest_beside_what_trains_by_hand() -> None:
 
 
 def test_what_is_set_is_never_changed() -> None:
-    given = (VLLM, f"{TOKENS}=2048", f"{SHARE}=0.4", f"{SEQS}=7", f"{RECOMPUTE}=true")
+    given = (VLLM, f"{TOKENS}=2048", f"{SHARE}=0.4", f"{SEQS}=7", f"{RECOMPUTE}=true", f"{COMPILE}=false")
     sizes, text, plan, _ = chosen("7B", 79.2, *given)
     assert not sizes
     assert text == ""
@@ -132,3 +134,100 @@ def test_budgets_grow_with_the_longest_sequence_and_micro_batches_are_filled_by_
     assert config.actor_rollout_ref.actor.use_dynamic_bsz
     assert not loaded(f"{POLICY}.actor.ppo_micro_batch_size_per_gpu=4").config.actor_rollout_ref.actor.use_dynamic_bsz
     assert not loaded(f"{POLICY}.actor.use_dynamic_bsz=false").config.actor_rollout_ref.actor.use_dynamic_bsz
+
+
+def test_layers_of_a_model_of_text_are_compiled_on_gpus_unless_it_is_set() -> None:
+    sizes, text, *_ = chosen("7B", 139.8, VLLM, "algorithm.adv_estimator=gae", "trainer.n_gpus_per_node=8")
+    assert sizes[COMPILE] is sizes[CRITIC_COMPILE] is True
+    assert "actor.fsdp_config.use_torch_compile=true, critic.fsdp.use_torch_compile=true" in text
+    policy = loaded(chosen=sizes).config.actor_rollout_ref
+    assert policy.ref.fsdp_config.use_torch_compile
+    for setting in (f"{COMPILE}=auto", f"{POLICY}.actor.use_torch_compile=true"):
+        assert chosen("135M", 80, VLLM, setting)[0][COMPILE] is True
+    for setting in (f"{COMPILE}=false", f"{COMPILE}=true", f"{POLICY}.actor.use_torch_compile=false"):
+        assert COMPILE not in chosen("135M", 80, VLLM, setting)[0]
+    off = loaded(f"{POLICY}.actor.use_torch_compile=false").config.actor_rollout_ref
+    assert not off.ref.fsdp_config.use_torch_compile
+    verls = (f"{POLICY}.actor.use_torch_compile=true", f"{COMPILE}=true", f"{POLICY}.ref.use_torch_compile=true")
+    assert loaded(*verls).config.actor_rollout_ref.actor.fsdp_config.use_torch_compile
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        f"{POLICY}.actor.strategy=megatron",
+        f"{POLICY}.actor.fsdp_config.full_determinism=true",
+        f"{POLICY}.actor.fsdp_config.dtype=float32",
+        f"{POLICY}.actor.fsdp_config.tensor_parallel_size=2",
+        f"{POLICY}.actor.fsdp_config.offload_policy=true",
+        f"{POLICY}.actor.ulysses_sequence_parallel_size=2",
+        f"{POLICY}.model.use_remove_padding=false",
+        f"{POLICY}.model.lora_rank=8",
+    ],
+)
+def test_layers_are_compiled_only_where_that_is_known_to_work(setting: str) -> None:
+    sizes, *_ = chosen("1.5B", 139.8, VLLM, setting, "trainer.n_gpus_per_node=8")
+    assert COMPILE not in sizes
+    assert TOKENS in sizes
+
+
+def test_layers_with_experts_and_layers_on_a_cpu_are_not_compiled() -> None:
+    assert COMPILE not in chosen("30B-A3B", 139.8, VLLM, "trainer.n_gpus_per_node=16")[0]
+    assert COMPILE not in chosen("135M", 20, device="cpu", preset="smollm2")[0]
+
+
+def with_engines(
+    *settings: str, engines: Collection[str] = ("vllm", "sglang"), shape: str = "135M", **machine: Any
+) -> tuple[Any, str]:
+    """The engine of a job with these engines installed, and the line of the plan."""
+    job = loaded(*settings, preset="smollm2")
+    there = Machine(**{"device": "cuda", "device_bytes": 80 * GIB, "actor": SHAPES.get(shape, {}), **machine})
+    values, text = choose_settings(job.config, job.settings.keys(), there, [*engines], "installed here")
+    after = loaded(*settings, preset="smollm2", chosen=values).config
+    assert after.actor_rollout_ref.rollout.name == values.get(ENGINE, job.config.actor_rollout_ref.rollout.name)
+    return values.get(ENGINE), text
+
+
+def test_a_job_on_gpus_takes_the_first_engine_that_is_installed() -> None:
+    assert with_engines()[0] == "vllm"
+    engine, text = with_engines(engines=["sglang"])
+    assert engine == "sglang"
+    assert text.startswith("rollout.name=sglang (installed here), actor.fsdp_config.use_torch_compile=true, ")
+    assert "rollout.gpu_memory_utilization=0.3" in text
+    assert with_engines(f"{ENGINE}=auto")[0] == "vllm"
+    engine, text = with_engines(engines=[])
+    assert engine == "hf"
+    assert "gpu_memory_utilization" not in text
+
+
+def test_an_engine_that_is_set_stays_and_cpus_keep_hf() -> None:
+    for setting in (f"{ENGINE}=hf", f"{ENGINE}=sglang_remote", "trainer.allocation_mode=hf:d1|fsdp:d1"):
+        engine, text = with_engines(setting)
+        assert engine is None
+        assert "rollout.name" not in text
+    assert with_engines(device="cpu", device_bytes=20 * GIB)[0] is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "shape", "why"),
+    [
+        ((f"{POLICY}.rollout.full_determinism=true",), "135M", "hf (others only for known models of text"),
+        ((f"{POLICY}.model.trust_remote_code=true",), "135M", "hf (others only for known models of text"),
+        ((), "unknown", "hf (others only for known models of text"),
+        (
+            ("trainer.max_staleness=1", "trainer.rollout_workers=1", "trainer.reproducible=true"),
+            "135M",
+            "hf (sglang: trainer.reproducible = true: it needs engines whose results do not depend on batching)",
+        ),
+    ],
+)
+def test_an_engine_that_does_not_suit_the_job_is_not_taken(settings: tuple[str, ...], shape: str, why: str) -> None:
+    engine, text = with_engines(*settings, shape=shape)
+    assert engine == "hf"
+    assert text.startswith(f"rollout.name={why}")
+
+
+def test_an_engine_that_does_not_fit_beside_what_trains_is_not_taken() -> None:
+    engine, text = with_engines(f"{POLICY}.actor.ppo_max_token_len_per_gpu=256", shape="7B")
+    assert engine == "hf"
+    assert "sglang beside what trains does not fit" in text
