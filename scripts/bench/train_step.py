@@ -2,6 +2,7 @@
 
     python scripts/bench/train_step.py --shape 0.5B                                # Megatron, one process a GPU
     python scripts/bench/train_step.py --shape 7B --tp 2 --recompute
+    python scripts/bench/train_step.py --shape 7B --sequences 8 --unfused           # kernels of their own add gradients
     python scripts/bench/train_step.py --shape 0.5B --engine fsdp --json out.json
     python scripts/bench/train_step.py --shape 7B --engine fsdp --profile          # and the kernels of one more step
     python scripts/bench/train_step.py --shape 7B --layers 18 --engine fsdp --compile   # where 28 layers do not fit
@@ -74,7 +75,8 @@ def build(args: argparse.Namespace, folder: Path) -> TrainEngine:
     from rlsys.engines.megatron.engine import MegatronEngine
 
     sizes = {"tensor_model_parallel_size": args.tp, "pipeline_model_parallel_size": args.pp}
-    section = MegatronConfig(**sizes, fp8=args.fp8)
+    overrides = {"gradient_accumulation_fusion": False} if args.unfused else {}
+    section = MegatronConfig(**sizes, fp8=args.fp8, override_transformer_config=overrides)
     return MegatronEngine(model, device=args.device, optim=optim, training=training, megatron=section)
 
 
@@ -194,6 +196,7 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="fsdp's use_torch_compile")
     parser.add_argument("--layers", type=int, help="instead of the shape's own")
     parser.add_argument("--fp8", choices=["e4m3", "hybrid"])
+    parser.add_argument("--unfused", action="store_true", help="megatron's gradient_accumulation_fusion=false")
     parser.add_argument("--model", type=Path, help="where random weights are kept; a temporary folder by default")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

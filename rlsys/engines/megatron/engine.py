@@ -92,6 +92,7 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
                 megatron,
                 dtype=getattr(torch, dtype_name(megatron.dtype, device)),
                 recompute=optim is not None and model.enable_gradient_checkpointing,
+                fuse_gradients=optim is not None and settings is None,
                 head=kind,
                 device=ranks.device,
                 tower=self.tower,

@@ -256,6 +256,20 @@ def test_a_stage_without_adapters_passes_gradients_on() -> None:
     assert all(norm > 0 for norm in norms)
 
 
+def asks_for_fusion(lora_rank: int) -> tuple[bool, float]:
+    section = {"override_transformer_config": {"gradient_accumulation_fusion": True}}
+    engine = megatron(random_model(lora_rank=lora_rank), section=section)
+    engine.forward_backward(small_rows(), nll)
+    return engine.chunks[0].config.gradient_accumulation_fusion, engine.optim_step().grad_norm
+
+
+@pytest.mark.parametrize("lora_rank", [0, 2])
+def test_plain_layers_do_not_fuse_gradients_whatever_is_asked(lora_rank: int) -> None:
+    ((fuses, norm),) = run_ranks(1, asks_for_fusion, lora_rank)
+    assert not fuses
+    assert norm > 0
+
+
 def half_precision_adapters() -> tuple[Tensor, Tensor, bool]:
     """In bfloat16 the engine computes with exactly the weights that it pushes."""
     section = {"dtype": "bfloat16"}
