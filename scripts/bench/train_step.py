@@ -2,15 +2,17 @@
 
     python scripts/bench/train_step.py --shape 0.5B                                # Megatron, one process a GPU
     python scripts/bench/train_step.py --shape 7B --tp 2 --recompute
+    python scripts/bench/train_step.py --shape 7B --sequences 8 --unfused           # kernels of their own add gradients
     python scripts/bench/train_step.py --shape 0.5B --engine fsdp --json out.json
     python scripts/bench/train_step.py --shape 7B --engine fsdp --profile          # and the kernels of one more step
     python scripts/bench/train_step.py --shape 7B --layers 18 --engine fsdp --compile   # where 28 layers do not fit
     python scripts/bench/train_step.py --shape tiny --device cpu --ranks 2 --tp 2   # the same code here
 
 Random weights of a known shape, full sequences, log-probabilities of all but 64 prompt tokens. MFU is given against the
-data sheet and against the rate of a large matrix product measured in the same run. `--profile` adds a step that is not
-timed with the others: milliseconds of the first rank's kernels by kind (NCCL's include the wait for other ranks), and
-the share of the step in which none runs. Much idle time and short kernels: the step is bound by launches.
+data sheet and against the rate of a large matrix product measured in the same run. CUDA_DEVICE_MAX_CONNECTIONS is what
+workers make it. `--profile` adds a step that is not timed with the others: milliseconds of the first rank's kernels by
+kind (NCCL's include the wait for other ranks), and the share of the step in which none runs. Much idle time and short
+kernels: the step is bound by launches.
 """
 
 import argparse
@@ -41,6 +43,7 @@ from rlsys.models.megatron.family import family_of
 from rlsys.protocol import DataProto
 from scripts.bench.kernels import profile_call
 from scripts.model_shapes import SHAPES
+from workers.base import order_launches
 
 PROMPT = 64
 
@@ -74,7 +77,8 @@ def build(args: argparse.Namespace, folder: Path) -> TrainEngine:
     from rlsys.engines.megatron.engine import MegatronEngine
 
     sizes = {"tensor_model_parallel_size": args.tp, "pipeline_model_parallel_size": args.pp}
-    section = MegatronConfig(**sizes, fp8=args.fp8)
+    overrides = {"gradient_accumulation_fusion": False} if args.unfused else {}
+    section = MegatronConfig(**sizes, fp8=args.fp8, override_transformer_config=overrides)
     return MegatronEngine(model, device=args.device, optim=optim, training=training, megatron=section)
 
 
@@ -158,6 +162,7 @@ def run_rank(rank: int, args: argparse.Namespace, folder: Path, port: int) -> No
             + " compiled" * args.compile,
             "layers": config.num_hidden_layers,
             "sequence_tokens": args.sequence,
+            "cuda_device_max_connections": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"),
             "build_s": round(built_s, 1),
             "step_s": round(seconds, 4),
             "tokens_per_s_per_gpu": round(sum(lengths) / seconds / args.ranks),
@@ -194,9 +199,12 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="fsdp's use_torch_compile")
     parser.add_argument("--layers", type=int, help="instead of the shape's own")
     parser.add_argument("--fp8", choices=["e4m3", "hybrid"])
+    parser.add_argument("--unfused", action="store_true", help="megatron's gradient_accumulation_fusion=false")
     parser.add_argument("--model", type=Path, help="where random weights are kept; a temporary folder by default")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if args.engine == "megatron":
+        order_launches(MegatronConfig(tensor_model_parallel_size=args.tp))
     room = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlsys.config.schema.model import ModelConfig, OptimConfig, ShardConfig
+from rlsys.config.schema.model import ModelConfig, OptimConfig, OverrideOptimizerConfig, ShardConfig
 from rlsys.engines.fsdp.engine import FSDPEngine
 from rlsys.engines.micro_batches import MicroBatches
 from rlsys.models.hf import open_weights, read_config, read_whole
@@ -75,14 +75,20 @@ def needs(gpus: int) -> Any:
     return pytest.mark.skipif(gpus > GPUS, reason=f"needs {gpus} GPUs")
 
 
-def megatron(model: Mapping[str, Any], head: str = "lm", case: Case = Case(max_tokens=4096), **section: Any) -> Any:  # noqa: B008
+def megatron(
+    model: Mapping[str, Any],
+    head: str = "lm",
+    case: Case = Case(max_tokens=4096),  # noqa: B008
+    on_host: bool = False,
+    **section: Any,
+) -> Any:
     from rlsys.engines.megatron.engine import MegatronEngine
 
     return MegatronEngine(
         model_config(model, case),
         head=head,  # type: ignore[arg-type]
         device=f"cuda:{dist.get_rank()}",
-        optim=OptimConfig(lr=case.lr),
+        optim=OptimConfig(lr=case.lr, override_optimizer_config=OverrideOptimizerConfig(optimizer_cpu_offload=on_host)),
         training=MicroBatches(rows=case.rows, max_tokens=case.max_tokens),
         megatron=megatron_section(case.megatron, **{"seed": SEED, "dtype": "bfloat16", **section}),
     )
@@ -285,6 +291,90 @@ def test_loss_and_gradients_are_near_the_float64_reference(name: str, head: str)
     assert rank["metrics"]["loss"] == pytest.approx(loss, rel=0.5, abs=0.05)
     flat = [torch.cat([tensors[n].flatten() for n in gradients]) for tensors in (rank["gradients"], gradients)]
     assert distance(*flat) < 0.1
+
+
+def with_fusion(model: dict[str, Any], case: Case, on: bool) -> dict[str, Any]:
+    """Gradients of two calls, losses and norms of the steps after them, and how many matrices were added to in the
+    product; by default where `on`."""
+    section = {} if on else {"override_transformer_config": {"gradient_accumulation_fusion": False}}
+    engine = megatron(model, case=case, **section)
+    rows = rows_of(model["vocab_size"])
+    share = len(rows) // engine.dp_size
+    mine = rows[engine.dp_rank * share : (engine.dp_rank + 1) * share]
+    half = len(mine) // 2
+    for part in (mine[:half], mine[half:]):
+        engine.forward_backward(part, loss_of)
+    matrices = [
+        p for chunk in engine.chunks for n, p in chunk.decoder.named_parameters() if "linear" in n and p.ndim == 2
+    ]
+    added = sum(p.grad_added_to_main_grad for p in matrices)
+    flat = torch.cat([gradient.flatten().cpu() for gradient in gradients(engine).values()])
+    steps = []
+    for _ in range(3):
+        report = engine.optim_step()
+        steps.append((engine.forward_backward(mine, loss_of)["loss"], report.grad_norm))
+    return {"gradients": flat, "steps": steps, "added": added, "of": len(matrices)}
+
+
+def both_ways(sizes: list[ParallelSizes]) -> list[tuple[float, dict[str, Any], dict[str, Any]]]:
+    """How far gradients with the fusion are from those without it, against their norm, and other numbers of each."""
+    results = []
+    for size in sizes:
+        for model in (SMALL, {**SPARSE, **VOCABULARY}):
+            case = Case(max_tokens=1024, megatron=size, gradient_checkpointing=model is not SMALL)
+            fused, other = (with_fusion(model, case, on) for on in (True, False))
+            results.append((distance(fused.pop("gradients"), other.pop("gradients")), fused, other))
+    return results
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="needs Transformer Engine")
+@pytest.mark.parametrize(
+    ("world", "sizes"),
+    [
+        pytest.param(1, [ParallelSizes()], id="one"),
+        pytest.param(2, [ParallelSizes(), ParallelSizes(tp=2, sequence_parallel=True)], id="two", marks=needs(2)),
+        pytest.param(2, [ParallelSizes(pp=2, vp=2)], id="stages", marks=needs(2)),
+    ],
+)
+def test_products_add_gradients_themselves_and_they_are_the_same(world: int, sizes: list[ParallelSizes]) -> None:
+    """Within the rounding of a gradient to bfloat16, which fused products do not need; over several calls, too."""
+    for rank in run_ranks(world, both_ways, sizes, backend=BACKEND):
+        for far, fused, other in rank:
+            print(f"gradients {far:.2e}", fused, other)
+            assert fused["added"] == fused["of"] > 0
+            assert other["added"] == 0
+            assert far < 0.01
+            for (loss, norm), (other_loss, other_norm) in zip(fused["steps"], other["steps"], strict=True):
+                assert loss == pytest.approx(other_loss, rel=0.02, abs=0.02)
+                assert norm == pytest.approx(other_norm, rel=0.05)
+
+
+def on_the_host() -> dict[str, Any]:
+    engine = megatron(EVEN, case=Case(max_tokens=2048), on_host=True)
+    rows = rows_of(EVEN["vocab_size"])
+    steps = []
+    for _ in range(3):
+        loss = engine.forward_backward(rows, loss_of)["loss"]
+        steps.append((loss, engine.optim_step().grad_norm))
+    before = whole(engine)
+    engine.move(("params", "grads", "optimizer"), "cpu")
+    engine.move(("params", "grads", "optimizer"), f"cuda:{dist.get_rank()}")
+    tensors = [part.tensors for part in engine._state().ranges]
+    return {
+        "steps": steps,
+        "devices": {name: {t[name].device.type for t in tensors} for name in tensors[0]},
+        "same": all(torch.equal(tensor, before[name]) for name, tensor in whole(engine).items()),
+    }
+
+
+def test_adamw_on_the_host_steps_as_on_the_gpu() -> None:
+    (result,) = run_ranks(1, on_the_host, backend=BACKEND)
+    print(result["steps"], trained_alone())
+    assert result["devices"] == {"master": {"cuda"}, "exp_avg": {"cpu"}, "exp_avg_sq": {"cpu"}}
+    assert result["same"]
+    for (loss, norm), (loss_alone, norm_alone) in zip(result["steps"], trained_alone(), strict=True):
+        assert loss == pytest.approx(loss_alone, rel=0.01, abs=0.01)
+        assert norm == pytest.approx(norm_alone, rel=0.02)
 
 
 ALL_LINEAR = Lora(rank=8, alpha=16)

@@ -92,6 +92,7 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
                 megatron,
                 dtype=getattr(torch, dtype_name(megatron.dtype, device)),
                 recompute=optim is not None and model.enable_gradient_checkpointing,
+                fuse_gradients=optim is not None and settings is None,
                 head=kind,
                 device=ranks.device,
                 tower=self.tower,
@@ -234,6 +235,7 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
             return [buffer.grad_data for buffer in self.optimizer.grad_buffers()]
         shared = {tensor.untyped_storage().data_ptr() for tensor in parameters}
         own = [tensor for part in self._state().ranges for tensor in part.tensors.values()]
+        shared |= {tensor.untyped_storage().data_ptr() for tensor in own if tensor.device.type == "cpu"}
         return [tensor for tensor in own if tensor.untyped_storage().data_ptr() not in shared]
 
 

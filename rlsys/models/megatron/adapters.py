@@ -30,7 +30,6 @@ UNSUPPORTED_SETTINGS = (
     "fp8",
     "fp4",
     "use_transformer_engine_op_fuser",
-    "gradient_accumulation_fusion",
     "delay_wgrad_compute",
     "cpu_offloading",
 )

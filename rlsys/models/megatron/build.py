@@ -80,7 +80,7 @@ def transformer_config(
         "apply_rope_fusion": fused and not family.mla and own.get("mrope_section") is None,
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
-        "gradient_accumulation_fusion": False,
+        "gradient_accumulation_fusion": True,
         "moe_grouped_gemm": fused and moe,
         "moe_permute_fusion": fused and moe,
         "attention_softmax_in_fp32": True,
@@ -114,16 +114,22 @@ def build_chunks(
     *,
     dtype: torch.dtype,
     recompute: bool = False,
+    fuse_gradients: bool = False,
     head: Head,
     device: torch.device,
     tower: ImageTower | None = None,
 ) -> "list[TokenGPT]":
     """This rank's chunks in order, parameters not yet filled; Megatron's groups of `megatron` must be current.
 
-    `tower` is the image encoder of a vision-language model.
+    `tower` is the image encoder of a vision-language model. With `fuse_gradients` Transformer Engine's products add the
+    gradients of their weights to `main_grad` themselves, unless gradient_accumulation_fusion=false, and not with
+    quantized weights: there the first micro-batch of each call would replace what earlier calls have added.
     """
     sizes = ParallelSizes.from_config(megatron)
     config = transformer_config(family, hf_config, megatron, dtype=dtype, recompute=recompute)
+    quantized = config.fp8 or config.fp4 or config.quant_recipe
+    fuses = fuse_gradients and HAS_TRANSFORMER_ENGINE and config.gradient_accumulation_fusion and not quantized
+    config.gradient_accumulation_fusion = False  # Megatron's output layer, never called, would ask for apex
     arguments = family.model_args(hf_config, tp_size=sizes.tp, head=head)
     chunks = []
     for number in range(sizes.vp):
@@ -144,7 +150,11 @@ def build_chunks(
             tower.join(chunk, dtype)
         add_blocks(chunk, family, hf_config)
         chunk.vocabulary = int(hf_config["vocab_size"])
+        for layer in chunk.modules() if fuses else ():
+            if hasattr(layer, "fuse_wgrad_accumulation"):
+                layer.fuse_wgrad_accumulation = True  # pyrefly: ignore
         chunks.append(chunk.to(device))
+    config.gradient_accumulation_fusion = fuses
     return chunks
 
 
