@@ -1,15 +1,16 @@
 """What every training loop does around its steps: due dates, checkpoints, resuming."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
-from rlsys.config.schema.trainer import TrainingConfig
+from rlsys.config.schema.trainer import ProfilerConfig, TrainingConfig
 from rlsys.telemetry.log import get_logger
 from rlsys.utils.errors import CheckpointError, DeadlineError, WorkerError
 from trainer.checkpoint import CheckpointStore, TrainerState, load_state, save_state
-from trainer.groups import EngineGroup
+from trainer.groups import EngineGroup, Group
 from trainer.reporting import Reporter
 from trainer.run_folder import Begin
 
@@ -101,6 +102,19 @@ class CheckpointedLoop(ABC):
             self.finish_save()
         except (CheckpointError, DeadlineError, WorkerError) as error:
             log.warning("the last checkpoint is not complete: %s", error)
+
+    @contextmanager
+    def profiled(self, config: ProfilerConfig, groups: Sequence[Group]) -> Iterator[None]:
+        """Profile the processes of these groups in a step that global_profiler.steps names, also if the step fails."""
+        step = self.global_step + 1
+        chosen = groups if step in (config.steps or ()) else ()
+        try:
+            for group in chosen:
+                self.reporter.best_effort("profile", partial(group.start_profile, config, f"step{step}_{group.role}"))
+            yield
+        finally:
+            for group in chosen:
+                self.reporter.best_effort("profile", group.stop_profile)
 
     def resume(self) -> None:
         """Load the checkpoint that trainer.resume_mode asks for, if there is one, and open the trackers."""

@@ -128,20 +128,9 @@ class RayPPOTrainer(CheckpointedLoop):
             if (run.val_before_train and self.global_step == 0) or run.val_only:
                 self.evaluate()
             while not run.val_only and not self.is_last:
-                with self._profiled(), self.stage("step"):
+                with self.profiled(self.cfg.global_profiler, self.groups.all), self.stage("step"):
                     self.step(self.next_batch())
                 self.finish_step()
-
-    @contextmanager
-    def _profiled(self) -> Iterator[None]:
-        """Profile the processes that train during a step that global_profiler.steps names."""
-        config, step = self.cfg.global_profiler, self.global_step + 1
-        chosen = step in (config.steps or ())
-        if chosen:
-            self.groups.actor.start_profile(config, step)
-        yield
-        if chosen:
-            self.groups.actor.stop_profile()
 
     def next_batch(self) -> DataProto:
         """The next graded batch from the rollouts."""

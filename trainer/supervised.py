@@ -14,6 +14,7 @@ from rlsys.data.stream import RowStream
 from rlsys.data.supervised import TokenizedText, fingerprint, load_texts, parse_row
 from rlsys.protocol import DataProto, pad_dataproto_to_divisor
 from rlsys.roles.lm import RankSums, mean_over_ranks
+from rlsys.telemetry.profiler import under_nsys
 from rlsys.utils.errors import ConfigError
 from rlsys.utils.run_folders import HUGGINGFACE
 from trainer.backend import WorkerBackend, import_external_libs, load_tokenizer, running_backend
@@ -35,7 +36,7 @@ def train(config: Config) -> str | None:
     trainer = SupervisedTrainer(config)
     if message := completed(trainer.store, config.trainer, trainer.total_steps):
         return message
-    with running_backend(config.trainer, config.ray_kwargs) as backend:
+    with running_backend(config.trainer, under_nsys(config)) as backend:
         try:
             trainer.start_workers(backend)
             trainer.fit()
@@ -114,7 +115,7 @@ class SupervisedTrainer(CheckpointedLoop):
         """Train until the last step; resumes where the latest checkpoint left off."""
         self.resume()
         while not self.is_last:
-            with self.stage("step"):
+            with self.profiled(self.cfg.global_profiler, [self.workers]), self.stage("step"):
                 self.global_step += 1
                 batch = self.collate([self.train_rows[row] for row in self.cursor.next().rows])
                 batch.meta_info["global_steps"] = self.global_step

@@ -1,7 +1,7 @@
-"""Base class of workers with a training engine: checkpoints, exports and moves between devices."""
+"""Base class of workers with a training engine: checkpoints, exports, moves between devices, profiles."""
 
 import os
-from contextlib import ExitStack
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -10,7 +10,7 @@ from rlsys.config.schema.trainer import ProfilerConfig
 from rlsys.interfaces import Part, TrainEngine
 from rlsys.single_controller.base import Worker
 from rlsys.single_controller.dispatch import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-from rlsys.telemetry.profiler import profiled
+from rlsys.telemetry.profiler import start_profile, stop_profile
 from rlsys.utils.run_folders import HUGGINGFACE
 
 MESH = "engine"
@@ -25,24 +25,31 @@ def order_launches(shard: object) -> None:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
-class EngineWorker(Worker):
+class ProfiledWorker(Worker):
+    """One rank of a role that is profiled."""
+
+    def on_profile(self, method: Callable[..., None], *args: str) -> None:
+        """Call a method of rlsys.telemetry.profiler in the process that starts this role's kernels."""
+        method(*args)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def start_profile(self, config: ProfilerConfig, name: str) -> None:
+        """Profile this process, if it is one of the ranks, until `stop_profile`."""
+        if config.ranks is None or self.rank in config.ranks:
+            self.on_profile(start_profile, config.tool, f"{config.save_path}/{name}_rank{self.rank}")
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def stop_profile(self) -> None:
+        """Write the profile."""
+        self.on_profile(stop_profile)
+
+
+class EngineWorker(ProfiledWorker):
     """One rank of a role that holds a training engine."""
 
     engine: TrainEngine
     saves_hf_model = False
     """Whether a Hugging Face folder is written beside each checkpoint."""
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def start_profile(self, config: ProfilerConfig, step: int) -> None:
-        """Profile this process, if it is one of the ranks, until `stop_profile`."""
-        self._profile = ExitStack()
-        if config.ranks is None or self.rank in config.ranks:
-            self._profile.enter_context(profiled(config, f"step{step}_rank{self.rank}"))
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def stop_profile(self) -> None:
-        """Write the profile."""
-        self._profile.close()
 
     def use_engine(self, engine: TrainEngine) -> None:
         """Keep the engine and register with the group which rows this rank gets."""

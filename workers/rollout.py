@@ -1,5 +1,7 @@
 """The rollout workers: engines that complete prompts with the weights that were pushed last."""
 
+from collections.abc import Callable
+
 import torch
 
 from rlsys.config.schema.model import ModelFolderConfig
@@ -9,13 +11,13 @@ from rlsys.interfaces import RolloutEngine
 from rlsys.protocol import DataProto
 from rlsys.rollout.base import EngineContext, LoadFormat
 from rlsys.rollout.batch import generate_sequences
-from rlsys.single_controller.base import Worker
 from rlsys.single_controller.dispatch import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from rlsys.types import ModelRequest, ResponseDelta
 from rlsys.utils.errors import ConfigError
 from rlsys.utils.hub import ensure_downloaded
 from rlsys.utils.plugins import import_libraries
 from rlsys.weights.endpoints import WeightReceiver
+from workers.base import ProfiledWorker
 from workers.build import EngineRun
 from workers.colocated import learn_engine_layout, set_local_rollout
 from workers.sglang import WEIGHTS_WAIT_S, RemoteReceiver, replica_of, weight_methods
@@ -24,7 +26,7 @@ MESH = "rollout"
 BY_REPLICA = make_nd_compute_dataproto_dispatch_fn(MESH)
 
 
-class RolloutWorker(Worker, WeightReceiver):
+class RolloutWorker(ProfiledWorker, WeightReceiver):
     """One rank of a replica: an engine on this process's device, which a subclass builds.
 
     A replica is `rollout.replica_size` consecutive ranks. All of them get the same rows at the same time.
@@ -124,3 +126,6 @@ class SGLangRolloutWorker(RolloutWorker, RemoteReceiver):
         engine = SGLangRollout(path, self.cfg, context, replica=replica, methods=weight_methods)
         engine.remote.call("learn", context.load_format == "auto", deadline_s=WEIGHTS_WAIT_S)
         return engine
+
+    def on_profile(self, method: Callable[..., None], *args: str) -> None:
+        self._call(method.__name__, *args)

@@ -14,6 +14,7 @@ from rlsys.rollout.sglang.arguments import ReplicaRank
 from rlsys.rollout.sglang.engine import SGLangRollout
 from rlsys.rollout.sglang.scheduler_hooks import SchedulerEngine
 from rlsys.single_controller.worker import free_port
+from rlsys.telemetry.profiler import start_profile, stop_profile
 from rlsys.types import Box, Shard, WeightLayout
 from rlsys.weights.endpoints import Spec, WeightReceiver
 from rlsys.weights.executors.cuda_ipc import IpcHandle, IpcImportSpec, StorageHandle
@@ -48,7 +49,7 @@ def replica_of(rank: int, size: int, *, ranks_per_host: int) -> ReplicaRank:
 
 
 def weight_methods(engine: SchedulerEngine) -> Mapping[str, Method]:
-    """What a RemoteReceiver calls in its scheduler process, over the engine there, and `learn`."""
+    """What a RemoteReceiver calls in its scheduler process, over the engine there, and `learn` and profiles."""
     receiver = WeightReceiver(engine)
     names = [name for name, value in vars(RemoteReceiver).items() if callable(value) and not name.startswith("_")]
     methods: dict[str, Method] = {name: getattr(receiver, name) for name in names}
@@ -56,7 +57,7 @@ def weight_methods(engine: SchedulerEngine) -> Mapping[str, Method]:
     def learn(keep: bool) -> None:
         learn_engine_layout(engine.weights, keep=keep)
 
-    return {**methods, "learn": learn}
+    return {**methods, "learn": learn, "start_profile": start_profile, "stop_profile": stop_profile}
 
 
 class RemoteReceiver(WeightReceiver):

@@ -21,7 +21,9 @@ DERIVED = ("from ", "follows ")
 """How the origins of settings begin that follow from others."""
 ESTIMATOR, CORRECTION = "algorithm.adv_estimator", "algorithm.rollout_correction"
 MINI_BATCH = "actor_rollout_ref.actor.ppo_mini_batch_size"
-MICRO_BATCH, DYNAMIC = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", "actor_rollout_ref.actor.use_dynamic_bsz"
+DYNAMIC, GRADER = f"{_POLICY}.actor.use_dynamic_bsz", "reward.reward_model"
+MICRO_BATCHES = {DYNAMIC: f"{_POLICY}.actor.ppo_micro_batch_size_per_gpu"}
+MICRO_BATCHES |= {f"{GRADER}.use_dynamic_bsz": f"{GRADER}.micro_batch_size_per_gpu"}
 BUDGET = "data.max_token_len_per_gpu"
 _NODES, _RANKS = "trainer.nnodes", "trainer.n_gpus_per_node"
 _ADAPTED = ("cluster.n_nodes", "cluster.n_gpus_per_node", "actor.mb_spec.max_tokens_per_mb")
@@ -54,14 +56,13 @@ def _micro_batches(values: Mapping[str, Any], given: Mapping[str, Given]) -> dic
     """Packs of tokens where no number of samples is set, which hold the longest sequence."""
     if DYNAMIC not in values:
         return {}
-    made = {}
-    if DYNAMIC not in given and values[MICRO_BATCH] is None:
-        made[DYNAMIC] = Given(True, f"follows {MICRO_BATCH}", DYNAMIC)
+    free = {key: rows for key, rows in MICRO_BATCHES.items() if key not in given and values[rows] is None}
+    made = {key: Given(True, f"follows {rows}", key) for key, rows in free.items()}
     parts = ("data.max_prompt_length", "data.max_response_length")
     if all(is_count(values[part]) for part in parts):
         longest = sum(values[part] for part in parts)
-        free = [key for key in BUDGETS if key not in given or given[key].spelling in _ADAPTED]
-        short = [key for key in free if is_count(values[key]) and values[key] < longest]
+        own = [key for key in BUDGETS if key not in given or given[key].spelling in _ADAPTED]
+        short = [key for key in own if is_count(values[key]) and values[key] < longest]
         made |= {key: Given(longest, f"follows {' + '.join(parts)}", key) for key in short}
     return made
 

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 
 from rlsys.config.schema.model import CheckpointConfig, ModelConfig, PolicyModelConfig
 from rlsys.engines import checkpoint, export
-from rlsys.engines.checkpoint import Saving
+from rlsys.engines.checkpoint import HostCopies, Saving
 from rlsys.engines.mesh import EngineRanks, gather_json, sum_over_ranks
 from rlsys.engines.micro_batches import MicroBatches, Pack
 from rlsys.engines.optimizer import BaseOptimizer
@@ -49,8 +49,6 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
     """
 
     optimizer: OptimizerT | None = None
-    moves_in_place = False
-    """Whether `move` frees the memory of tensors that others hold."""
 
     def __init__(
         self,
@@ -72,6 +70,7 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
         self.load_contents = CONTENTS if checkpoint is None else CONTENTS.intersection(checkpoint.load_contents)
         self._count = 0.0
         self._saving: Saving | None = None
+        self._host = HostCopies()
 
     @torch.no_grad()
     def forward(
@@ -129,8 +128,7 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
         """Divide the gradients by the global count since the last step, clip, refuse what is not finite, step."""
         if self.optimizer is None:
             raise ValueError("this engine has no optimizer: it only computes")
-        if self._saving is not None:
-            self._saving.copied.wait()
+        self._settle()
         with self._own_groups():
             report = self.optimizer.step(self._count)
         self._count = 0.0
@@ -151,18 +149,22 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
         weights = iter(()) if what == "adapter" else self._exported()
         export.write(path, weights, self._write_settings, adapter=adapter)
 
-    def _begin_save(self, path: Path, *, copies: bool = False) -> Saving:
+    def _settle(self) -> None:
+        """Wait until the tensors that are saved in the background may change, or their memory be freed."""
+        if self._saving is not None:
+            self._saving.copied.wait()
+
+    def _begin_save(self, path: Path, host: HostCopies | None = None) -> Saving:
         num_updates = self.optimizer.num_steps if self.optimizer is not None else 0
         header = {"num_updates": num_updates, "optimizer": getattr(self.optimizer, "kind", None)}
         state = self._state(self.save_contents)
-        return Saving(path, state, header, settings=self._write_settings, copies=copies)
+        return Saving(path, state, header, settings=self._write_settings, host=host)
 
     def begin_save(self, path: Path) -> Saving:
         """Write a checkpoint to resume from in the background; what `finish` of the result commits is of now."""
+        assert self._saving is None or self._saving.is_written, "the copies are still being written"
         with self._on_device():
-            self._saving = self._begin_save(Path(path), copies=True)
-            if self.moves_in_place:
-                self._saving.copied.wait()
+            self._saving = self._begin_save(Path(path), self._host)
         return self._saving
 
     def upload_weights(self, meta: WeightUpdateMeta) -> None:

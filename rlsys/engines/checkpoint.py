@@ -17,6 +17,7 @@ from pathlib import Path
 from threading import Event, get_native_id
 from typing import Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -32,6 +33,8 @@ from rlsys.utils.run_folders import HUGGINGFACE
 
 MANIFEST = "manifest.json"
 FORMAT = 1
+SEGMENT_BYTES = 1 << 30
+"""A power of two, to which PyTorch rounds pinned memory."""
 
 
 class Contents(Protocol):
@@ -52,31 +55,65 @@ class Contents(Protocol):
     def read(self, path: Path) -> None: ...
 
 
+class HostCopies:
+    """Copies of tensors in host memory, in which the next copies are made, too; pinned where tensors are on a GPU."""
+
+    def __init__(self) -> None:
+        self._segments: list[Tensor] = []
+
+    def of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """A copy of each, which lasts until the next call and is complete with the current stream's work."""
+        sizes, number, at, copies = [-(-tensor.nbytes // 64) * 64 for tensor in tensors], 0, 0, []
+        for tensor, size in zip(tensors, sizes, strict=True):
+            while number < len(self._segments) and at + size > self._segments[number].nbytes:
+                number, at = number + 1, 0
+            if number == len(self._segments):
+                num_bytes = max(size, min(SEGMENT_BYTES, sum(sizes)))
+                self._segments.append(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=tensor.is_cuda))
+            memory = self._segments[number][at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            copies.append(memory.copy_(tensor.detach(), non_blocking=True))
+            at += size
+        return copies
+
+
 class Saving:
     """A checkpoint on its way: a thread writes this rank's files, `finish` commits them; both ends are collective.
 
-    On any failure there is a CheckpointError on all ranks, and what was at `path` before is untouched. With `copies`
-    the tensors may change as soon as `copied` is set. `settings` writes the model's configuration and tokenizer into
-    `huggingface/`.
+    On any failure there is a CheckpointError on all ranks, and what was at `path` before is untouched. With `host` the
+    thread writes copies, made there beside other work of a GPU: tensors may change once `copied` is set. `settings`
+    writes the model's configuration and tokenizer into `huggingface/`.
     """
 
     def __init__(
-        self, path: Path, state: Contents, header: JsonObject, *, settings: Callable[[Path], None], copies: bool = False
+        self,
+        path: Path,
+        state: Contents,
+        header: JsonObject,
+        *,
+        settings: Callable[[Path], None],
+        host: HostCopies | None = None,
     ) -> None:
-        self.copied = Event()
+        self.copied, self._host = Event(), host
+        self._stream = torch.cuda.Stream() if host is not None and torch.cuda.is_initialized() else None
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
         self._path, self._state, self._header, self._settings = path, state, header, settings
         self._name_end = f"world_size_{dist.get_world_size()}_rank_{dist.get_rank()}"
         self._extra = json.dumps(rng.capture()) if "extra" in state.parts else None
         with staged(path, "save") as self._staging:
             together(lambda: staging_dir(path), only_first=True)
-        self._files = in_daemon_thread(partial(self._run, list(state.boxes()), copies), name="checkpoint")
+        self._files = in_daemon_thread(partial(self._run, list(state.boxes())), name="checkpoint")
 
-    def _run(self, boxes: Sequence[tuple[str, Sequence[int], Tensor]], copies: bool) -> tuple[Entries, JsonObject]:
+    def _run(self, boxes: list[tuple[str, Sequence[int], Tensor]]) -> tuple[Entries, JsonObject]:
         """This rank's entries of the index, and size and checksum of its files by name."""
         try:
-            if copies:
+            if self._host is not None:
+                with torch.cuda.stream(self._stream):
+                    copies = self._host.of([tensor for *_, tensor in boxes])
+                if self._stream is not None:
+                    self._stream.synchronize()
+                boxes[:] = [(key, start, copy) for (key, start, _), copy in zip(boxes, copies, strict=True)]
                 os.setpriority(os.PRIO_PROCESS, get_native_id(), 19)  # the step beside it goes first
-                boxes = [(key, start, tensor.to("cpu", copy=True)) for key, start, tensor in boxes]
         finally:
             self.copied.set()
         names, entries = write_files(self._staging, self._name_end, boxes)

@@ -1,6 +1,6 @@
 """Where the kernels of a torch.profiler trace belong: seconds by range and by kind, and the time in which none runs.
 
-    python scripts/bench/kernels.py runs/job/profile/step5_rank0.json.gz
+    python scripts/bench/kernels.py runs/job/profile/step5_actor_rank0.json.gz
     python scripts/bench/kernels.py trace.json --ranges gen update_actor --top 20
 
 A kernel belongs to the innermost range in which it was launched, by any thread of the process, and time to the

@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 from rlsys.rollout.hf.engine import HFRollout
 from tests import trace_format
 from tests.e2e.conftest import Toy
+from tests.e2e.fork_server import ForkServer, Patches
+from tests.e2e.ray_head import Head
 from trainer.main_ppo import main
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
@@ -56,7 +58,7 @@ def test_a_run_leaves_metrics_checkpoint_timeline_and_rollouts(
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     kernels = {event["name"] for event in events}
     ranges = {event["name"] for event in events if event.get("cat") == "user_annotation"}
-    assert trace.name == "step2_rank0.json.gz"
+    assert trace.name == "step2_actor_rank0.json.gz"
     assert {"gen", "compute_log_prob", "update_actor", "reshard_weights"} <= ranges
     assert {"aten::mm", "aten::embedding", "Optimizer.step#AdamW.step"} <= kernels
     printed, log = capsys.readouterr().out, (out / "train.log").read_text()
@@ -88,6 +90,23 @@ def test_a_run_leaves_metrics_checkpoint_timeline_and_rollouts(
     assert whole["perf/memory/compute_log_prob/rss_peak_gb"] > 0
     assert 0 < whole["perf/mfu/actor"] < 1
     assert 0 < whole["perf/mfu/actor_infer"] < 1
+
+
+def test_processes_that_only_generate_have_profiles_too(
+    toy: Toy, server: ForkServer, head: Head, tmp_path: Path
+) -> None:
+    out, ran = tmp_path / "out", {}
+    argv = toy.overrides(
+        out, "trainer.rollout_workers=1", "trainer.total_training_steps=1", "trainer.profile_steps=[1]"
+    )
+    ended = server.run(argv, tmp_path / "log", Patches(), env=head.env, deadline_s=300)
+    assert ended.status == 0, ended.log
+    for trace in (out / "profile").iterdir():
+        events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+        ran[trace.name] = {event["name"] for event in events if event.get("cat") == "user_annotation"}
+    assert ran.keys() == {"step1_actor_rank0.json.gz", "step1_rollout_rank0.json.gz"}
+    assert "update_actor" in ran["step1_actor_rank0.json.gz"]
+    assert "exchange" in ran["step1_rollout_rank0.json.gz"]
 
 
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(toy: Toy, tmp_path: Path) -> None:

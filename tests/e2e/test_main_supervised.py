@@ -56,7 +56,8 @@ def test_a_resumed_run_is_the_uninterrupted_one(
 ) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("\n".join(map(json.dumps, ROWS[job])))
-    whole = run(toy, job, rows, tmp_path / "whole", 4)
+    whole = run(toy, job, rows, tmp_path / "whole", 4, "global_profiler.steps=[2]")
+    assert [path.name for path in (tmp_path / "whole" / "profile").iterdir()] == ["step2_train_rank0.json.gz"]
     assert whole[3]["val/loss"] < whole[1]["val/loss"]
     run(toy, job, rows, tmp_path / "cut", 2)
     assert run(toy, job, rows, tmp_path / "cut", 4) == whole

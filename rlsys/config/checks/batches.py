@@ -3,13 +3,14 @@
 from collections.abc import Iterator
 
 from rlsys.config.checks.files import model_facts
-from rlsys.config.checks.findings import wrong
+from rlsys.config.checks.findings import Note, wrong
 from rlsys.config.plan import shared_by
 from rlsys.config.pools import resolve_pools
 from rlsys.config.schema.actor import ActorConfig, CriticConfig, RefConfig
 from rlsys.config.schema.base import Section
 from rlsys.config.schema.jobs import PPOConfig, SupervisedConfig, TrainedConfig
 from rlsys.config.schema.model import ModelConfig, ShardConfig
+from rlsys.config.schema.types import MicroBatches
 
 ACTOR, CRITIC, REF = "actor_rollout_ref.actor", "critic", "actor_rollout_ref.ref"
 ROLLOUT, LOG_PROB = "actor_rollout_ref.rollout", "log_prob_max_token_len_per_gpu"
@@ -95,6 +96,9 @@ def _budgets(cfg: PPOConfig) -> Iterator[str]:
         if size.max_tokens is not None and size.max_tokens * sequence < longest:
             why = f"a sequence of data.max_prompt_length + data.max_response_length = {longest} tokens does not fit"
             yield wrong(cfg, key, why, f"{-(-longest // sequence)} or more")
+    if whole := [key.rpartition(".")[0] for key, size, _ in budgets if size == MicroBatches()]:
+        why = "a rank's whole share is one micro-batch; set a micro_batch_size_per_gpu, or use_dynamic_bsz=true"
+        yield Note(f"{', '.join(dict.fromkeys(whole))}: use_dynamic_bsz=false without a number of samples: {why}")
 
 
 def sequence_ranks(role: TrainedConfig) -> int:

@@ -335,9 +335,9 @@ class RewardModelConfig(Section):
     micro_batch_size_per_gpu: t.Count | None = None
     """Samples per forward pass on a rank."""
     use_dynamic_bsz: t.Flag = False
-    """Fill forward passes up to a number of tokens instead of samples."""
+    """Fill forward passes up to a number of tokens instead of samples; unless set, true if no number of samples is."""
     forward_max_token_len_per_gpu: t.Count = 32768
-    """Tokens per forward pass on a rank, with use_dynamic_bsz."""
+    """Tokens per forward pass on a rank, with use_dynamic_bsz; not set, or auto, a job chooses by its memory plan."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """dtype of the computation."""
     rollout: JudgeRolloutConfig = section(JudgeRolloutConfig)

@@ -69,15 +69,16 @@ IF_PROFILED = ActiveIf(
 
 
 class ProfilerConfig(Section):
-    """Profiles of some steps on the processes that train."""
+    """Profiles of some steps, of all processes that train or generate."""
 
     tool: Literal["torch", "nsys", "torch_memory"] = "torch"
-    """torch: a trace of kernels for each step and rank; nsys: ranges for an nsys that runs the job; torch_memory: the
+    """torch: a trace of kernels for each step and rank; nsys: a report of Nsight Systems, under which
+    workers start; torch_memory: the
     history of CUDA's allocations."""
     steps: t.Counts | None = None
     """Steps that are profiled."""
     ranks: Ranks | None = (0,)
-    """Ranks that are profiled; null is all."""
+    """Ranks that are profiled, of each pool of processes; null is all."""
     save_path: t.LocalPath = "${trainer.default_local_dir}/profile"
     """Folder of the traces."""
 

@@ -147,6 +147,8 @@ class FSDPEngine(BaseTrainEngine[Ranks, ShardedOptimizer]):
         """
         if self.shard.offload_policy:
             return
+        if device == "cpu" != self.ranks.device.type:
+            self._settle()
         sharding.reshard(self.model)
         if "params" in parts:
             self.model.to(device)

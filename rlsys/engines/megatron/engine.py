@@ -1,6 +1,6 @@
 """MegatronEngine: a model of Megatron-Core, split by tensors, stages and experts, on CPU (gloo) or CUDA (NCCL)."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -48,8 +48,6 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
     Recomputation and LoRA of `model` apply where `optim` is given; a schedule that decays needs `total_steps`.
     ConfigError, before any memory is allocated, for a model that has no family or that `megatron` cannot split.
     """
-
-    moves_in_place = True
 
     def __init__(
         self,
@@ -113,7 +111,7 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
                 self._state().fill("master", weights)
         self._recorder: RouterReplay | None = None
         self._carried = base if model.path is not None else {}
-        self._offload = HostOffload()
+        self._offload = HostOffload(self._settle)
 
     @property
     def _weight_dtype(self) -> torch.dtype:
@@ -242,16 +240,18 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
 class HostOffload:
     """Storages whose contents are on the host, by the name of the part they belong to.
 
-    They are restored in place: every view of a storage stays valid.
+    They are restored in place: every view of a storage stays valid. `settle` is called before memory is freed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, settle: Callable[[], None] = lambda: None) -> None:
+        self._settle = settle
         self._offloaded: dict[str, list[tuple[torch.UntypedStorage, Tensor]]] = {}
 
     def offload(self, part: str, tensors: Sequence[Tensor]) -> None:
         """Copy the memory of `tensors` to the host and free it; a part that is already there stays."""
         if part in self._offloaded:
             return
+        self._settle()
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
         self._offloaded[part] = [(storage, _bytes_of(storage).to("cpu", copy=True)) for storage in storages.values()]
         for storage in storages.values():

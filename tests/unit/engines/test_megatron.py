@@ -215,7 +215,8 @@ def test_offloaded_memory_is_restored_under_every_view() -> None:
 
 def test_offloaded_memory_is_restored_within_a_block_and_offloaded_after_it() -> None:
     buffer = torch.randn(12)
-    expected, offload = buffer.clone(), HostOffload()
+    expected, settled = buffer.clone(), list[int]()
+    offload = HostOffload(lambda: settled.append(buffer.untyped_storage().nbytes()))
     offload.offload("optimizer", [buffer[4:8]])
     with offload.restored():
         assert torch.equal(buffer, expected)
@@ -223,6 +224,7 @@ def test_offloaded_memory_is_restored_within_a_block_and_offloaded_after_it() ->
     assert buffer.untyped_storage().nbytes() == 0
     offload.restore("optimizer")
     assert torch.equal(buffer, expected + 1)
+    assert settled == [48, 48]
 
 
 def merging(layer_only: bool) -> tuple[int, list[float], list[float]]:

@@ -1,6 +1,8 @@
 """Sizes that a job chooses: by the arithmetic of the memory plan, for devices of several sizes."""
 
+import json
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ from rlsys.config import PPOConfig
 from rlsys.config.arguments import parse_arguments
 from rlsys.config.cli import as_yaml
 from rlsys.config.load import Loaded, load
+from rlsys.config.schema.types import MicroBatches
 from rlsys.planning.memory import Device, Machine, MemoryPlan, plan_memory
 from rlsys.planning.sizes import GIB, choose_settings, choose_sizes
 from rlsys.utils.errors import ConfigError
@@ -231,3 +234,28 @@ def test_an_engine_that_does_not_fit_beside_what_trains_is_not_taken() -> None:
     engine, text = with_engines(f"{POLICY}.actor.ppo_max_token_len_per_gpu=256", shape="7B")
     assert engine == "hf"
     assert "sglang beside what trains does not fit" in text
+
+
+def test_a_reward_model_scores_by_tokens_unless_a_number_of_samples_is_set(tmp_path: Path) -> None:
+    grader, budget = "reward.reward_model", "reward.reward_model.forward_max_token_len_per_gpu"
+    (tmp_path / "config.json").write_text(
+        json.dumps({**SHAPES["tiny"], "architectures": ["Qwen2ForTokenClassification"]})
+    )
+    on = (f"{grader}.enable=true", f"{grader}.model_path={tmp_path}")
+    assert loaded(*on).config.reward.reward_model.scoring == MicroBatches(max_tokens=32768)
+    own = loaded(*on, f"{grader}.micro_batch_size_per_gpu=4")
+    assert own.config.reward.reward_model.scoring == MicroBatches(rows=4)
+    machine = Machine("cuda", int(79.2 * GIB), SHAPES["0.5B"], reward_model=SHAPES["0.5B"])
+    by_tokens, by_rows = (choose_sizes(job.config, job.settings.keys(), machine)[0] for job in (loaded(*on), own))
+    assert by_tokens[budget] == 65536
+    assert budget not in by_rows
+
+
+def test_a_whole_share_in_one_micro_batch_is_said() -> None:
+    notes = loaded(f"{POLICY}.actor.use_dynamic_bsz=false").notes
+    (note,) = [note for note in notes if "whole share" in note]
+    assert note.startswith(
+        f"{POLICY}.actor, {POLICY}.rollout, {POLICY}.ref: use_dynamic_bsz=false without a number of samples"
+    )
+    rows = (f"{POLICY}.actor.use_dynamic_bsz=false", f"{POLICY}.actor.ppo_micro_batch_size_per_gpu=4")
+    assert not [note for job in (loaded(), loaded(*rows)) for note in job.notes if "whole share" in note]
