@@ -68,12 +68,12 @@ def write_checkpoint(shape: str, folder: Path, device: str, *, num_layers: int |
 
 def build(args: argparse.Namespace, folder: Path) -> TrainEngine:
     shard = ShardConfig(use_torch_compile=args.compile)
-    model = ModelConfig(path=str(folder), enable_gradient_checkpointing=args.recompute, shard=shard)
+    model = ModelConfig(path=str(folder), enable_gradient_checkpointing=args.recompute)
     training, optim = MicroBatches(max_tokens=args.sequence * args.micro), OptimConfig(lr=1e-5)
     if args.engine == "fsdp":
         from rlsys.engines.fsdp.engine import FSDPEngine
 
-        return FSDPEngine(model, device=args.device, optim=optim, training=training)
+        return FSDPEngine(model, device=args.device, optim=optim, training=training, shard=shard)
     from rlsys.engines.megatron.engine import MegatronEngine
 
     sizes = {"tensor_model_parallel_size": args.tp, "pipeline_model_parallel_size": args.pp}
@@ -159,6 +159,7 @@ def run_rank(rank: int, args: argparse.Namespace, folder: Path, port: int) -> No
         result = {
             "case": f"{args.shape} {args.engine} tp{args.tp} pp{args.pp} dp{engine.dp_size}"
             + " fp8" * bool(args.fp8)
+            + " unfused" * args.unfused
             + " compiled" * args.compile,
             "layers": config.num_hidden_layers,
             "sequence_tokens": args.sequence,
