@@ -115,7 +115,7 @@ def main() -> None:
     model = ModelConfig(override_config=shape, enable_gradient_checkpointing=False)
     training, device = MicroBatches(max_tokens=16384 if cuda else 2048), "cuda" if cuda else "cpu"
     engine = FSDPEngine(model, device=device, optim=OptimConfig(lr=1e-5), training=training)
-    rows = make_rows(args.rows, args.tokens, shape["vocab_size"])
+    rows = make_rows(args.rows, args.tokens, int(str(shape["vocab_size"])))
     for _ in range(3 if cuda else 1):
         step(engine, rows)
 

@@ -251,7 +251,7 @@ def test_a_reward_model_scores_by_tokens_unless_a_number_of_samples_is_set(tmp_p
     assert budget not in by_rows
 
 
-def test_a_whole_share_in_one_micro_batch_is_said() -> None:
+def test_a_whole_share_in_one_micro_batch_is_reported() -> None:
     notes = loaded(f"{POLICY}.actor.use_dynamic_bsz=false").notes
     (note,) = [note for note in notes if "whole share" in note]
     assert note.startswith(
