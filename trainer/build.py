@@ -14,7 +14,6 @@ from rlsys.config.schema.model import ServedModelConfig
 from rlsys.data.dataset import PromptDataset
 from rlsys.fleet.external.settings import settings_of
 from rlsys.rewards.manager import reward_manager_class
-from rlsys.telemetry.profiler import under_nsys
 from rlsys.utils.errors import ConfigError
 from trainer.backend import WorkerBackend, import_external_libs, load_tokenizer, running_backend, start_backend
 from trainer.checkpoint import CheckpointStore
@@ -38,12 +37,13 @@ from workers.reward_model import RewardModelWorker
 
 def train(config: PPOConfig) -> str | None:
     """The job of main_ppo: the remaining steps; returns a message where an earlier run completed them all."""
-    start, run = prepare(config), config.trainer
+    start = prepare(config)
+    run = config.trainer
     keep = num_checkpoints(run, has_critic=start.plan.critic is not None)
     store = CheckpointStore(Path(run.default_local_dir), keep=keep, remote=run.default_hdfs_dir)
     if not run.val_only and (message := completed(store, run, start.num_steps)):
         return message
-    with running_backend(run, under_nsys(config), num_ranks=start.plan.pools.total_ranks) as backend:
+    with running_backend(run, config.ray_kwargs, num_ranks=start.plan.pools.total_ranks) as backend:
         _build(start, backend).fit()
     return None
 
@@ -59,7 +59,7 @@ def build_trainer(
     with ExitStack() as stack:
         stack.enter_context(run_folder(config))
         start, run = prepare(config), config.trainer
-        backend = backend or start_backend(run, under_nsys(config), num_ranks=start.plan.pools.total_ranks)
+        backend = backend or start_backend(run, config.ray_kwargs, num_ranks=start.plan.pools.total_ranks)
         trainer = _build(start, backend, trainer_cls)
         trainer.folder = stack.pop_all()
     return trainer

@@ -14,7 +14,6 @@ from rlsys.data.stream import RowStream
 from rlsys.data.supervised import TokenizedText, fingerprint, load_texts, parse_row
 from rlsys.protocol import DataProto, pad_dataproto_to_divisor
 from rlsys.roles.lm import RankSums, mean_over_ranks
-from rlsys.telemetry.profiler import under_nsys
 from rlsys.utils.errors import ConfigError
 from rlsys.utils.run_folders import HUGGINGFACE
 from trainer.backend import WorkerBackend, import_external_libs, load_tokenizer, running_backend
@@ -36,7 +35,7 @@ def train(config: Config) -> str | None:
     trainer = SupervisedTrainer(config)
     if message := completed(trainer.store, config.trainer, trainer.total_steps):
         return message
-    with running_backend(config.trainer, under_nsys(config)) as backend:
+    with running_backend(config.trainer, config.ray_kwargs) as backend:
         try:
             trainer.start_workers(backend)
             trainer.fit()

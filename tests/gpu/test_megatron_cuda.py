@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlsys.config.schema.model import ModelConfig, OptimConfig, OverrideOptimizerConfig, ShardConfig
+from rlsys.config.schema.model import ModelConfig, OptimConfig, ShardConfig
 from rlsys.engines.fsdp.engine import FSDPEngine
 from rlsys.engines.micro_batches import MicroBatches
 from rlsys.models.hf import open_weights, read_config, read_whole
@@ -75,20 +75,14 @@ def needs(gpus: int) -> Any:
     return pytest.mark.skipif(gpus > GPUS, reason=f"needs {gpus} GPUs")
 
 
-def megatron(
-    model: Mapping[str, Any],
-    head: str = "lm",
-    case: Case = Case(max_tokens=4096),  # noqa: B008
-    on_host: bool = False,
-    **section: Any,
-) -> Any:
+def megatron(model: Mapping[str, Any], head: str = "lm", case: Case = Case(max_tokens=4096), **section: Any) -> Any:  # noqa: B008
     from rlsys.engines.megatron.engine import MegatronEngine
 
     return MegatronEngine(
         model_config(model, case),
         head=head,  # type: ignore[arg-type]
         device=f"cuda:{dist.get_rank()}",
-        optim=OptimConfig(lr=case.lr, override_optimizer_config=OverrideOptimizerConfig(optimizer_cpu_offload=on_host)),
+        optim=OptimConfig(lr=case.lr),
         training=MicroBatches(rows=case.rows, max_tokens=case.max_tokens),
         megatron=megatron_section(case.megatron, **{"seed": SEED, "dtype": "bfloat16", **section}),
     )
@@ -347,34 +341,6 @@ def test_products_add_gradients_themselves_and_they_are_the_same(world: int, siz
             for (loss, norm), (other_loss, other_norm) in zip(fused["steps"], other["steps"], strict=True):
                 assert loss == pytest.approx(other_loss, rel=0.02, abs=0.02)
                 assert norm == pytest.approx(other_norm, rel=0.05)
-
-
-def on_the_host() -> dict[str, Any]:
-    engine = megatron(EVEN, case=Case(max_tokens=2048), on_host=True)
-    rows = rows_of(EVEN["vocab_size"])
-    steps = []
-    for _ in range(3):
-        loss = engine.forward_backward(rows, loss_of)["loss"]
-        steps.append((loss, engine.optim_step().grad_norm))
-    before = whole(engine)
-    engine.move(("params", "grads", "optimizer"), "cpu")
-    engine.move(("params", "grads", "optimizer"), f"cuda:{dist.get_rank()}")
-    tensors = [part.tensors for part in engine._state().ranges]
-    return {
-        "steps": steps,
-        "devices": {name: {t[name].device.type for t in tensors} for name in tensors[0]},
-        "same": all(torch.equal(tensor, before[name]) for name, tensor in whole(engine).items()),
-    }
-
-
-def test_adamw_on_the_host_steps_as_on_the_gpu() -> None:
-    (result,) = run_ranks(1, on_the_host, backend=BACKEND)
-    print(result["steps"], trained_alone())
-    assert result["devices"] == {"master": {"cuda"}, "exp_avg": {"cpu"}, "exp_avg_sq": {"cpu"}}
-    assert result["same"]
-    for (loss, norm), (loss_alone, norm_alone) in zip(result["steps"], trained_alone(), strict=True):
-        assert loss == pytest.approx(loss_alone, rel=0.01, abs=0.01)
-        assert norm == pytest.approx(norm_alone, rel=0.02)
 
 
 ALL_LINEAR = Lora(rank=8, alpha=16)

@@ -72,9 +72,8 @@ class ProfilerConfig(Section):
     """Profiles of some steps, of all processes that train or generate."""
 
     tool: Literal["torch", "nsys", "torch_memory"] = "torch"
-    """torch: a trace of kernels for each step and rank; nsys: a report of Nsight Systems, under which
-    workers start; torch_memory: the
-    history of CUDA's allocations."""
+    """torch: a trace of kernels for each step and rank; nsys: ranges for Nsight Systems, under which you start the
+    workers; torch_memory: the history of CUDA's allocations."""
     steps: t.Counts | None = None
     """Steps that are profiled."""
     ranks: Ranks | None = (0,)

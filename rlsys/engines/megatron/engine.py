@@ -233,7 +233,6 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
             return [buffer.grad_data for buffer in self.optimizer.grad_buffers()]
         shared = {tensor.untyped_storage().data_ptr() for tensor in parameters}
         own = [tensor for part in self._state().ranges for tensor in part.tensors.values()]
-        shared |= {tensor.untyped_storage().data_ptr() for tensor in own if tensor.device.type == "cpu"}
         return [tensor for tensor in own if tensor.untyped_storage().data_ptr() not in shared]
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.adamw import adamw
 
 from rlsys.models.megatron import shim  # noqa: F401
 
@@ -66,9 +65,6 @@ class MegatronAdamW(BaseOptimizer):
         self._megatron = chained
         self._parts = [part for part in chained.chained_optimizers if not part.is_stub_optimizer]
         for part in self._parts:
-            if optim.override_optimizer_config.optimizer_cpu_offload:
-                part.optimizer = HostAdamW(part.optimizer)
-                continue
             part.init_state_fn(part.optimizer)
             for state in part.optimizer.state.values() if isinstance(part.optimizer, torch.optim.AdamW) else ():
                 state["step"] = torch.zeros(())
@@ -121,33 +117,6 @@ class MegatronAdamW(BaseOptimizer):
             for state in part.optimizer.state.values():
                 if "step" in state:
                     state["step"].fill_(count)
-
-
-class HostAdamW:
-    """AdamW whose moments are in host memory, where it steps copies of the parameters one after another.
-
-    It stands in for `adam` within Megatron's optimizer, which needs no more of it.
-    """
-
-    def __init__(self, adam: torch.optim.Optimizer) -> None:
-        self.param_groups = adam.param_groups
-        self.state: dict[Tensor, dict[str, Tensor]] = {}
-        for parameter in chain(*(group["params"] for group in self.param_groups)):
-            moments = {name: torch.zeros(parameter.shape) for name in MOMENTS}
-            self.state[parameter] = {"step": torch.zeros(()), **moments}
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """One step with the gradients of the parameters."""
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            options = {name: group[name] for name in ("lr", "weight_decay", "eps")}
-            options |= {"beta1": beta1, "beta2": beta2, "amsgrad": False, "maximize": False, "fused": True}
-            for parameter in group["params"]:
-                stepped, state = parameter.cpu(), self.state[parameter]
-                mean, square = (state[name] for name in MOMENTS)
-                adamw([stepped], [parameter.grad.cpu()], [mean], [square], [], [state["step"]], **options)
-                parameter.copy_(stepped)
 
 
 def _masters(part: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:

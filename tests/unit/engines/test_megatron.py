@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rlsys.config.schema.model import ModelConfig, OptimConfig, OverrideOptimizerConfig
+from rlsys.config.schema.model import ModelConfig, OptimConfig
 from rlsys.engines.megatron.engine import HostOffload, MegatronEngine
 from rlsys.engines.megatron.state import flat_boxes
 from rlsys.engines.micro_batches import MicroBatches
@@ -35,12 +35,11 @@ def megatron(
     sizes: ParallelSizes = ParallelSizes(),  # noqa: B008
     section: Mapping[str, Any] | None = None,
     head: Any = "lm",
-    optim: OptimConfig = OptimConfig(lr=1e-2),  # noqa: B008
 ) -> MegatronEngine:
     return MegatronEngine(
         model or random_model(),
         head=head,
-        optim=optim,
+        optim=OptimConfig(lr=1e-2),
         training=MicroBatches(rows=2),
         megatron=megatron_section(sizes, **{"seed": 1, **(section or {})}),
     )
@@ -271,35 +270,6 @@ def test_plain_layers_do_not_fuse_gradients_whatever_is_asked(lora_rank: int) ->
     ((fuses, norm),) = run_ranks(1, asks_for_fusion, lora_rank)
     assert not fuses
     assert norm > 0
-
-
-def stepped(place: Path, dtype: str, on_host: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Weights after four steps, and after two more of an engine that loads the checkpoint of the second."""
-    options = OverrideOptimizerConfig(optimizer_cpu_offload=on_host)
-    optim = OptimConfig(lr=1e-2, weight_decay=0.1, lr_warmup_steps=3, override_optimizer_config=options)
-    engine, again = (megatron(section={"dtype": dtype}, optim=optim) for _ in range(2))
-    for number in range(4):
-        engine.forward_backward(small_rows(), nll)
-        engine.optim_step()
-        if number == 1:
-            engine.save(place, "resume")
-    again.load(place)
-    for _ in range(2):
-        again.forward_backward(small_rows(), nll)
-        again.optim_step()
-    return whole(engine), whole(again)
-
-
-@pytest.mark.parametrize(
-    ("world", "dtype", "tolerance"), [(1, "float32", 1e-6), (2, "float32", 1e-6), (2, "bfloat16", 1e-2)]
-)
-def test_adamw_on_the_host_steps_as_on_the_device(world: int, dtype: str, tolerance: float, tmp_path: Path) -> None:
-    (device, _), (host, resumed) = (
-        run_ranks(world, stepped, tmp_path / str(on_host), dtype, on_host)[0] for on_host in (False, True)
-    )
-    assert same(host, resumed)
-    for name, weight in device.items():
-        torch.testing.assert_close(host[name], weight, rtol=0, atol=tolerance)
 
 
 def half_precision_adapters() -> tuple[Tensor, Tensor, bool]:

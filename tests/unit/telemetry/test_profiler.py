@@ -2,9 +2,6 @@
 
 import gzip
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -13,23 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from rlsys.config import SFTConfig
-from rlsys.config.introspect import replaced
-from rlsys.config.load import load_config
 from rlsys.telemetry import profiler
 from rlsys.utils.errors import ConfigError
-
-FAKE_NSYS = """#!/bin/bash
-printf '%s\\n' "$*" >> "$NSYS_CALLS"
-while [[ $1 != */python* ]]; do shift; done
-exec "$@"
-"""
-ASK_A_WORKER = """
-import ray, sys
-from rlsys.single_controller.ray.cluster import connect
-with connect({"num_cpus": 1, "runtime_env": {"py_executable": sys.argv[1]}}):
-    print(ray.get(ray.remote(lambda: sys.executable).remote()))
-"""
 
 
 class FakeCuda:
@@ -116,58 +98,3 @@ def test_a_process_with_several_roles_has_one_profile(tmp_path: Path) -> None:
     profiler.stop_profile()
     profiler.stop_profile()
     assert [path.name for path in tmp_path.iterdir()] == ["actor.json.gz"]
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> SFTConfig:
-    settings = {"global_profiler.tool": "nsys", "global_profiler.steps": (2,)}
-    return replaced(load_config([], SFTConfig), {**settings, "global_profiler.save_path": str(tmp_path / "a b")})
-
-
-@pytest.fixture
-def fake_nsys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An nsys that only writes its arguments into the file returned and runs the program."""
-    (tmp_path / "nsys").write_text(FAKE_NSYS)
-    (tmp_path / "nsys").chmod(0o700)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setenv("NSYS_CALLS", str(tmp_path / "calls"))
-    return tmp_path / "calls"
-
-
-def test_workers_of_a_run_that_nsys_profiles_start_under_it(config: SFTConfig, fake_nsys: Path) -> None:
-    command = profiler.under_nsys(config).ray_init.runtime_env["py_executable"]
-    done = subprocess.run(
-        [sys.executable, "-c", ASK_A_WORKER, command], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.stdout.strip() == sys.executable, done.stderr
-    called = fake_nsys.read_text()
-    assert called.startswith("profile ")
-    assert "--capture-range=cudaProfilerApi --capture-range-end=repeat" in called
-    assert f"-o {config.global_profiler.save_path}/%h_%p {sys.executable} " in called
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"global_profiler.tool": "torch"},
-        {"global_profiler.steps": None},
-        {"trainer.backend": "local"},
-        {"ray_kwargs.ray_init.runtime_env": {"nsight": "default"}},
-    ],
-)
-def test_other_runs_do_not(config: SFTConfig, fake_nsys: Path, settings: dict[str, object]) -> None:
-    config = replaced(config, settings)
-    assert profiler.under_nsys(config) is config.ray_kwargs
-
-
-def test_a_run_that_nsys_profiles_as_a_whole_does_not(
-    config: SFTConfig, fake_nsys: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "1")
-    assert profiler.under_nsys(config) is config.ray_kwargs
-
-
-def test_nsys_that_is_not_there_is_named(config: SFTConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(ConfigError, match=r"tool=nsys: there is no nsys"):
-        profiler.under_nsys(config)
