@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by quickstart.sh and test.sh: makes .venv and installs rlsys with the extras named, in the versions of
 # requirements/cpu.txt. RLSYS_TORCH=torch==X takes another torch, and pip's choice of all other versions; without an
 # NVIDIA GPU the CPU build of torch is taken.

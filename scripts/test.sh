@@ -16,6 +16,7 @@ trap 'trap - INT TERM; kill 0' INT TERM
 run() {  # part, GPUs: print the output of its tests when they have ended and note it if they failed
   local out
   [ "$2" = all ] || export CUDA_VISIBLE_DEVICES=$2
+  # shellcheck disable=SC2086  # a part is several words
   out=$(.venv/bin/python -m pytest $1 2>&1) || echo "$1" >>"$log/failed"
   (flock 9; echo "== $1"; echo "$out") 9>"$log/lock"
 }
@@ -27,13 +28,23 @@ gpu=(
   'tests/gpu/test_fp8_cuda.py -k checkpoint[64]'
   'tests/gpu/test_fp8_cuda.py -k 128-sglang'
   'tests/gpu/test_fp8_cuda.py -k 64-sglang'
-  'tests/gpu/test_fp8_cuda.py -k not(checkpoint)and(not(sglang))'
+  'tests/gpu/test_fp8_cuda.py -k checkpoint[experts]'
+  'tests/gpu/test_fp8_cuda.py -k checkpoint[latent]'
+  'tests/gpu/test_fp8_cuda.py -k experts-sglang'
+  'tests/gpu/test_fp8_cuda.py -k latent-sglang'
+  'tests/gpu/test_fp8_cuda.py -k experts-vllm'
+  'tests/gpu/test_fp8_cuda.py -k latent-vllm'
+  'tests/gpu/test_fp8_cuda.py -k (kernel)or(64-vllm)or(128-vllm)'
   tests/gpu/test_vllm_cuda.py
   tests/gpu/test_vision_cuda.py
   'tests/e2e/test_experts.py -k gpt_oss'
-  'tests/e2e/test_experts.py -k not(gpt_oss)'
+  'tests/e2e/test_experts.py -k processes_of_a_copy'
+  'tests/e2e/test_experts.py -k (large_updates)and(vllm)'
+  'tests/e2e/test_experts.py -k (large_updates)and(sglang)'
   tests/e2e/test_latent_attention.py
-  tests/e2e/test_router_replay.py
+  'tests/e2e/test_router_replay.py -k vllm'
+  'tests/e2e/test_router_replay.py -k sglang'
+  tests/gpu/test_several_nodes_cuda.py
   'tests/gpu/test_megatron_cuda.py -k every_layout_trains_as'
   'tests/gpu/test_megatron_cuda.py -k same_adapters'
   'tests/gpu/test_megatron_cuda.py -k of_the_source'
@@ -61,12 +72,12 @@ parts=("${first[@]}" "${others[*]}" "${last[@]}")
 if [ $# -eq 0 ]; then
   printf '%s\0all\0' "${parts[@]}" | xargs -0 -n 2 -P 3 bash -c 'run "$@"' _ &
 else
-  rest= number=0
-  for file in $(grep -rl --include='test_*.py' 'mark\.gpu' tests); do
+  rest='' number=0
+  while read -r file; do
     [[ " ${gpu[*]} " == *" $file "* ]] || rest+=" $file"
-  done
+  done < <(grep -rl --include='test_*.py' 'mark\.gpu' tests)
   orders=(all all)
-  [ "$(nvidia-smi -L | wc -l)" -lt 2 ] || orders=(0,1 1,0)  # tests that need one GPU take the first that they see
+  [ "$(nvidia-smi -L | wc -l)" -lt 2 ] || orders=('0,1' '1,0')  # tests that need one GPU take the first that they see
   for part in "${gpu[@]}" "$rest"; do
     printf '%s -m gpu\0%s\0' "$part" "${orders[number++ % 2]}"
   done | xargs -0 -n 2 -P 16 bash -c 'run "$@"' _ &

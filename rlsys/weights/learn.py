@@ -8,7 +8,7 @@ and cut parameters need no table of an engine's internals. All other tensors are
 The digits of float8 tensors are bit patterns.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
@@ -124,6 +124,7 @@ class _Probe:
         try:
             boxes, failures = self._decode()
             self._attribute_failures(failures)
+            self._attribute_to_several(failures, {placed.box.tensor for placed in boxes})
             boxes = [placed for placed in boxes if placed.box.tensor not in self.loader_only]
             self._attribute_failures(self._mismatched(boxes))
             return [placed for placed in boxes if placed.box.tensor not in self.loader_only]
@@ -231,6 +232,17 @@ class _Probe:
         suspects = {name: self.local[name] for name in failures}
         for name in self.tensors if failures else ():
             for local in self._changed(suspects, [name]):
+                self.loader_only[name] = f"{local}: {failures[local]}"
+
+    def _attribute_to_several(self, failures: Mapping[str, str], decoded: Set[str]) -> None:
+        """The same for what is written only when several tensors, none of them `decoded`, come together."""
+        explained = {reason.partition(":")[0] for reason in self.loader_only.values()}
+        suspects = {name: self.local[name] for name in failures if name not in explained}
+        names = [name for name in self.tensors if name not in decoded and name not in self.loader_only]
+        suspects = {name: suspects[name] for name in self._changed(suspects, names)} if suspects else {}
+        for name in names if suspects else ():
+            changed = self._changed(suspects, [other for other in names if other != name])
+            for local in (local for local in suspects if local not in changed):
                 self.loader_only[name] = f"{local}: {failures[local]}"
 
 

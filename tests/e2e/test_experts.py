@@ -121,6 +121,38 @@ def test_vllm_on_a_gpu_takes_the_stacks_of_gpt_oss(strategy: str, oss: Toy, tmp_
 
 @pytest.mark.gpu
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("engine", "size"),
+    [("vllm", None), ("sglang", None), ("vllm", "expert"), ("sglang", "tensor"), ("sglang", "expert")],
+)
+def test_engines_on_a_gpu_follow_large_updates_of_megatron(
+    engine: str, size: str | None, sparse: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if find_spec(engine) is None or torch.cuda.device_count() < (gpus := 1 + bool(size)):
+        pytest.skip(f"needs {engine}, and two GPUs for ranks that divide a model")
+    argv = sparse.overrides(
+        tmp_path,
+        f"{ROLLOUT}.parity.rows=32",
+        *("actor_rollout_ref.actor.strategy=megatron", f"trainer.n_gpus_per_node={gpus}"),
+        *([f"actor_rollout_ref.actor.megatron.{size}_model_parallel_size=2"] if size else []),
+        *(f"{ROLLOUT}.name={engine}", f"{ROLLOUT}.gpu_memory_utilization=0.3", f"{ROLLOUT}.enforce_eager=true"),
+        *(f"{ROLLOUT}.validate_weight=true", f"{ROLLOUT}.parity.freq=1", f"{ROLLOUT}.parity.policy=stop"),
+        *(f"{ROLLOUT}.parity.mean_limit=0.05", "actor_rollout_ref.actor.optim.lr=1e-2", GPU_CACHE),
+        f"reward.custom_reward_function.path={sparse.grader}",
+    )
+    assert main(argv) == 0
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["weights/version"] for line in lines] == [1, 2, 3]
+    assert all(line["actor/grad_norm"] > 0 for line in lines)
+    with capsys.disabled():
+        print(
+            f"{engine}, {size or 'no'} parallelism: parity/mean_abs",
+            *(round(line["parity/mean_abs"], 5) for line in lines),
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("engine", "dense"), [("vllm", "tensor_model"), ("sglang", "tensor_model"), ("vllm", "data")])
 def test_the_processes_of_a_copy_hold_whole_experts(engine: str, dense: str, sparse: Toy, tmp_path: Path) -> None:
     argv = sparse.overrides(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3MoeConfig
+from transformers import DeepseekV3Config, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3MoeConfig
 
 from rlsys.config.engines import float8_block
 from rlsys.config.schema.rollout import GenerationConfig
@@ -20,23 +20,28 @@ from rlsys.weights.fp8 import Fp8Weights, float8_shapes
 from rlsys.weights.layout import shard_view, view_of
 from rlsys.weights.plan import make_plan
 from tests.e2e.conftest import Toy, with_model
+from tests.fp8_models import EXPERTS, LATENT, MATRICES
 from tests.ranks import run_ranks
 from workers.colocated import learn_engine_layout
 
-SIZES: dict[str, Any] = {
+DENSE: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 512,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-EXPERTS = {"head_dim": 64, "moe_intermediate_size": 256, "num_experts": 4, "num_experts_per_tok": 2}
 SMOLLM2 = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 64}
+"""What SGLang's latent attention for CPUs needs."""
 CASES = [
-    pytest.param(Qwen2Config, {}, 128, id="dense"),
-    pytest.param(Qwen3MoeConfig, EXPERTS, 128, id="experts"),
-    pytest.param(LlamaConfig, SMOLLM2, 64, id="blocks of 64"),
-    pytest.param(Qwen3MoeConfig, EXPERTS | {"moe_intermediate_size": 192}, 64, id="experts in blocks of 64"),
+    pytest.param(Qwen2Config, DENSE, 128, 14, id="dense"),
+    pytest.param(Qwen3MoeConfig, EXPERTS, 128, MATRICES["experts"], id="experts"),
+    pytest.param(DeepseekV3Config, LATENT | {"rope_parameters": YARN}, 128, MATRICES["latent"], id="latent attention"),
+    pytest.param(LlamaConfig, DENSE | SMOLLM2, 64, 14, id="blocks of 64"),
+    pytest.param(
+        Qwen3MoeConfig, EXPERTS | {"moe_intermediate_size": 192}, 64, MATRICES["experts"], id="experts in blocks of 64"
+    ),
 ]
 ENGINES = [
     pytest.param(name, marks=[mark, pytest.mark.skipif(find_spec(name) is None, reason=f"needs {name}")])
@@ -148,13 +153,18 @@ def written_as_loaded(model: Any, path: Path) -> set[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize(("kind", "sizes", "block"), CASES)
+@pytest.mark.parametrize(("kind", "sizes", "block", "num_matrices"), CASES)
 def test_engines_load_what_is_quantised(
-    kind: type[PretrainedConfig], sizes: dict[str, Any], block: int, engine: str, toy: Toy, tmp_path: Path
+    kind: type[PretrainedConfig],
+    sizes: dict[str, Any],
+    block: int,
+    num_matrices: int,
+    engine: str,
+    toy: Toy,
+    tmp_path: Path,
 ) -> None:
-    path = with_model(toy, tmp_path, kind, **SIZES | sizes).model
+    path = with_model(toy, tmp_path, kind, **sizes).model
     assert float8_block(model_config(path).to_dict(), GenerationConfig()) == block
     matrices = run_ranks(1, loaded_by_vllm if engine == "vllm" else loaded_by_sglang, path)[0]
-    projections = 3 * sizes.get("num_experts", 1)
-    assert len(matrices) == (4 + projections) * SIZES["num_hidden_layers"]
-    assert all(name.endswith("proj.weight") for name in matrices), "not embeddings, heads or routers"
+    assert len(matrices) == num_matrices
+    assert all(name.endswith(("proj.weight", "proj_with_mqa.weight")) for name in matrices)

@@ -25,7 +25,11 @@ ROLLOUT = "actor_rollout_ref.rollout"
 
 @pytest.fixture(scope="module")
 def latent(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Toy:
-    """DeepSeek-V3 with the sizes of heads that vLLM's kernels have, and the settings of the published config.json."""
+    """DeepSeek-V3 with the sizes of heads that vLLM's kernels have, and the settings of the published config.json.
+
+    In bfloat16 its log-probs are 0.004 from float32's on average, also where experts are chosen as in float32; from an
+    initializer_range of 0.2 they would be 0.02. What attention derived from older weights puts them 0.4 apart.
+    """
     folder = tmp_path_factory.mktemp("latent")
     made = with_model(
         toy,
@@ -49,7 +53,7 @@ def latent(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Toy:
         qk_rope_head_dim=64,
         v_head_dim=128,
         num_nextn_predict_layers=0,
-        initializer_range=0.2,
+        initializer_range=0.1,
     )
     config = json.loads((folder / "config.json").read_text())
     published = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
@@ -131,7 +135,12 @@ def test_latent_attention_is_trained_and_served(latent: Toy, tmp_path: Path) -> 
 @pytest.mark.gpu
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_weights_pushed_in_place_on_a_gpu_are_served(engine: str, latent: Toy, tmp_path: Path) -> None:
+def test_weights_pushed_in_place_on_a_gpu_are_served(
+    engine: str, latent: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     kwargs = f"{ROLLOUT}.engine_kwargs.{engine}.attention_backend={'TRITON_MLA' if engine == 'vllm' else 'triton'}"
     more = (f"{ROLLOUT}.name={engine}", f"+{kwargs}", f"{ROLLOUT}.gpu_memory_utilization=0.3", GPU_CACHE)
-    train_and_serve(latent, tmp_path, *more, f"{ROLLOUT}.parity.mean_limit=0.1", f"{ROLLOUT}.validate_weight=true")
+    limits = (f"{ROLLOUT}.parity.mean_limit=0.05", f"{ROLLOUT}.parity.rows=32", f"{ROLLOUT}.validate_weight=true")
+    lines = train_and_serve(latent, tmp_path, *more, *limits)
+    with capsys.disabled():
+        print(f"{engine}: parity/mean_abs", *(round(line["parity/mean_abs"], 5) for line in lines))

@@ -5,23 +5,29 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+from transformers import Qwen2Config
 
-from tests.e2e.conftest import Toy
+from tests.e2e.conftest import Toy, with_model
 from tests.e2e.fork_server import ForkServer
 
 CLUSTER = """
 import sys
 from ray.cluster_utils import Cluster
-node = {"num_cpus": 1}
-cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+gpus = sys.argv[1:]
+def node(number, **variables):
+    shown = {"CUDA_VISIBLE_DEVICES": gpus[number]} if gpus else {}
+    return {"num_cpus": 1, "num_gpus": len(shown), "env_vars": {**shown, **variables}}
+cluster = Cluster(initialize_head=True, head_node_args={**node(0), "include_dashboard": False})
 print(cluster.address, flush=True)
-for host in sys.stdin:
-    cluster.add_node(**node, env_vars={"NCCL_HOSTID": host.strip()})
+for number, host in enumerate(sys.stdin, start=1):
+    cluster.add_node(**node(number, NCCL_HOSTID=host.strip()))
     cluster.wait_for_nodes()
     print("joined", flush=True)
 """
@@ -57,11 +63,12 @@ class Nodes:
             assert self.read() == "joined"
 
 
-@pytest.fixture(scope="module")
-def nodes() -> Iterator[Nodes]:
+@contextmanager
+def cluster_of(*gpus: str) -> Iterator[Nodes]:
+    """A cluster that begins with one node; with `gpus` each node has one of them."""
     with TemporaryDirectory(prefix="r", dir="/tmp") as folder:  # not where a later ray.init() looks for a cluster
         environment = {**os.environ, "RAY_TMPDIR": folder}
-        command = [sys.executable, "-c", CLUSTER]
+        command = [sys.executable, "-c", CLUSTER, *gpus]
         with subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         ) as process:
@@ -69,6 +76,12 @@ def nodes() -> Iterator[Nodes]:
             cluster.address = cluster.read()
             yield cluster
             process.communicate()
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    with cluster_of() as cluster:
+        yield cluster
 
 
 SPLIT = "trainer.nnodes=2 trainer.rollout_workers="
@@ -99,3 +112,38 @@ def test_a_job_on_several_nodes(
     assert len(crossed) == 1
     # beside the actor each host lacks what FSDP keeps on the others; apart from it the trainer sends to each engine
     assert (crossed == {0.0}) == ("rollout_workers" in settings)
+
+
+def serves_on_two_hosts(toy: Toy, folder: Path, nodes: Nodes, tp: int) -> list[str]:
+    """Two ranks of FSDP, each on a host of its own, beside an engine of vLLM on each or on both, stopped by parity."""
+    sizes = {"hidden_size": 256, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    wide = with_model(toy, folder / "model", Qwen2Config, num_key_value_heads=2, **sizes)
+    rollout = "actor_rollout_ref.rollout"
+    return wide.overrides(
+        folder / "out",
+        *(*JOB, "trainer.nnodes=2", f"ray_kwargs.ray_init.address={nodes.address}", f"{rollout}.name=vllm"),
+        *(f"{rollout}.enforce_eager=true", f"{rollout}.tensor_model_parallel_size={tp}"),
+        *(f"{rollout}.checkpoint_engine.backend=ipc", f"{rollout}.parity.freq=1", f"{rollout}.parity.policy=stop"),
+        f"reward.custom_reward_function.path={wide.grader}",
+    )
+
+
+def check_pushes(folder: Path) -> list[dict[str, float]]:
+    """The lines of the two steps, whose pushes crossed between hosts."""
+    lines = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["weights/version"] for line in lines] == [1, 2]
+    assert all(line["actor/grad_norm"] > 0 and line["weights/network_bytes"] > 0 for line in lines)
+    return lines
+
+
+ENGINES_OF_TWO_HOSTS = pytest.mark.parametrize("tp", [1, 2], ids=["an engine on each", "an engine on both"])
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
+@ENGINES_OF_TWO_HOSTS
+def test_vllm_serves_on_two_hosts(nodes: Nodes, server: ForkServer, toy: Toy, tmp_path: Path, tp: int) -> None:
+    nodes.grow(2)
+    ended = server.run(serves_on_two_hosts(toy, tmp_path, nodes, tp), tmp_path / "log", deadline_s=200)
+    assert ended.status == 0, ended.log
+    assert all(line["parity/max_abs"] < 1e-4 for line in check_pushes(tmp_path))

@@ -12,17 +12,25 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import LlamaConfig, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3MoeConfig,
+)
 
 from rlsys.config.schema.rollout import EngineKwargsConfig, GenerationConfig
 from rlsys.models.quantized import FP8, SCALE, scale_shape
 from rlsys.rollout.base import EngineContext
 from rlsys.rollout.vllm.engine_args import float8_switches
-from rlsys.types import Box
+from rlsys.types import Box, WeightLayout
 from rlsys.weights.endpoints import WeightReceiver, WeightSender
 from rlsys.weights.fp8 import MatrixBox, prepared_quantiser
 from rlsys.weights.sharding_manager import ShardingManager
 from tests.e2e.conftest import GPU_CACHE, GPU_CACHE_BYTES, Toy, toy, with_model  # noqa: F401
+from tests.fp8_models import EXPERTS, LATENT, MATRICES
 from tests.gpu.test_vllm_cuda import BACKEND, Trainer, apart, requests_of
 from tests.ranks import run_ranks
 from tests.unit.weights.test_executors import ThreadGroup
@@ -31,16 +39,17 @@ from trainer.main_ppo import main
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 NEEDS_VLLM = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
 LAYERS = 4
-SIZES: dict[int, dict[str, Any]] = {
-    128: {"hidden_size": 512, "intermediate_size": 640, "num_attention_heads": 8, "num_key_value_heads": 2},
-    64: {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3},
+DENSE = {"num_hidden_layers": LAYERS, "tie_word_embeddings": True}
+SIZES: dict[int | str, dict[str, Any]] = {
+    128: {**DENSE, "hidden_size": 512, "intermediate_size": 640, "num_attention_heads": 8, "num_key_value_heads": 2},
+    64: {**DENSE, "hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3},
+    "experts": EXPERTS,
+    "latent": LATENT,
 }
-"""Models by the blocks that they need; the second is of SmolLM2-135M's widths."""
-BLOCKS = pytest.mark.parametrize("block", SIZES)
-
-
-def sizes_of(block: int) -> dict[str, Any]:
-    return {**SIZES[block], "num_hidden_layers": LAYERS, "tie_word_embeddings": True}
+"""Models by the blocks that they need, or with experts; the second is of SmolLM2-135M's widths."""
+KINDS: dict[int | str, type[PretrainedConfig]] = {"experts": Qwen3MoeConfig, "latent": DeepseekV3Config}
+BLOCKS = pytest.mark.parametrize("block", [128, 64])
+ATTENTION = {"vllm": "TRITON_MLA", "sglang": "triton"}
 
 
 def bits_of(tensor: Tensor) -> bytes:
@@ -84,21 +93,22 @@ def test_the_kernel_quantises_as_vllm_does(dtype: torch.dtype, block: int) -> No
     assert not unequal
 
 
-def model_of(seed: int, block: int) -> Qwen2ForCausalLM:
+def model_of(seed: int, kind: int | str) -> Any:
     """Weights far from those of another seed."""
     torch.manual_seed(seed)
-    config = Qwen2Config(vocab_size=500, max_position_embeddings=512, eos_token_id=2, **sizes_of(block))
-    return Qwen2ForCausalLM(config).to(torch.bfloat16).eval()
+    common: dict[str, Any] = {"vocab_size": 500, "max_position_embeddings": 512, "eos_token_id": 2}
+    config = KINDS.get(kind, Qwen2Config)(**common, **SIZES[kind])
+    return AutoModelForCausalLM.from_config(config).to(torch.bfloat16).eval()
 
 
-def save_in_blocks(seed: int, block: int, path: Path) -> None:
+def save_in_blocks(seed: int, kind: int | str, path: Path) -> None:
     """An FP8 checkpoint in the published form, its matrices quantised by vLLM's own function."""
     from vllm.utils.deep_gemm import per_block_cast_to_fp8
 
-    model = model_of(seed, block)
+    model, block = model_of(seed, kind), kind if isinstance(kind, int) else 128
     model.save_pretrained(path)
     tensors = load_file(path / "model.safetensors")
-    for name in [name for name in tensors if name.endswith("proj.weight")]:
+    for name in [name for name in tensors if name.endswith(("proj.weight", "proj_with_mqa.weight"))]:
         elements, scales = per_block_cast_to_fp8(tensors[name].cuda(), [block, block])
         tensors |= {name: elements.cpu(), name + SCALE: scales.cpu()}
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
@@ -108,16 +118,20 @@ def save_in_blocks(seed: int, block: int, path: Path) -> None:
 
 
 def engine_of(path: Path, quantization: str | None, load_format: Any) -> Any:
+    """An engine in one process, whose kernels leave FP8 as it is loaded."""
     from rlsys.rollout.vllm.engine import VLLMRollout
     from workers.colocated import learn_engine_layout
 
+    kwargs: dict[str, Any] = {"kv_cache_memory_bytes": GPU_CACHE_BYTES, "moe_backend": "triton"}
+    if "kv_lora_rank" in (path / "config.json").read_text():
+        kwargs["attention_backend"] = ATTENTION["vllm"]
     config = GenerationConfig(
         seed=3,
         enforce_eager=True,
         gpu_memory_utilization=0.1,
         max_num_seqs=16,
         quantization=quantization,  # type: ignore[arg-type]
-        engine_kwargs=EngineKwargsConfig(vllm={"kv_cache_memory_bytes": GPU_CACHE_BYTES}),
+        engine_kwargs=EngineKwargsConfig(vllm=kwargs),
     )
     engine = VLLMRollout(path, config, EngineContext("cuda", load_format=load_format))
     if load_format == "dummy":
@@ -129,15 +143,15 @@ def held_by(engine: Any) -> dict[str, bytes]:
     return {name: bits_of(tensor) for name, tensor in engine.weights.parameters().items()}
 
 
-def pushed(path: Path, quantization: str | None, block: int) -> list[dict[str, Any]]:
+def pushed(path: Path, quantization: str | None, kind: int | str) -> list[dict[str, Any]]:
     """What an engine holds after each of two updates, how far its answers are from the model's, and the seconds."""
     engine, results = engine_of(path, quantization, "dummy"), []
-    trainer = Trainer(model_of(1, block).cuda())
+    trainer = Trainer(model_of(1, kind).cuda())
     ends = ThreadGroup([WeightSender(trainer)]), ThreadGroup([WeightReceiver(engine)])  # type: ignore[arg-type]
     manager = ShardingManager(*ends, executor="ipc", deadline_s=120.0)
     manager.connect()
     for seed in (1, 2):
-        model = model_of(seed, block).cuda()
+        model = model_of(seed, kind).cuda()
         trainer.rollout.model.load_state_dict(model.state_dict())
         seconds = [manager.push(seed).seconds for _ in range(3)]
         result = {"apart": apart(model, engine.generate(requests_of(8))), "held": held_by(engine)}
@@ -168,14 +182,32 @@ def test_pushes_bring_the_bits_that_vllm_makes_of_a_checkpoint(block: int, tmp_p
         assert_same(result["held"], wanted)
         if block == 128:
             assert_same(result["held"], run_ranks(1, loaded_by_vllm, tmp_path / str(seed), "fp8", backend=BACKEND)[0])
-        layout = result["layout"]
-        assert layout.loader == ()
-        kinds = [name for name, kind in layout.dtypes.items() if kind == "float8_e4m3fn"]
-        assert len(kinds) == 7 * LAYERS
+        assert_whole(result["layout"], block)
         print(f"update {seed}: log-probs {result['apart']:.4f} apart, in bfloat16 {plain[seed - 1]['apart']:.4f}")
         assert result["apart"] < 0.1
     for kind, result in (("fp8", fp8[1]), ("bfloat16", plain[1])):
         print(f"push in {kind}, blocks of {block}, {result['sent'] / 1e6:.1f} MB: {1e3 * result['seconds']:.2f} ms")
+
+
+@NEEDS_VLLM
+@pytest.mark.parametrize("kind", ["experts", "latent"])
+def test_pushes_of_experts_bring_the_bits_of_a_checkpoint(kind: str, tmp_path: Path) -> None:
+    """The second of two updates against what vLLM holds of a published checkpoint, and what it makes of bfloat16."""
+    model_of(2, kind).save_pretrained(tmp_path / "plain")
+    save_in_blocks(2, kind, tmp_path / "fp8")
+    result = run_ranks(1, pushed, tmp_path / "plain", "fp8", kind, backend=BACKEND)[0][1]
+    assert_whole(result["layout"], kind)
+    print(f"{kind}: log-probs {result['apart']:.4f} apart")
+    assert result["apart"] < 0.1
+    for folder, quantization in (("fp8", None), ("plain", "fp8")):
+        wanted = run_ranks(1, loaded_by_vllm, tmp_path / folder, quantization, backend=BACKEND)[0]
+        assert_same(result["held"], wanted)
+
+
+def assert_whole(layout: WeightLayout, kind: int | str) -> None:
+    """All linear layers but routers are in FP8, and none is left to the engine's loader."""
+    assert layout.loader == ()
+    assert sum(dtype == "float8_e4m3fn" for dtype in layout.dtypes.values()) == MATRICES.get(str(kind), 7 * LAYERS)
 
 
 def assert_same(held: Mapping[str, bytes], wanted: Mapping[str, bytes]) -> None:
@@ -184,19 +216,22 @@ def assert_same(held: Mapping[str, bytes], wanted: Mapping[str, bytes]) -> None:
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-@pytest.mark.parametrize(("gpus", "block"), [(1, 64), (1, 128), (2, 128)])
-def test_a_run_serves_fp8(engine: str, gpus: int, block: int, toy: Toy, tmp_path: Path) -> None:  # noqa: F811
+@pytest.mark.parametrize(("gpus", "kind"), [(1, 64), (1, 128), (2, 128), (1, "experts"), (1, "latent")])
+def test_a_run_serves_fp8(engine: str, gpus: int, kind: int | str, toy: Toy, tmp_path: Path) -> None:  # noqa: F811
     if find_spec(engine) is None:
         pytest.skip(f"needs {engine}")
     if torch.cuda.device_count() < gpus:
         pytest.skip(f"needs {gpus} GPUs")
-    model = with_model(toy, tmp_path / "model", Qwen2Config if block == 128 else LlamaConfig, **sizes_of(block))
+    classes = {128: Qwen2Config, 64: LlamaConfig, **KINDS}
+    model = with_model(toy, tmp_path / "model", classes[kind], **SIZES[kind])
     rollout = "actor_rollout_ref.rollout"
     argv = model.overrides(
         tmp_path / "out",
         *(f"{rollout}.name={engine}", f"{rollout}.quantization=fp8", f"{rollout}.gpu_memory_utilization=0.2"),
-        *(f"{rollout}.enforce_eager={block == 128}", f"{rollout}.checkpoint_engine.backend=ipc", GPU_CACHE),
-        *("actor_rollout_ref.actor.strategy=fsdp", f"trainer.n_gpus_per_node={gpus}"),
+        *(f"{rollout}.enforce_eager={kind != 64}", f"{rollout}.checkpoint_engine.backend=ipc", GPU_CACHE),
+        *(f"actor_rollout_ref.actor.strategy={'megatron' if kind == 'latent' else 'fsdp'}",),
+        *([f"+{rollout}.engine_kwargs.{engine}.attention_backend={ATTENTION[engine]}"] if kind == "latent" else []),
+        f"trainer.n_gpus_per_node={gpus}",
         *(f"{rollout}.validate_weight=true", f"{rollout}.parity.freq=1", f"{rollout}.parity.policy=stop"),
         f"reward.custom_reward_function.path={model.grader}",
     )

@@ -1,6 +1,7 @@
 """scripts/cluster.py on hosts behind a fake ssh, and the examples for SLURM and Kubernetes."""
 
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -73,9 +74,21 @@ def test_a_host_that_fails_is_named(calls: Path, tmp_path: Path) -> None:
     assert "names no host" in cluster(tmp_path, "# nothing", "up").stderr
 
 
-def test_the_slurm_script_is_valid_bash_with_known_options() -> None:
+SCRIPTS = sorted(path for folder in ("", "scripts", "docs/cluster") for path in (ROOT / folder).glob("*.sh"))
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_shellcheck_finds_nothing_in_a_script(path: Path) -> None:
+    shellcheck = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if shellcheck is None:
+        pytest.skip("needs shellcheck, of the dev extra")
+    command = [shellcheck, "--external-sources", f"--source-path={ROOT}", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_slurm_script_has_known_options() -> None:
     path = ROOT / "docs/cluster/slurm.sh"
-    assert subprocess.run(["bash", "-n", str(path)], capture_output=True, check=False).returncode == 0
     options = {
         line.split()[1].partition("=")[0] for line in path.read_text().splitlines() if line.startswith("#SBATCH")
     }
@@ -115,7 +128,7 @@ RAY_JOB = only(
         rayClusterSpec=RAY_CLUSTER,
     ),
 )
-"""What the example uses of the schema of RayJob in KubeRay's ray.io_rayjobs.yaml."""
+"""What the example uses of the schema of RayJob in KubeRay's ray.io_rayjobs.yaml, which has authOptions since 1.5.1."""
 
 
 def test_the_ray_job_follows_the_schema_of_kuberay() -> None:

@@ -1,6 +1,7 @@
 """The rollout config as keyword arguments of SGLang's ServerArgs."""
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,12 +92,14 @@ def server_arguments(
 def _weight_arguments(path: str | Path, config: GenerationConfig, context: EngineContext) -> dict[str, object]:
     """How pushed weights are held, with kernels that take blocks of FP8 as they are loaded.
 
-    DeepGEMM would round their scales on some GPUs, and takes blocks of 128 only.
+    DeepGEMM would round their scales on some GPUs, and takes blocks of 128 only. With FP8 a switch of this process and
+    its children is set, too: SGLang's loader then takes the bfloat16 that the layout is learned from.
     """
     is_pushed = context.load_format == "dummy"
     if config.quantization and (context.device == "cpu" or not is_pushed):
         raise ConfigError(f"{QUANTIZATION}: SGLang serves pushed FP8 weights only, on GPUs; set {QUANTIZATION}=null")
     if config.quantization:
+        os.environ["SGLANG_QUANT_ALLOW_DOWNCASTING"] = "1"
         override = json.dumps({"quantization_config": block_settings(text_config(path).to_dict(), config)})
         kernels = {"fp8_gemm_runner_backend": "triton", "moe_runner_backend": "triton"}
         return {**kernels, "json_model_override_args": override}

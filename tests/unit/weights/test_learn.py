@@ -182,6 +182,22 @@ def test_tensors_that_are_not_boxes_are_left_to_the_loader() -> None:
     assert {shard.box.tensor for shard in learned.layout.shards} == held
 
 
+def test_tensors_that_a_loader_joins_in_float8_are_left_to_it() -> None:
+    joined, alone = torch.zeros(5, 4, dtype=torch.float8_e4m3fn), torch.zeros(2, 4)
+
+    def load(bucket: list[tuple[str, Tensor]]) -> None:
+        given = dict(bucket)
+        if {"q_a", "kv_a"} <= given.keys():  # as SGLang's DeepSeek, which waits for both
+            joined.copy_(torch.cat([given["q_a"], given["kv_a"]]))
+        if "norm" in given:
+            alone.copy_(given["norm"])
+
+    shapes: Shapes = {"q_a": (3, 4), "kv_a": (2, 4), "norm": (2, 4), "absent": (7, 4)}
+    learned = learn_layout(load, lambda: {"joined": joined, "alone": alone}, shapes, dict.fromkeys(shapes, "float32"))
+    assert learned.loader_only == dict.fromkeys(("q_a", "kv_a"), f"joined: {learn.IN_FLOAT8}")
+    assert {shard.box.tensor for shard in learned.layout.shards} == {"norm"}
+
+
 def test_tied_and_missing_tensors() -> None:
     class Tied(Opaque):
         def load_one(self, name: str, full: Tensor) -> None:
