@@ -23,7 +23,7 @@ from rlsys.config.arguments import Arguments
 from rlsys.telemetry.log import FILE_ONLY, get_logger, setup_logging
 from rlsys.utils import errors
 from rlsys.utils.gpus import GPUS
-from trainer.machine import check_machine, device_memory, engines_for
+from trainer.machine import check_machine, device_memory
 from trainer.summary import summary_lines
 
 if TYPE_CHECKING:
@@ -94,9 +94,9 @@ def _choose(config: C, given: Collection[str], arguments: Arguments) -> tuple[Ma
     """What is not set and the plan chooses, for the device of this machine or the one that is planned for."""
     if not isinstance(config, PPOConfig):
         return {}, ""
-    from rlsys.planning.sizes import choose_settings
+    from rlsys.planning.sizes import choose_sizes
 
-    return choose_settings(config, given, _machine(config, arguments), *engines_for(config))
+    return choose_sizes(config, given, _machine(config, arguments))
 
 
 def _machine(config: PPOConfig, arguments: Arguments) -> "Machine":

@@ -6,8 +6,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
-from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
@@ -16,14 +14,12 @@ import psutil
 from rlsys.config import EvalConfig, PPOConfig
 from rlsys.config.checks.files import no_score_head
 from rlsys.config.pools import min_nodes, process_pools, resolve_pools
-from rlsys.config.presets import read_yaml
 from rlsys.config.schema.jobs import JobConfig
 from rlsys.fleet.external.settings import settings_of
 from rlsys.rollout.versions import SGLANG, VLLM
 from rlsys.telemetry.trackers import flat_settings
 from rlsys.utils.errors import ConfigError, raised_as
 from rlsys.utils.hub import download_config, is_hub_id
-from rlsys.utils.run_folders import pointer_text
 
 TABLES = {"vllm": VLLM, "sglang": SGLANG}
 OWN_ENVIRONMENT = ("pip", "uv", "conda", "py_executable", "container", "image_uri")
@@ -60,20 +56,6 @@ def check_machine(config: JobConfig, *, dry_run: bool) -> list[str]:
     if dry_run and isinstance(config, PPOConfig) and resolve_pools(config).external:
         _check_servers(config)
     return notes
-
-
-def engines_for(config: PPOConfig) -> tuple[list[str], str]:
-    """The engines that a job on GPUs may choose instead of hf, the best first, and why: what is installed here, or of
-    it what the run that it resumes has."""
-    run, tables = config.trainer, [replace(one, distributions=(name,)) for name, one in TABLES.items()]
-    engines = [one.distributions[0] for one in tables if (row := one.row(one.installed() or "")) and row.features]
-    root = Path(run.resume_from_path or "").parent if run.resume_mode == "resume_path" else Path(run.default_local_dir)
-    if run.resume_mode != "disable" and pointer_text(root) and (root / "config.yaml").is_file():
-        began = flat_settings(read_yaml(root / "config.yaml")).get("actor_rollout_ref.rollout.name")
-        return [name for name in engines if name == began], f"the run that is resumed has {began}"
-    if not engines or set(OWN_ENVIRONMENT) & set(config.ray_kwargs.ray_init.runtime_env):
-        return [], "no supported version of vLLM or SGLang is known to be installed"
-    return engines, "installed here"
 
 
 def _joins_a_cluster(config: JobConfig) -> bool:

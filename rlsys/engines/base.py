@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 
 from rlsys.config.schema.model import CheckpointConfig, ModelConfig, PolicyModelConfig
 from rlsys.engines import checkpoint, export
-from rlsys.engines.checkpoint import HostCopies, Saving
+from rlsys.engines.checkpoint import Saving
 from rlsys.engines.mesh import EngineRanks, gather_json, sum_over_ranks
 from rlsys.engines.micro_batches import MicroBatches, Pack
 from rlsys.engines.optimizer import BaseOptimizer
@@ -70,7 +70,6 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
         self.load_contents = CONTENTS if checkpoint is None else CONTENTS.intersection(checkpoint.load_contents)
         self._count = 0.0
         self._saving: Saving | None = None
-        self._host = HostCopies()
 
     @torch.no_grad()
     def forward(
@@ -154,17 +153,17 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
         if self._saving is not None:
             self._saving.copied.wait()
 
-    def _begin_save(self, path: Path, host: HostCopies | None = None) -> Saving:
+    def _begin_save(self, path: Path, *, copies: bool = False) -> Saving:
         num_updates = self.optimizer.num_steps if self.optimizer is not None else 0
         header = {"num_updates": num_updates, "optimizer": getattr(self.optimizer, "kind", None)}
         state = self._state(self.save_contents)
-        return Saving(path, state, header, settings=self._write_settings, host=host)
+        return Saving(path, state, header, settings=self._write_settings, copies=copies)
 
     def begin_save(self, path: Path) -> Saving:
         """Write a checkpoint to resume from in the background; what `finish` of the result commits is of now."""
         assert self._saving is None or self._saving.is_written, "the copies are still being written"
         with self._on_device():
-            self._saving = self._begin_save(Path(path), self._host)
+            self._saving = self._begin_save(Path(path), copies=True)
         return self._saving
 
     def upload_weights(self, meta: WeightUpdateMeta) -> None:

@@ -33,8 +33,6 @@ from rlsys.utils.run_folders import HUGGINGFACE
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-SEGMENT_BYTES = 1 << 30
-"""A power of two, to which PyTorch rounds pinned memory."""
 
 
 class Contents(Protocol):
@@ -55,46 +53,32 @@ class Contents(Protocol):
     def read(self, path: Path) -> None: ...
 
 
-class HostCopies:
-    """Copies of tensors in host memory, in which the next copies are made, too; pinned where tensors are on a GPU."""
+def copied_to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """A copy of each in host memory, complete with the current stream's work.
 
-    def __init__(self) -> None:
-        self._segments: list[Tensor] = []
-
-    def of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """A copy of each, which lasts until the next call and is complete with the current stream's work."""
-        sizes, number, at, copies = [-(-tensor.nbytes // 64) * 64 for tensor in tensors], 0, 0, []
-        for tensor, size in zip(tensors, sizes, strict=True):
-            while number < len(self._segments) and at + size > self._segments[number].nbytes:
-                number, at = number + 1, 0
-            if number == len(self._segments):
-                num_bytes = max(size, min(SEGMENT_BYTES, sum(sizes)))
-                self._segments.append(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=tensor.is_cuda))
-            memory = self._segments[number][at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            copies.append(memory.copy_(tensor.detach(), non_blocking=True))
-            at += size
-        return copies
+    Of tensors on a GPU it is pinned, in memory that PyTorch keeps for the next copies.
+    """
+    return [
+        torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda).copy_(
+            tensor.detach(), non_blocking=True
+        )
+        for tensor in tensors
+    ]
 
 
 class Saving:
     """A checkpoint on its way: a thread writes this rank's files, `finish` commits them; both ends are collective.
 
-    On any failure there is a CheckpointError on all ranks, and what was at `path` before is untouched. With `host` the
-    thread writes copies, made there beside other work of a GPU: tensors may change once `copied` is set. `settings`
+    On any failure there is a CheckpointError on all ranks, and what was at `path` before is untouched. With `copies`
+    the thread writes copies, made beside other work of a GPU: tensors may change once `copied` is set. `settings`
     writes the model's configuration and tokenizer into `huggingface/`.
     """
 
     def __init__(
-        self,
-        path: Path,
-        state: Contents,
-        header: JsonObject,
-        *,
-        settings: Callable[[Path], None],
-        host: HostCopies | None = None,
+        self, path: Path, state: Contents, header: JsonObject, *, settings: Callable[[Path], None], copies: bool = False
     ) -> None:
-        self.copied, self._host = Event(), host
-        self._stream = torch.cuda.Stream() if host is not None and torch.cuda.is_initialized() else None
+        self.copied, self._copies = Event(), copies
+        self._stream = torch.cuda.Stream() if copies and torch.cuda.is_initialized() else None
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
         self._path, self._state, self._header, self._settings = path, state, header, settings
@@ -107,9 +91,9 @@ class Saving:
     def _run(self, boxes: list[tuple[str, Sequence[int], Tensor]]) -> tuple[Entries, JsonObject]:
         """This rank's entries of the index, and size and checksum of its files by name."""
         try:
-            if self._host is not None:
+            if self._copies:
                 with torch.cuda.stream(self._stream):
-                    copies = self._host.of([tensor for *_, tensor in boxes])
+                    copies = copied_to_host([tensor for *_, tensor in boxes])
                 if self._stream is not None:
                     self._stream.synchronize()
                 boxes[:] = [(key, start, copy) for (key, start, _), copy in zip(boxes, copies, strict=True)]

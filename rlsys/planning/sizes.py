@@ -1,26 +1,24 @@
 """What a job chooses itself where it is not set: by the memory plan, for the device that it runs on.
 
-The engine that generates, whether layers are compiled, token budgets of updates and of log-probs, whether activations
-are recomputed, how many sequences are decoded together and the share of a GPU that a serving engine takes. What a user
-or a preset set is never changed.
+Whether layers are compiled, token budgets of updates and of log-probs, whether activations are recomputed, how many
+sequences are decoded together and the share of a GPU that a serving engine takes. What a user or a preset set is never
+changed.
 """
 
 from bisect import bisect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 from rlsys.config import PPOConfig, plan_batches
-from rlsys.config.checks.all import check
 from rlsys.config.checks.batches import sequence_ranks
-from rlsys.config.derive import COMPILE, ENGINE, MODE
+from rlsys.config.derive import COMPILE
 from rlsys.config.engines import rollout_backend
 from rlsys.config.introspect import replaced, shown
 from rlsys.config.plan import RolePlan
 from rlsys.config.schema.actor import TrainedRoleConfig
 from rlsys.config.schema.types import MicroBatches
-from rlsys.models.megatron.family import find_family
 from rlsys.planning import footprint as fp
 from rlsys.planning.memory import Machine, MemoryPlan, plan_memory, width_of
 from rlsys.planning.roles import Bytes
@@ -170,33 +168,6 @@ def choose_sizes(cfg: PPOConfig, given: Collection[str], machine: Machine) -> tu
         sizes.choose_scoring(key, grader.scoring, key, "reward_model", longest)
     room = f" ({machine.room_bytes / GIB:.1f} of {machine.device_bytes / GIB:.1f} GiB to plan with)"
     return sizes.values, f"{', '.join(sizes.words)}{room if sizes.words else ''}"
-
-
-def choose_settings(
-    cfg: PPOConfig, given: Collection[str], machine: Machine, engines: Sequence[str] = (), why: str = ""
-) -> tuple[dict[str, object], str]:
-    """The sizes, and on GPUs the engine that generates: the first of `engines`, which are there as `why` says, with
-    which the job passes its checks and fits, else hf."""
-    policy = cfg.actor_rollout_ref
-    if machine.device == "cpu" or {ENGINE, MODE} & set(given) or policy.rollout.name != "hf":
-        return choose_sizes(cfg, given, machine)
-    is_text, code = find_family(machine.actor) and not fp.encoder_of(machine.actor).pixels, policy.model.external_lib
-    if not is_text or code or policy.model.trust_remote_code or policy.rollout.full_determinism:
-        engines, why = (), "others only for known models of text, without code of their own or full_determinism"
-
-    def attempt(name: str) -> tuple[dict[str, object], str]:
-        served = replaced(cfg, {ENGINE: name})
-        if problems := check(served)[0]:
-            raise ConfigError(problems[0])
-        sizes, text = choose_sizes(served, given, machine)
-        return {ENGINE: name, **sizes}, f"rollout.name={name} ({why}){text and ', ' + text}"
-
-    for name in engines:
-        try:
-            return attempt(name)
-        except ConfigError as error:
-            why = f"{name}: {str(error).partition(';')[0]}"
-    return attempt("hf")
 
 
 def _refusal(what: str, needs: Mapping[str, int], machine: Machine, key: str) -> ConfigError:

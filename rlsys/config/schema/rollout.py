@@ -281,8 +281,7 @@ class RolloutConfig(GenerationConfig, LogProbConfig):
     """Release the rollout's weights and KV cache on the GPU while other roles run. If the GPU has room for all of
     them, false saves the time of the moves."""
     name: Annotated[t.Text, Registered(tuple(backend.name for backend in rollout_backends()))] = "hf"
-    """Engine: hf (transformers), sglang, vllm, external servers (sglang_remote, vllm_remote), or one you registered;
-    not set, or auto, a job on GPUs takes vllm, else sglang, where it is installed and suits the job."""
+    """Engine: hf (transformers), sglang, vllm, external servers (sglang_remote, vllm_remote), or one you registered."""
     min_replicas: t.Count | None = None
     """Elastic rollout: the run starts, and continues, with this many of trainer.rollout_workers. The others join where
     the cluster has room, and one that is lost or drained is started on another node. null needs all of them."""

@@ -13,7 +13,7 @@ from rlsys.config.cli import as_yaml
 from rlsys.config.load import Loaded, load
 from rlsys.config.schema.types import MicroBatches
 from rlsys.planning.memory import Device, Machine, MemoryPlan, plan_memory
-from rlsys.planning.sizes import GIB, choose_settings, choose_sizes
+from rlsys.planning.sizes import GIB, choose_sizes
 from rlsys.utils.errors import ConfigError
 from scripts.model_shapes import SHAPES
 
@@ -177,63 +177,6 @@ def test_layers_are_compiled_only_where_that_is_known_to_work(setting: str) -> N
 def test_layers_with_experts_and_layers_on_a_cpu_are_not_compiled() -> None:
     assert COMPILE not in chosen("30B-A3B", 139.8, VLLM, "trainer.n_gpus_per_node=16")[0]
     assert COMPILE not in chosen("135M", 20, device="cpu", preset="smollm2")[0]
-
-
-def with_engines(
-    *settings: str, engines: Collection[str] = ("vllm", "sglang"), shape: str = "135M", **machine: Any
-) -> tuple[Any, str]:
-    """The engine of a job with these engines installed, and the line of the plan."""
-    job = loaded(*settings, preset="smollm2")
-    there = Machine(**{"device": "cuda", "device_bytes": 80 * GIB, "actor": SHAPES.get(shape, {}), **machine})
-    values, text = choose_settings(job.config, job.settings.keys(), there, [*engines], "installed here")
-    after = loaded(*settings, preset="smollm2", chosen=values).config
-    assert after.actor_rollout_ref.rollout.name == values.get(ENGINE, job.config.actor_rollout_ref.rollout.name)
-    return values.get(ENGINE), text
-
-
-def test_a_job_on_gpus_takes_the_first_engine_that_is_installed() -> None:
-    assert with_engines()[0] == "vllm"
-    engine, text = with_engines(engines=["sglang"])
-    assert engine == "sglang"
-    assert text.startswith("rollout.name=sglang (installed here), actor.fsdp_config.use_torch_compile=true, ")
-    assert "rollout.gpu_memory_utilization=0.3" in text
-    assert with_engines(f"{ENGINE}=auto")[0] == "vllm"
-    engine, text = with_engines(engines=[])
-    assert engine == "hf"
-    assert "gpu_memory_utilization" not in text
-
-
-def test_an_engine_that_is_set_stays_and_cpus_keep_hf() -> None:
-    for setting in (f"{ENGINE}=hf", f"{ENGINE}=sglang_remote", "trainer.allocation_mode=hf:d1|fsdp:d1"):
-        engine, text = with_engines(setting)
-        assert engine is None
-        assert "rollout.name" not in text
-    assert with_engines(device="cpu", device_bytes=20 * GIB)[0] is None
-
-
-@pytest.mark.parametrize(
-    ("settings", "shape", "why"),
-    [
-        ((f"{POLICY}.rollout.full_determinism=true",), "135M", "hf (others only for known models of text"),
-        ((f"{POLICY}.model.trust_remote_code=true",), "135M", "hf (others only for known models of text"),
-        ((), "unknown", "hf (others only for known models of text"),
-        (
-            ("trainer.max_staleness=1", "trainer.rollout_workers=1", "trainer.reproducible=true"),
-            "135M",
-            "hf (sglang: trainer.reproducible = true: it needs engines whose results do not depend on batching)",
-        ),
-    ],
-)
-def test_an_engine_that_does_not_suit_the_job_is_not_taken(settings: tuple[str, ...], shape: str, why: str) -> None:
-    engine, text = with_engines(*settings, shape=shape)
-    assert engine == "hf"
-    assert text.startswith(f"rollout.name={why}")
-
-
-def test_an_engine_that_does_not_fit_beside_what_trains_is_not_taken() -> None:
-    engine, text = with_engines(f"{POLICY}.actor.ppo_max_token_len_per_gpu=256", shape="7B")
-    assert engine == "hf"
-    assert "sglang beside what trains does not fit" in text
 
 
 def test_a_reward_model_scores_by_tokens_unless_a_number_of_samples_is_set(tmp_path: Path) -> None:

