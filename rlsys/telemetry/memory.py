@@ -19,7 +19,7 @@ from rlsys.utils.tables import aligned
 GIB = 1024**3
 COLUMNS = ("rss_before", "rss_after", "rss_peak", "cuda_before", "cuda_after", "cuda_peak", "cuda_reserved")
 _STATUS, _CLEAR_REFS, _RESET_PEAK_RSS = Path("/proc/self/status"), Path("/proc/self/clear_refs"), "5"
-_PEAK_RSS = re.compile(r"VmHWM:\s+(\d+) kB")
+_RSS = re.compile(rb"(VmRSS|VmHWM):\s+(\d+) kB")
 
 
 @dataclass(frozen=True)
@@ -148,9 +148,9 @@ def host_used_bytes() -> int:
 
 def _rss_bytes() -> tuple[int, int]:
     """(now, peak) of this process."""
-    now = psutil.Process().memory_info().rss
-    peak = _PEAK_RSS.search(_STATUS.read_text()) if _STATUS.exists() else None
-    return now, max(now, int(peak[1]) * 1024) if peak else now
+    sizes = {name: int(kib) * 1024 for name, kib in _RSS.findall(_STATUS.read_bytes())} if _STATUS.exists() else {}
+    now = sizes.get(b"VmRSS") or psutil.Process().memory_info().rss
+    return now, max(now, sizes.get(b"VmHWM", 0))
 
 
 def _cuda() -> Any:
