@@ -31,6 +31,7 @@ Work = Sequence[ModelRequest | PartialResponse]
 log = logging.getLogger(__name__)
 MAX_SESSIONS = 100_000
 TURN_S = 0.00002  # how long a thread of the controller keeps the others waiting, which torch does at every operation
+FIXED_WAITS = 10  # of EXCHANGE_WAIT_S: a fixed batch that runs alone answers at its reports and at its end, anyway
 EXCHANGED_S = 1.0  # a replica that answered an exchange in these seconds is healthy
 COUNTS = ("issued", "answered", "failures", "retries", "restarts", "refused_versions", "continued")
 
@@ -197,10 +198,10 @@ class RolloutFleet:
                 return not self._closed
             new, cancel = self._hand_in(entry), entry.cancelled
             entry.cancelled, entry.is_exchanging = set(), True
-            ends_soon = any(batch.fixed for _, batch in entry.running.values())
+            are_fixed = [batch.fixed for _, batch in entry.running.values()]
         problem, deltas = None, []
         try:
-            wait_s = EXCHANGE_WAIT_S if ends_soon else 0.0
+            wait_s = 0.0 if not any(are_fixed) else EXCHANGE_WAIT_S * (FIXED_WAITS if all(are_fixed) else 1)
             deltas = entry.replica.exchange(new, cancel=cancel, wait_s=wait_s, deadline_s=self.deadlines.exchange_s)
             entry.exchanged_s = time.monotonic()
         except Exception as error:
@@ -219,7 +220,7 @@ class RolloutFleet:
         self._announce()
         if problem is not None:
             self._recover(entry, problem)
-        elif entry.load and not (ends_soon and deltas):
+        elif entry.load and not (any(are_fixed) and deltas):
             with self._change:
                 self._change.wait_for(lambda: self._closed or entry.placed or entry.cancelled, EXCHANGE_WAIT_S / 2)
         return True
@@ -236,8 +237,7 @@ class RolloutFleet:
 
     def _hand_in(self, entry: ReplicaState) -> list[ModelRequest]:
         """What was placed on the replica, under ids of its own; the caller holds the lock."""
-        placed, entry.placed = entry.placed, []
-        new = []
+        placed, entry.placed, new = entry.placed, [], list[ModelRequest]()
         for request, batch in placed:
             rid = f"{request.partial.request.rid}#{next(self._ids)}"
             entry.running[rid] = request, batch
