@@ -5,9 +5,10 @@ queries and of keys (values alike), c bytes of the computing type. Norms are com
 """
 
 import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,6 @@ from rlsys.config.engines import float8_block
 from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.models.megatron.family import Head, family_of
 from rlsys.models.megatron.parallel import RankPlace
-from rlsys.models.megatron.rules import extents
 from rlsys.types import LOGITS_CHUNK_ELEMENTS, HFConfig
 
 if TYPE_CHECKING:
@@ -211,23 +211,33 @@ def _held(config: str, place: RankPlace, head: Head) -> Held:
 
 def adapters_at(hf_config: HFConfig, place: RankPlace, lora: "LoraSettings", *, head: Head = "lm", te: bool) -> Held:
     """What Megatron's rank at `place` holds of adapters; `te`: with Transformer Engine's modules."""
-    from rlsys.models.megatron.adapter_factors import factors_of, plan_adapters
+    return _adapters(json.dumps(hf_config), replace(place, sizes=replace(place.sizes, cp=1)), lora, head, te)
 
-    family = family_of(hf_config)
-    shards_at = partial(family.shards, hf_config, head=head, te=te)
-    held = shards_at(place)
-    plan = plan_adapters(lora, shards_at(RankPlace()), family.hf_shapes(hf_config, head=head))
-    factors = factors_of(plan, held, shards_at(place.without_tensor_parallelism()))
-    shards = [shard for of_weight in factors.values() for one in of_weight for shard in one.shards]
-    experts = sum(prod(shard.box.shape) for shard in shards if EXPERTS in shard.local)
-    merged: dict[str, int] = {}
-    for local, shape in extents(held).items():
-        if local in factors:
-            layer = local.rpartition(".")[0]
-            merged[layer] = merged.get(layer, 0) + prod(shape)
-    layers = sum(len(chunk) for chunk in family.layers_of(hf_config, place))
-    dense = sum(prod(shard.box.shape) for shard in shards) - experts
+
+@lru_cache(maxsize=4096)
+def _adapters(config: str, place: RankPlace, lora: "LoraSettings", head: Head, te: bool) -> Held:
+    """Counted from the boxes of weights: B has the rows of all, A the columns of one of each weight."""
+    hf_config, adapted, merged = json.loads(config), _adapted(config, lora, head, te), Counter[str]()
+    shards = family_of(hf_config).shards(hf_config, place, head=head, te=te)
+    here = {(s.local, s.box.tensor): s.box.shape[1] for s in shards if s.box.tensor in adapted}
+    counts = [(s.local, s.box.shape[0]) for s in shards if s.box.tensor in adapted]
+    counts += [(local, columns) for (local, _), columns in here.items()]
+    experts = lora.rank * sum(count for local, count in counts if EXPERTS in local)
+    with_some = {local for local, _ in here}
+    for shard in (shard for shard in shards if shard.local in with_some):
+        merged[shard.local.rpartition(".")[0]] += prod(shard.box.shape)
+    layers = sum(len(chunk) for chunk in family_of(hf_config).layers_of(hf_config, place))
+    dense = lora.rank * sum(count for _, count in counts) - experts
     return Held(dense, experts, layers, merged=max(merged.values(), default=0))
+
+
+@lru_cache
+def _adapted(config: str, lora: "LoraSettings", head: Head, te: bool) -> Collection[str]:
+    from rlsys.models.megatron.adapter_factors import plan_adapters
+
+    hf_config, family = json.loads(config), family_of(json.loads(config))
+    whole = family.shards(hf_config, RankPlace(), head=head, te=te)
+    return plan_adapters(lora, whole, family.hf_shapes(hf_config, head=head)).adapted.keys()
 
 
 def layer_saved_bytes(d: Blocks, tokens: int, *, c: int, fused: bool, tp: int = 1, shared_norms: bool = False) -> int:

@@ -1,5 +1,8 @@
 """Bytes of a decoder: by hand for tiny shapes, and against the caches that the rollout makes."""
 
+from collections import Counter
+from dataclasses import replace
+from math import prod
 from typing import Any
 
 import pytest
@@ -8,8 +11,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from rlsys.config.engines import float8_block
 from rlsys.config.schema.rollout import GenerationConfig
+from rlsys.models.lora import LoraSettings
+from rlsys.models.megatron.adapter_factors import factors_of, plan_adapters
 from rlsys.models.megatron.family import family_of
 from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
+from rlsys.models.megatron.rules import extents
 from rlsys.planning import footprint as fp
 from rlsys.rollout.hf.engine import HFRollout
 from rlsys.rollout.hf.kv_cache import ColumnCache
@@ -55,6 +61,31 @@ def test_experts_are_counted_apart_from_the_dense_part() -> None:
     assert held.experts == 4 * 2 * 3 * 64 * 48
     assert held.dense == fp.decoder_of(config).parameters - 4 * 8 * 3 * 64 * 48
     assert family_of(config).dims(config)["experts"] == 8
+
+
+@pytest.mark.parametrize("shape", ["tiny", "tiny-moe"])
+@pytest.mark.parametrize("targets", ["all-linear", ("q_proj", "down_proj"), r".*layers\.[02]\..*proj"])
+@pytest.mark.parametrize("sizes", [ParallelSizes(), ParallelSizes(2, 2), ParallelSizes(2, 4, ep=2, etp=1)])
+def test_adapters_are_those_that_the_engine_makes(
+    shape: str, targets: str | tuple[str, ...], sizes: ParallelSizes
+) -> None:
+    config, lora = SHAPES[shape], LoraSettings(4, target_modules=targets)
+    if sizes.ep > 1 and shape == "tiny":
+        sizes = replace(sizes, ep=1)
+    family = family_of(config)
+    plan = plan_adapters(lora, family.shards(config, RankPlace(), te=True), family.hf_shapes(config))
+    for stage in range(sizes.pp):
+        place = RankPlace(sizes, pp_rank=stage)
+        held = family.shards(config, place, te=True)
+        factors = factors_of(plan, held, family.shards(config, place.without_tensor_parallelism(), te=True))
+        counts = {local: sum(prod(s.box.shape) for one in of for s in one.shards) for local, of in factors.items()}
+        merged = Counter[str]()
+        for local in counts:
+            merged[local.rpartition(".")[0]] += prod(extents(held)[local])
+        counted, experts = fp.adapters_at(config, place, lora, te=True), [n for n in counts if fp.EXPERTS in n]
+        assert counted.parameters == sum(counts.values())
+        assert counted.experts == sum(counts[name] for name in experts)
+        assert (counted.merged, counted.num_layers) == (max(merged.values(), default=0), 4 // sizes.pp)
 
 
 def test_saved_and_passing_activations_by_hand() -> None:
