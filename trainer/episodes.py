@@ -194,7 +194,7 @@ def episode_starts(rows: DataProto, saved: Mapping[str, JsonObject], *, name: st
 
     A workflow gets the columns of its row, and `prompt` as messages with its images.
     """
-    columns, starts = rows.non_tensor_batch, []
+    columns, starts = rows.non_tensor_batch, list[EpisodeStart]()
     for number, seed in enumerate(rows.tensors[SEEDS].tolist()):
         row, episode = {key: column[number] for key, column in columns.items()}, f"{name}-{number:09d}"
         row["prompt"] = prompt_of_row(row)

@@ -76,6 +76,11 @@ def _check(config: C, arguments: Arguments) -> tuple[list[str], dict[str, str]]:
             from trainer.episodes import load_agents
 
             load_agents(config)
+    policy = config.actor_rollout_ref if arguments.dry_run and isinstance(config, PPOConfig) else None
+    if policy and policy.model.path and policy.actor.strategy == "megatron":
+        from workers.build import check_model  # torch, where a model may be refused
+
+        check_model("actor_rollout_ref.actor.megatron", policy.model, policy.actor.shard)
     notes = check_machine(config, dry_run=arguments.dry_run) if arguments.gpu is None else []
     gpu, machine = arguments.gpu, _machine(config, arguments) if isinstance(config, PPOConfig) else None
     if gpu is not None and not (machine and machine.actor):

@@ -8,7 +8,7 @@ from rlsys.single_controller.dispatch import Dispatch, register
 from rlsys.types import TransferReport
 from rlsys.weights.endpoints import WeightSender
 from rlsys.weights.executors.in_process import reshard_local
-from workers.base import BY_MESH, EngineWorker, order_launches
+from workers.base import BY_MESH, EngineWorker
 from workers.build import EngineRun, build_actor_engine, make_mfu_meter
 from workers.colocated import local_rollout
 
@@ -24,7 +24,6 @@ class ActorWorker(EngineWorker, WeightSender):
         distillation: DistillationLossConfig | None = None,
     ) -> None:
         self.cfg, self.algorithm, self.run, self.distillation = config, algorithm, run, distillation
-        order_launches(config.actor.shard)
         self.saves_hf_model = "hf_model" in config.actor.checkpoint.save_contents
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -1,11 +1,9 @@
 """Base class of workers with a training engine: checkpoints, exports, moves between devices, profiles."""
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from rlsys.config.schema.megatron import MegatronShardConfig
 from rlsys.config.schema.trainer import ProfilerConfig
 from rlsys.interfaces import Part, TrainEngine
 from rlsys.single_controller.base import Worker
@@ -16,13 +14,6 @@ from rlsys.utils.run_folders import HUGGINGFACE
 MESH = "engine"
 BY_MESH = make_nd_compute_dataproto_dispatch_fn(MESH)
 """Each data-parallel rank of the engine gets its rows."""
-
-
-def order_launches(shard: object) -> None:
-    """Have kernels start in the order of their launch where Megatron's ranks exchange tensors beside products; what the
-    environment says of it stays. CUDA reads this when it starts."""
-    if isinstance(shard, MegatronShardConfig) and shard.tensor_model_parallel_size * shard.context_parallel_size > 1:
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 class ProfiledWorker(Worker):

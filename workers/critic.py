@@ -4,7 +4,7 @@ from rlsys.config.schema.actor import CriticConfig
 from rlsys.protocol import DataProto
 from rlsys.roles.critic import PPOCritic
 from rlsys.single_controller.dispatch import Dispatch, register
-from workers.base import BY_MESH, EngineWorker, order_launches
+from workers.base import BY_MESH, EngineWorker
 from workers.build import EngineRun, build_critic_engine, make_mfu_meter
 
 
@@ -13,7 +13,6 @@ class CriticWorker(EngineWorker):
 
     def __init__(self, config: CriticConfig, run: EngineRun) -> None:
         self.cfg, self.run = config, run
-        order_launches(config.shard)
         self.saves_hf_model = "hf_model" in config.checkpoint.save_contents
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

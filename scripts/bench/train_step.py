@@ -8,11 +8,10 @@
     python scripts/bench/train_step.py --shape 7B --layers 18 --engine fsdp --compile   # where 28 layers do not fit
     python scripts/bench/train_step.py --shape tiny --device cpu --ranks 2 --tp 2   # the same code here
 
-Random weights of a known shape, full sequences, log-probabilities of all but 64 prompt tokens. MFU is given against the
-data sheet and against the rate of a large matrix product measured in the same run. CUDA_DEVICE_MAX_CONNECTIONS is what
-workers make it. `--profile` adds a step that is not timed with the others: milliseconds of the first rank's kernels by
-kind (NCCL's include the wait for other ranks), and the share of the step in which none runs. Much idle time and short
-kernels: the step is bound by launches.
+Random weights of a known shape, full sequences, log-probabilities of all but 64 prompt tokens. MFU is given against
+the data sheet and against the rate of a large matrix product measured in the same run. `--profile` adds a step that
+is not timed with the others: milliseconds of the first rank's kernels by kind (NCCL's include the wait for other
+ranks), and the share of the step in which none runs. Much idle time and short kernels: the step is bound by launches.
 """
 
 import argparse
@@ -43,7 +42,6 @@ from rlsys.models.megatron.family import family_of
 from rlsys.protocol import DataProto
 from scripts.bench.kernels import profile_call
 from scripts.model_shapes import SHAPES
-from workers.base import order_launches
 
 PROMPT = 64
 
@@ -204,8 +202,6 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="where random weights are kept; a temporary folder by default")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    if args.engine == "megatron":
-        order_launches(MegatronConfig(tensor_model_parallel_size=args.tp))
     room = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

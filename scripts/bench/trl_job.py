@@ -132,8 +132,8 @@ def main() -> None:
         spent["response_length/mean"] = sum(map(len, completion_ids)) / len(completion_ids)
         return [reward.compute_score("h2h", text, "0") for text in completions]
 
-    template = AutoTokenizer.from_pretrained(args.model).apply_chat_template
-    prompts = [template(row["prompt"], tokenize=False, add_generation_prompt=True) for row in rows]
+    tokenizer: Any = AutoTokenizer.from_pretrained(args.model)
+    prompts = [tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True) for row in rows]
     GRPOTrainer(
         model=str(args.model),
         reward_funcs=score,

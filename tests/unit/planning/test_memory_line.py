@@ -145,3 +145,28 @@ def test_a_dry_run_plans_without_torch(tmp_path: Path) -> None:
     assert re.search(r"  time       [\d.]+ s a step at full length: rollout [\d.]+, update_actor ", done.stdout)
     assert re.search(r"  layouts    [\d.]+ s, \d+ GiB: .*; rollout TP\d+ x DP\d+\n {13}[\d.]+ s, ", done.stdout)
     assert done.stdout.splitlines()[-1] == "False"
+
+
+def dry_run(folder: Path, shape: dict[str, Any], *settings: str) -> int | str | None:
+    (folder / "config.json").write_text(json.dumps(shape))
+    model = f"actor_rollout_ref.model.path={folder}"
+    argv = ["--dry-run", "--config-name=quickstart", model, "data.train_files=null", *settings]
+    with pytest.raises(SystemExit) as left:
+        checked_config(argv, PPOConfig)
+    return left.value.code
+
+
+@pytest.mark.parametrize(
+    ("shape", "stages", "says"),
+    [
+        ({"model_type": "qwen3_next"}, 1, "Megatron has no table for qwen3_next"),
+        ({"num_hidden_layers": 61}, 8, "61 layers do not split evenly"),
+    ],
+)
+def test_a_dry_run_refuses_what_the_start_refuses(
+    shape: dict[str, Any], stages: int, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ("trainer.n_gpus_per_node=8", "--gpu=H100", MEGATRON)
+    cut = f"{ACTOR}.megatron.pipeline_model_parallel_size={stages}"
+    assert dry_run(tmp_path, LLAMA_7B | shape, *sizes, cut) == 2
+    assert f"rlsys: {ACTOR}.megatron: {says}" in capsys.readouterr().err
