@@ -195,7 +195,7 @@ def supervised_runs(toy: Toy, folder: Path, job: ModuleType) -> list[list[str]]:
     columns = [] if job in PAIRED else ["data.messages_key=null"]
     runs = [
         [f"data.train_files={folder}/short.jsonl", "optim.optimizer=Muon", "data.streaming=true"],
-        [f"data.train_files={folder}/short.jsonl", *custom],
+        [f"data.train_files={folder}/short.jsonl", *custom, "global_profiler.steps=[1]"],
         [
             f"data.train_files={folder}/long.jsonl",
             f"data.val_files={folder}/long.jsonl",
