@@ -23,6 +23,7 @@ from rlsys.config.arguments import Arguments
 from rlsys.telemetry.log import FILE_ONLY, get_logger, setup_logging
 from rlsys.utils import errors
 from rlsys.utils.gpus import GPUS
+from rlsys.utils.hub import is_hub_id
 from trainer.machine import check_machine, device_memory
 from trainer.summary import summary_lines
 
@@ -77,7 +78,7 @@ def _check(config: C, arguments: Arguments) -> tuple[list[str], dict[str, str]]:
 
             load_agents(config)
     policy = config.actor_rollout_ref if arguments.dry_run and isinstance(config, PPOConfig) else None
-    if policy and policy.model.path and policy.actor.strategy == "megatron":
+    if policy and policy.model.path and not is_hub_id(policy.model.path) and policy.actor.strategy == "megatron":
         from workers.build import check_model  # torch, where a model may be refused
 
         check_model("actor_rollout_ref.actor.megatron", policy.model, policy.actor.shard)

@@ -28,6 +28,8 @@ DENSE_PEAK = {name: gpu.flops for name, gpu in GPUS.items()} | {
     "RTX 4090": 165e12,
 }
 """Dense bf16 FLOP/s (V100: fp16) from the makers' data sheets, by words of the device name; most words win."""
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""What a config.json calls the number of routed experts."""
 
 
 class ModelFlops:
@@ -43,7 +45,7 @@ class ModelFlops:
         text: Any = config.get_text_config()
         looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
         output: Any = model.get_output_embeddings()
-        experts = [getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")]
+        experts = [getattr(text, name, None) for name in EXPERTS]
         routed = text.num_experts_per_tok / next(filter(None, experts)) if any(experts) else 1.0
         self.head = output.weight.numel()
         self.blocks = sum(

@@ -10,11 +10,12 @@ from transformers import PretrainedConfig
 
 from rlsys.config.engines import QUANTIZATION
 from rlsys.config.schema.rollout import GenerationConfig
+from rlsys.models.flops import EXPERTS
 from rlsys.models.hf import dtype_name
 from rlsys.models.quantized import block_settings
 from rlsys.models.vision import has_images
 from rlsys.rollout.base import EngineContext
-from rlsys.rollout.hf_files import is_quantised, model_config, text_config
+from rlsys.rollout.hf_files import is_quantised, model_config
 from rlsys.rollout.versions import VLLM
 from rlsys.rollout.vllm.determinism import aligned_arguments
 from rlsys.types import HFConfig
@@ -24,7 +25,6 @@ RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 ASKED_RUNNER = os.environ.get(RUNNER)
 """Which of vLLM's model runners the environment asks for: "1" is runner 2, "0" runner 1."""
 PROCESSOR = "rlsys.rollout.vllm.sampler:SamplingProcessor"
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 CPU_LATENT_ATTENTION = {
     "attention_config": {"backend": "CPU_MLA"},  # the one for AMX has no float32
     "compilation_config": {"custom_ops": ["-rotary_embedding"]},  # its kernel rotates the wrong part of latent queries
@@ -38,8 +38,8 @@ def engine_arguments(path: str | Path, config: GenerationConfig, context: Engine
     switch for batch-invariant kernels is set too.
     """
     features, on_cpu = VLLM.installed_features(), context.device == "cpu"
-    text = text_config(path)
-    has_latent_attention = bool(getattr(text, "kv_lora_rank", None))
+    hf_config = model_config(path)
+    text = hf_config.get_text_config()
     is_pushed = context.load_format == "dummy"
     runs_ahead = features.runs_ahead and not on_cpu and config.pipeline_model_parallel_size == 1
     if config.quantization and (on_cpu or not features.takes_fp8):
@@ -66,7 +66,7 @@ def engine_arguments(path: str | Path, config: GenerationConfig, context: Engine
         "disable_custom_all_reduce": True,  # it queries devices that a worker with one visible GPU cannot see
         "disable_log_stats": config.disable_log_stats,
         "async_scheduling": runs_ahead,
-        **runner_arguments(model_config(path), config, runs_ahead=runs_ahead),
+        **runner_arguments(hf_config, config, runs_ahead=runs_ahead),
         **({} if on_cpu else {"gpu_memory_utilization": config.gpu_memory_utilization, "enable_sleep_mode": True}),
         "max_cudagraph_capture_size": config.cuda_graph_max_bs,
         "cudagraph_capture_sizes": config.cudagraph_capture_sizes and sorted(config.cudagraph_capture_sizes),
@@ -74,7 +74,7 @@ def engine_arguments(path: str | Path, config: GenerationConfig, context: Engine
         # not None: vLLM's gpt-oss reads the method
         **({"hf_overrides": {"quantization_config": {"quant_method": ""}}} if is_pushed and is_quantised(path) else {}),
         **(float8_arguments(text.to_dict(), config, is_pushed=is_pushed) if config.quantization else {}),
-        **(CPU_LATENT_ATTENTION if on_cpu and has_latent_attention else {}),
+        **(CPU_LATENT_ATTENTION if on_cpu and getattr(text, "kv_lora_rank", None) else {}),
         **config.engine_kwargs.vllm,
     }
     return arguments | aligned_arguments(arguments, device=context.device) if config.full_determinism else arguments
