@@ -109,5 +109,9 @@ def group_fleet(
         def connect(ranks: tuple[int, ...]) -> None:
             manager.connect(RanksOfGroup(group, ranks))
 
-        return ElasticFleet(replicas, places=group.backend, min_replicas=min_replicas, connect=connect, **options)
+        def copy(peer: GroupReplica, newcomer: GroupReplica) -> None:
+            manager.copy(*(RanksOfGroup(group, (replica.rank,)) for replica in (peer, newcomer)))
+
+        options |= {"connect": connect, "copy": copy}
+        return ElasticFleet(replicas, places=group.backend, min_replicas=min_replicas, **options)
     return RolloutFleet(replicas, max_restarts=MAX_RESTARTS if restartable and size == 1 else 0, **options)
