@@ -79,7 +79,7 @@ class ElasticFleet(RolloutFleet):
                 yield
             for entry in taking:
                 if entry.state == "joining":
-                    self._admit(entry)
+                    self._bring_weights(entry)
 
     def _taking(self) -> list[ReplicaState]:
         """The replicas that weights are pushed to."""
@@ -132,15 +132,17 @@ class ElasticFleet(RolloutFleet):
             self._set(entry, "away")
 
     def _bring_weights(self, entry: ReplicaState) -> None:
-        """Admit a replica with the weights of the last push, or let it wait for the next one."""
+        """Let a replica serve that has or gets the weights of the last push, or let it wait for the next one."""
         reasons = list[str]()
         with self._transfer:
             for bring in (self._check_version, self.on_restart, self._copy_from_peer):
                 try:
                     bring(entry.replica)
-                    return self._admit(entry)
+                    self._check_version(entry.replica)
                 except Exception as error:
                     reasons.append(str(error))
+                else:
+                    return self._serve(entry)
             log.info("%s waits for the next push: %s", entry.replica.name, "; ".join(reasons))
             self.counts["waited_for_push"] += self.version is not None
             self._set(entry, "joining")
@@ -162,18 +164,10 @@ class ElasticFleet(RolloutFleet):
             state = "incomplete" if health["quarantined"] else f"of version {health['version']}"
             raise RolloutError(f"its weights are {state}, wanted is version {self.version}")
 
-    def _admit(self, entry: ReplicaState) -> None:
-        """Let a replica serve that says that it has the version that was pushed last."""
-        name = entry.replica.name
-        try:
-            self._check_version(entry.replica)
-        except Exception as error:
-            log.warning("%s is not admitted: %s", name, error)
-            self._set(entry, "away")
-            return
-        if (placed_s := self._placed_s.pop(name, None)) is not None:
+    def _serve(self, entry: ReplicaState) -> None:
+        if (placed_s := self._placed_s.pop(entry.replica.name, None)) is not None:
             join_s = time.monotonic() - placed_s
-            log.info("%s serves version %s, %.1f s after its place was found", name, self.version, join_s)
+            log.info("%s serves version %s, %.1f s after its start", entry.replica.name, self.version, join_s)
             self.counts.update(joined=1, join_s=round(join_s))
         self._set(entry, "ready")
 

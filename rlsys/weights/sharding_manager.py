@@ -121,6 +121,8 @@ class ShardingManager:
         """
         if self.version is None:
             raise WeightTransferError("there are no weights to copy before the first push")
+        if any(layout.loader for layout in self._layouts[1]):
+            raise WeightTransferError("an engine whose own loader must place some tensors cannot send them")
         between = ShardingManager(peer, newcomer, deadline_s=min(self.deadline_s, PEER_S))
         between.connect()
         between.push(self.version)

@@ -173,7 +173,7 @@ def test_nothing_is_copied_from_a_peer_that_a_push_left_incomplete() -> None:
 
 
 def test_a_newcomer_without_the_current_weights_is_not_admitted() -> None:
-    here, late, weights = Elastic(0), Elastic(1, running=False), Weights()
+    here, late, weights = Elastic(0), Elastic(1, running=False), Weights(copies=False)
     late.placed = True
     with elastic([here, late], weights) as fleet:
         assert wait_until(lambda: late.restarts, 10)
