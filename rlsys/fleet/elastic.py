@@ -4,7 +4,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
 from contextlib import contextmanager
+from itertools import compress
 from typing import Any
 
 from rlsys.fleet.fleet import IN_USE, RolloutFleet
@@ -161,8 +163,7 @@ class ElasticFleet(RolloutFleet):
         """RolloutError unless a replica has the weights that were pushed last, whole."""
         health = replica.health(self.deadlines.health_s)
         if health["quarantined"] or health["version"] != self.version:
-            state = "incomplete" if health["quarantined"] else f"of version {health['version']}"
-            raise RolloutError(f"its weights are {state}, wanted is version {self.version}")
+            raise RolloutError(f"its weights are not whole or not of version {self.version}: it reports {health}")
 
     def _serve(self, entry: ReplicaState) -> None:
         if (placed_s := self._placed_s.pop(entry.replica.name, None)) is not None:
@@ -175,8 +176,7 @@ class ElasticFleet(RolloutFleet):
         """The same; starts are ended first, so that none speaks to processes that the caller ends."""
         super().close()
         end_s = time.monotonic() + self.deadlines.health_s
-        for entry, thread in zip(self._replicas, self._threads, strict=True):
-            while thread.is_alive() and time.monotonic() < end_s:
-                if entry.state == "away":
-                    self.places.kill(self._ranks[entry.replica.name])
-                thread.join(POLL_S)
+        is_starting = [entry.state == "away" for entry in self._replicas]
+        while time.monotonic() < end_s and wait(compress(self._pumps, is_starting), POLL_S).not_done:
+            for entry in compress(self._replicas, is_starting):
+                self.places.kill(self._ranks[entry.replica.name])

@@ -17,12 +17,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager
+from functools import partial
 
 from rlsys.fleet.requests import FleetDeadlines, FleetRequest, Replica, ReplicaState, RequestBatch, WrongVersionError
 from rlsys.protocol import DataProto
 from rlsys.rollout.batch import from_responses, to_requests
 from rlsys.rollout.partial import EXCHANGE_WAIT_S, PartialResponse
 from rlsys.types import Finish, ModelRequest, ModelResponse, ResponseDelta
+from rlsys.utils.daemon_threads import in_daemon_thread
 from rlsys.utils.errors import DeadlineError, RolloutError, WeightTransferError
 
 Work = Sequence[ModelRequest | PartialResponse]
@@ -80,12 +82,7 @@ class RolloutFleet:
         self._down_from_s = 0.0
         self._change = threading.Condition()
         sys.setswitchinterval(TURN_S)
-        self._threads = [
-            threading.Thread(target=self._pump, args=(entry,), name=f"fleet-{entry.replica.name}", daemon=True)
-            for entry in self._replicas
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._pumps = [in_daemon_thread(partial(self._pump, e), name=f"fleet-{e.replica.name}") for e in self._replicas]
 
     # ---- requests ----------------------------------------------------------------------------------------------
 
