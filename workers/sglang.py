@@ -74,7 +74,7 @@ class RemoteReceiver(WeightReceiver):
     def weight_step(self, step: str, *args: object) -> object:
         return self._awake("weight_step", step, *args)
 
-    def send_weights(self, version: int) -> Any:
+    def send_weights(self, version: int) -> object:
         return self._awake("send_weights", version)
 
     def receive_weights(self, version: int, *args: object) -> int:

@@ -10,7 +10,7 @@ from itertools import compress
 from typing import Any
 
 from rlsys.fleet.fleet import IN_USE, RolloutFleet
-from rlsys.fleet.requests import ReplicaState
+from rlsys.fleet.requests import Replica, ReplicaState
 from rlsys.protocol import DataProto
 from rlsys.utils.errors import RolloutError
 
@@ -40,7 +40,7 @@ class ElasticFleet(RolloutFleet):
         places: Any,
         min_replicas: int,
         connect: Callable[[tuple[int, ...]], None],
-        copy: Callable[[Any, Any], None],
+        copy: Callable[..., None],
         **options: Any,
     ) -> None:
         super().__init__(replicas, **options)
@@ -149,7 +149,7 @@ class ElasticFleet(RolloutFleet):
             self.counts["waited_for_push"] += self.version is not None
             self._set(entry, "joining")
 
-    def _copy_from_peer(self, newcomer: Any) -> None:
+    def _copy_from_peer(self, newcomer: Replica) -> None:
         """Have the least loaded replica send its weights, between two exchanges."""
         serving = [entry for entry in self._replicas if entry.state == "ready"]
         if not serving:
@@ -159,7 +159,7 @@ class ElasticFleet(RolloutFleet):
         self._connected = ()
         self.copy(peer, newcomer)
 
-    def _check_version(self, replica: Any) -> None:
+    def _check_version(self, replica: Replica) -> None:
         """RolloutError unless a replica has the weights that were pushed last, whole."""
         health = replica.health(self.deadlines.health_s)
         if health["quarantined"] or health["version"] != self.version:
