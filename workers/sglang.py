@@ -17,7 +17,7 @@ from rlsys.single_controller.worker import free_port
 from rlsys.telemetry.profiler import start_profile, stop_profile
 from rlsys.types import Box, Shard, WeightLayout
 from rlsys.weights.endpoints import Spec, WeightReceiver
-from rlsys.weights.executors.cuda_ipc import ExportedVersion, IpcExportSpec, IpcHandle, IpcImportSpec, StorageHandle
+from rlsys.weights.executors.cuda_ipc import IpcHandle, IpcImportSpec, StorageHandle
 from rlsys.weights.executors.disk import DiskSpec
 from rlsys.weights.executors.gather import Bucket, GatherSpec
 from rlsys.weights.executors.nccl import NcclSendSpec, NcclSpec
@@ -31,7 +31,7 @@ WEIGHTS_WAIT_S = 1800.0
 """Longer than any deadline of the controller, whose errors are clearer."""
 
 allow_records(IpcImportSpec, IpcHandle, StorageHandle, TensorHandle, NcclSpec, Rendezvous, DiskSpec, GatherSpec)
-allow_records(Bucket, RankPlan, Copy, WeightLayout, Shard, Box, IpcExportSpec, ExportedVersion, NcclSendSpec)
+allow_records(Bucket, RankPlan, Copy, WeightLayout, Shard, Box, NcclSendSpec)
 
 
 def replica_of(rank: int, size: int, *, ranks_per_host: int) -> ReplicaRank:

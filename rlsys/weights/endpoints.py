@@ -19,7 +19,7 @@ from rlsys.weights.layout import device_of
 from rlsys.weights.verify import BoxChecksum, layout_checksums
 
 Spec = IpcExportSpec | IpcImportSpec | NcclSpec | DiskSpec | GatherSpec | BroadcastSpec
-SENDERS: dict[type, Callable[[Any, Any], Any]] = {
+SENDERS: dict[type, Callable[[Any, TrainEngine], Any]] = {
     IpcExportSpec: IpcExporter,
     NcclSendSpec: NcclSender,
     DiskSpec: DiskWriter,
@@ -27,9 +27,9 @@ SENDERS: dict[type, Callable[[Any, Any], Any]] = {
     BroadcastSpec: Broadcaster,
 }
 RECEIVERS: dict[type, Callable[[Any, Any], Any]] = {
-    **SENDERS,
     IpcImportSpec: IpcImporter,
     NcclSpec: NcclReceiver,
+    NcclSendSpec: NcclSender,
     DiskSpec: DiskReader,
     GatherSpec: GatherLoader,
 }

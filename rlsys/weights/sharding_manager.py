@@ -115,7 +115,7 @@ class ShardingManager:
             transport.restore(rank, self.version, remaining_s)
 
     def copy(self, peer: WeightGroup, newcomer: WeightGroup) -> None:
-        """Bring an engine the last pushed version from one that has it; `connect` before the next push.
+        """Bring an engine the last pushed version from one that has it, by "nccl"; `connect` before the next push.
 
         Where that push was validated, every tensor must have its checksum.
         """
@@ -123,7 +123,7 @@ class ShardingManager:
             raise WeightTransferError("there are no weights to copy before the first push")
         if any(layout.loader for layout in self._layouts[1]):
             raise WeightTransferError("an engine whose own loader must place some tensors cannot send them")
-        between = ShardingManager(peer, newcomer, deadline_s=min(self.deadline_s, PEER_S))
+        between = ShardingManager(peer, newcomer, executor="nccl", deadline_s=min(self.deadline_s, PEER_S))
         between.connect()
         between.push(self.version)
         checks = between.validate() if self.validated else []

@@ -10,7 +10,7 @@ from msgspec import Struct
 from rlsys.ipc.codec import decode, encode
 from rlsys.ipc.process_group import Rendezvous
 from rlsys.types import Box, Shard, WeightLayout
-from rlsys.weights.executors.cuda_ipc import IpcExportSpec, IpcHandle, IpcImportSpec, StorageHandle
+from rlsys.weights.executors.cuda_ipc import IpcHandle, IpcImportSpec, StorageHandle
 from rlsys.weights.executors.disk import DiskSpec
 from rlsys.weights.executors.gather import Bucket, GatherSpec
 from rlsys.weights.executors.nccl import NcclSendSpec, NcclSpec
@@ -31,7 +31,6 @@ RECORDS = [
     LAYOUT,
     IpcImportSpec(PLAN, {0: HANDLE}),
     IpcImportSpec(PLAN, {}, ((), PLAN.copies)),
-    IpcExportSpec(PLAN, snapshot=True),
     NcclSpec(PLAN, (((0, PLAN.copies),),)),
     NcclSendSpec(PLAN, (((1, PLAN.copies),),)),
     RENDEZVOUS,
