@@ -20,7 +20,7 @@ from rlsys.weights.endpoints import Spec, WeightReceiver
 from rlsys.weights.executors.cuda_ipc import IpcHandle, IpcImportSpec, StorageHandle
 from rlsys.weights.executors.disk import DiskSpec
 from rlsys.weights.executors.gather import Bucket, GatherSpec
-from rlsys.weights.executors.nccl import NcclSpec
+from rlsys.weights.executors.nccl import NcclSendSpec, NcclSpec
 from rlsys.weights.plan import Copy
 from rlsys.weights.rank_plan import RankPlan
 from rlsys.weights.shared_memory import TensorHandle
@@ -31,7 +31,7 @@ WEIGHTS_WAIT_S = 1800.0
 """Longer than any deadline of the controller, whose errors are clearer."""
 
 allow_records(IpcImportSpec, IpcHandle, StorageHandle, TensorHandle, NcclSpec, Rendezvous, DiskSpec, GatherSpec)
-allow_records(Bucket, RankPlan, Copy, WeightLayout, Shard, Box)
+allow_records(Bucket, RankPlan, Copy, WeightLayout, Shard, Box, NcclSendSpec)
 
 
 def replica_of(rank: int, size: int, *, ranks_per_host: int) -> ReplicaRank:
@@ -65,7 +65,7 @@ class RemoteReceiver(WeightReceiver):
 
     engine: SGLangRollout
 
-    def weight_layout(self) -> WeightLayout:
+    def weight_layout(self, float8: Mapping[str, tuple[int, ...]] | None = None) -> WeightLayout:
         return replace(self._awake("weight_layout"), rank=self.engine.rank, host=self.engine.host)
 
     def open_weight_transfer(self, spec: Spec) -> object:
@@ -73,6 +73,9 @@ class RemoteReceiver(WeightReceiver):
 
     def weight_step(self, step: str, *args: object) -> object:
         return self._awake("weight_step", step, *args)
+
+    def send_weights(self, version: int) -> object:
+        return self._awake("send_weights", version)
 
     def receive_weights(self, version: int, *args: object) -> int:
         return self._awake("receive_weights", version, *args)

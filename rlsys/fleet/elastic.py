@@ -2,12 +2,15 @@
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
 from contextlib import contextmanager
+from itertools import compress
 from typing import Any
 
-from rlsys.fleet.fleet import RolloutFleet
-from rlsys.fleet.requests import ReplicaState
+from rlsys.fleet.fleet import IN_USE, RolloutFleet
+from rlsys.fleet.requests import Replica, ReplicaState
 from rlsys.protocol import DataProto
 from rlsys.utils.errors import RolloutError
 
@@ -23,8 +26,9 @@ class ElasticFleet(RolloutFleet):
     `places` are the processes of a worker group, one for each replica (`GroupReplica`), which it starts on other nodes.
     A replica without a process, one that failed its health check and one whose node drains is started in the background
     where the cluster finds a place, however long that takes. It gets the weights of the last push by `on_restart`
-    where these can be had, else takes part in the next push. Each push connects the replicas that it goes to by
-    `connect(ranks)` if they have changed, and then asks a new one for its version before it serves.
+    where these can be had, else by `copy(peer, newcomer)` from a replica that serves, else takes part in the next push.
+    Before it serves it is asked for its version. Each push connects the replicas that it goes to by `connect(ranks)` if
+    they have changed.
     """
 
     recovers_before_push = False
@@ -36,15 +40,18 @@ class ElasticFleet(RolloutFleet):
         places: Any,
         min_replicas: int,
         connect: Callable[[tuple[int, ...]], None],
+        copy: Callable[..., None],
         **options: Any,
     ) -> None:
         super().__init__(replicas, **options)
-        self.places, self.min_replicas, self.connect = places, min_replicas, connect
+        self.places, self.min_replicas, self.connect, self.copy = places, min_replicas, connect, copy
         self._ranks = {replica.name: replica.rank for replica in replicas}
         self._connected: tuple[int, ...] = ()
         self._transfer = threading.RLock()
         """Held while weights are brought to replicas."""
-        self.counts.update(joined=0, left=0)
+        self._placed_s: dict[str, float] = {}
+        """When a node was found for each replica that has not served since."""
+        self.counts.update(joined=0, join_s=0, left=0, waited_for_push=0)
         for entry in self._replicas:
             if self._ranks[entry.replica.name] not in places.present:
                 self._set(entry, "away")
@@ -74,11 +81,11 @@ class ElasticFleet(RolloutFleet):
                 yield
             for entry in taking:
                 if entry.state == "joining":
-                    self._admit(entry)
+                    self._bring_weights(entry)
 
     def _taking(self) -> list[ReplicaState]:
         """The replicas that weights are pushed to."""
-        return [entry for entry in self._replicas if entry.state in ("ready", "joining")]
+        return [entry for entry in self._replicas if entry.state in IN_USE]
 
     def _wait_for_replicas(self) -> None:
         limit_s = self.deadlines.restart_s
@@ -89,19 +96,21 @@ class ElasticFleet(RolloutFleet):
                 raise RolloutError(f"{least}, and no node with room for {away} for {limit_s:g} s; see `ray status`")
 
     def _exchange(self, entry: ReplicaState) -> bool:
-        if entry.state == "away":
+        if entry.state == "away" and not self._closed:
             self._start(entry)
         return super()._exchange(entry)
 
     def _start(self, entry: ReplicaState) -> None:
         """Start a replica where the cluster finds a place."""
         replica, rank = entry.replica, self._ranks[entry.replica.name]
+        entry.cancelled = set()
         try:
             self.places.vacate(rank)
             while not self.places.is_placed(rank):
                 self._fail_if_all_are_down()
                 if self._closes_within(POLL_S):
                     return
+            self._placed_s[replica.name] = time.monotonic()
             log.info("starting %s", replica.name)
             replica.restart(self.deadlines.restart_s)
             self._bring_weights(entry)
@@ -121,30 +130,53 @@ class ElasticFleet(RolloutFleet):
             self._bring_weights(entry)
         except Exception as error:
             log.warning("%s is lost: %s", entry.replica.name, error)
-            self.counts["left"] += 1
+            self.counts["left"] += entry.replica.name not in self._placed_s
             self._set(entry, "away")
 
     def _bring_weights(self, entry: ReplicaState) -> None:
-        """Admit a replica with the weights of the last push, or let it wait for the next one."""
+        """Let a replica serve that has or gets the weights of the last push, or let it wait for the next one."""
+        reasons = list[str]()
         with self._transfer:
-            try:
-                self.on_restart(entry.replica)
-            except Exception as error:
-                log.info("%s waits for the next push: %s", entry.replica.name, error)
-                self._set(entry, "joining")
-            else:
-                self._admit(entry)
+            for bring in (self._check_version, self.on_restart, self._copy_from_peer):
+                try:
+                    bring(entry.replica)
+                    self._check_version(entry.replica)
+                except Exception as error:
+                    reasons.append(str(error))
+                else:
+                    return self._serve(entry)
+            log.info("%s waits for the next push: %s", entry.replica.name, "; ".join(reasons))
+            self.counts["waited_for_push"] += self.version is not None
+            self._set(entry, "joining")
 
-    def _admit(self, entry: ReplicaState) -> None:
-        """Let a replica serve that says that it has the version that was pushed last."""
-        try:
-            version = entry.replica.health(self.deadlines.health_s)["version"]
-            if version != self.version:
-                raise RolloutError(f"its weights are of version {version} instead of {self.version}")
-        except Exception as error:
-            log.warning("%s is not admitted: %s", entry.replica.name, error)
-            self._set(entry, "away")
-        else:
-            log.info("%s serves version %s", entry.replica.name, version)
-            self.counts["joined"] += 1
-            self._set(entry, "ready")
+    def _copy_from_peer(self, newcomer: Replica) -> None:
+        """Have the least loaded replica send its weights, between two exchanges."""
+        serving = [entry for entry in self._replicas if entry.state == "ready"]
+        if not serving:
+            raise RolloutError("no replica serves")
+        peer = min(serving, key=lambda entry: entry.load).replica
+        self._check_version(peer)
+        self._connected = ()
+        self.copy(peer, newcomer)
+
+    def _check_version(self, replica: Replica) -> None:
+        """RolloutError unless a replica has the weights that were pushed last, whole."""
+        health = replica.health(self.deadlines.health_s)
+        if health["quarantined"] or health["version"] != self.version:
+            raise RolloutError(f"its weights are not whole or not of version {self.version}: it reports {health}")
+
+    def _serve(self, entry: ReplicaState) -> None:
+        if (placed_s := self._placed_s.pop(entry.replica.name, None)) is not None:
+            join_s = time.monotonic() - placed_s
+            log.info("%s serves version %s, %.1f s after its start", entry.replica.name, self.version, join_s)
+            self.counts.update(joined=1, join_s=round(join_s))
+        self._set(entry, "ready")
+
+    def close(self) -> None:
+        """The same; starts are ended first, so that none speaks to processes that the caller ends."""
+        super().close()
+        end_s = time.monotonic() + self.deadlines.health_s
+        is_starting = [entry.state == "away" for entry in self._replicas]
+        while time.monotonic() < end_s and wait(compress(self._pumps, is_starting), POLL_S).not_done:
+            for entry in compress(self._replicas, is_starting):
+                self.places.kill(self._ranks[entry.replica.name])

@@ -17,12 +17,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager
+from functools import partial
 
 from rlsys.fleet.requests import FleetDeadlines, FleetRequest, Replica, ReplicaState, RequestBatch, WrongVersionError
 from rlsys.protocol import DataProto
 from rlsys.rollout.batch import from_responses, to_requests
 from rlsys.rollout.partial import EXCHANGE_WAIT_S, PartialResponse
 from rlsys.types import Finish, ModelRequest, ModelResponse, ResponseDelta
+from rlsys.utils.daemon_threads import in_daemon_thread
 from rlsys.utils.errors import DeadlineError, RolloutError, WeightTransferError
 
 Work = Sequence[ModelRequest | PartialResponse]
@@ -32,6 +34,7 @@ log = logging.getLogger(__name__)
 MAX_SESSIONS = 100_000
 TURN_S = 0.00002  # how long a thread of the controller keeps the others waiting, which torch does at every operation
 FIXED_WAITS = 10  # of EXCHANGE_WAIT_S: a fixed batch that runs alone answers at its reports and at its end, anyway
+IN_USE = ("ready", "joining")  # those that serve, and those that wait for the next push to do so
 EXCHANGED_S = 1.0  # a replica that answered an exchange in these seconds is healthy
 COUNTS = ("issued", "answered", "failures", "retries", "restarts", "refused_versions", "continued")
 
@@ -79,9 +82,7 @@ class RolloutFleet:
         self._down_from_s = 0.0
         self._change = threading.Condition()
         sys.setswitchinterval(TURN_S)
-        for entry in self._replicas:
-            thread = threading.Thread(target=self._pump, args=(entry,), name=f"fleet-{entry.replica.name}", daemon=True)
-            thread.start()
+        self._pumps = [in_daemon_thread(partial(self._pump, e), name=f"fleet-{e.replica.name}") for e in self._replicas]
 
     # ---- requests ----------------------------------------------------------------------------------------------
 
@@ -411,14 +412,14 @@ class RolloutFleet:
         return f"all {len(self._replicas)} rollout replicas failed {how}"
 
     def check_health(self) -> None:
-        """Check the health of serving replicas that have not answered just now; one that fails is restarted."""
+        """Check the health of replicas in use that have not answered just now; one that fails is restarted."""
         for entry in self._replicas:
             try:
-                if entry.state == "ready" and time.monotonic() - entry.exchanged_s > EXCHANGED_S:
+                if entry.state in IN_USE and time.monotonic() - entry.exchanged_s > EXCHANGED_S:
                     entry.replica.health(self.deadlines.health_s)
             except Exception as error:
                 with self._change:
-                    if must_recover := entry.state == "ready":
+                    if must_recover := entry.state in IN_USE:
                         self._give_up(entry, error)
                 if must_recover:
                     self._recover(entry, error, asked=True)

@@ -105,9 +105,7 @@ def group_fleet(
         "on_restart": None if manager is None else restore,
     }
     if manager is not None and min_replicas is not None:
-
-        def connect(ranks: tuple[int, ...]) -> None:
-            manager.connect(RanksOfGroup(group, ranks))
-
-        return ElasticFleet(replicas, places=group.backend, min_replicas=min_replicas, connect=connect, **options)
+        options["connect"] = lambda ranks: manager.connect(RanksOfGroup(group, ranks))
+        options["copy"] = lambda *pair: manager.copy(*(RanksOfGroup(group, (one.rank,)) for one in pair))
+        return ElasticFleet(replicas, places=group.backend, min_replicas=min_replicas, **options)
     return RolloutFleet(replicas, max_restarts=MAX_RESTARTS if restartable and size == 1 else 0, **options)

@@ -13,7 +13,7 @@ from rlsys.weights.executors.cuda_ipc import IpcExporter, IpcExportSpec, IpcImpo
 from rlsys.weights.executors.disk import DiskReader, DiskSpec, DiskWriter
 from rlsys.weights.executors.external import Broadcaster, BroadcastSpec
 from rlsys.weights.executors.gather import GatherLoader, GatherSender, GatherSpec
-from rlsys.weights.executors.nccl import NcclReceiver, NcclSender, NcclSpec
+from rlsys.weights.executors.nccl import NcclReceiver, NcclSender, NcclSendSpec, NcclSpec
 from rlsys.weights.fp8 import Fp8Weights
 from rlsys.weights.layout import device_of
 from rlsys.weights.verify import BoxChecksum, layout_checksums
@@ -21,14 +21,15 @@ from rlsys.weights.verify import BoxChecksum, layout_checksums
 Spec = IpcExportSpec | IpcImportSpec | NcclSpec | DiskSpec | GatherSpec | BroadcastSpec
 SENDERS: dict[type, Callable[[Any, TrainEngine], Any]] = {
     IpcExportSpec: IpcExporter,
-    NcclSpec: NcclSender,
+    NcclSendSpec: NcclSender,
     DiskSpec: DiskWriter,
     GatherSpec: GatherSender,
     BroadcastSpec: Broadcaster,
 }
-RECEIVERS: dict[type, Callable[[Any, RolloutEngine], Any]] = {
+RECEIVERS: dict[type, Callable[[Any, Any], Any]] = {
     IpcImportSpec: IpcImporter,
     NcclSpec: NcclReceiver,
+    NcclSendSpec: NcclSender,
     DiskSpec: DiskReader,
     GatherSpec: GatherLoader,
 }
@@ -51,8 +52,8 @@ class WeightEndpoint:
         """The engine, or what it holds as FP8."""
         return self._float8 or self.engine
 
-    def weight_layout(self) -> WeightLayout:
-        """The engine's layout with its device and digest, and staging for its loader's tensors."""
+    def weight_layout(self, float8: Mapping[str, tuple[int, ...]] | None = None) -> WeightLayout:
+        """The engine's layout with its device and digest, and staging for its loader's tensors; see WeightSender."""
         device = device_of(self.engine.local_tensors()).type
         layout = replace(with_staging(self.held.weight_layout()), device=device, digest="")
         text = repr(replace(layout, rank=0, host="")).encode()
@@ -69,6 +70,10 @@ class WeightEndpoint:
         if step not in STEPS:
             raise ValueError(f"'{step}' is not a step of a weight transfer; choose from {', '.join(STEPS)}")
         return getattr(self._opened(), step)(*args)
+
+    def send_weights(self, version: int) -> Any:
+        """Give the engine's weights as a version; returns what the executor passes on to the other ranks."""
+        return self._opened().send(version)
 
     def weight_checksum(self, dtypes: Mapping[str, str] | None = None) -> tuple[BoxChecksum, ...]:
         """Checksums of this rank's boxes, each cast first to the dtype named for its tensor."""
@@ -96,13 +101,9 @@ class WeightSender(WeightEndpoint):
         self._float8 = Fp8Weights(self.engine, float8) if float8 else None
         return super().weight_layout()
 
-    def send_weights(self, version: int) -> Any:
-        """Give the engine's weights as a version; returns what the executor passes on to the other ranks."""
-        return self._opened().send(version)
-
 
 class WeightReceiver(WeightEndpoint):
-    """A rollout rank."""
+    """A rollout rank, which also sends to one that joins."""
 
     _sides = RECEIVERS
 

@@ -21,6 +21,8 @@ from rlsys.weights.plan import resolve_names, source_dtypes
 from rlsys.weights.verify import TensorCheck, compare_checksums, write_report
 
 log = logging.getLogger(__name__)
+PEER_S = 20.0
+"""For each stage between two engines, of which one serves meanwhile."""
 
 ExecutorName = Literal["auto", "shm", "local", "ipc", "nccl", "disk", "gather"]
 EXECUTORS: dict[str, type[Executor]] = {
@@ -64,6 +66,8 @@ class ShardingManager:
         self.report_dir = None if report_dir is None else Path(report_dir)
         self.version: int | None = None
         """The version that was pushed last, as its caller numbered it."""
+        self.validated: dict[str, int] = {}
+        """The engines' checksums of that version, if it was validated."""
         self._options = TransferOptions(deadline_s, bucket_bytes, disk_root, str(disk_assets))
         self._transport: Executor | None = None
         self._layouts: tuple[list[WeightLayout], list[WeightLayout]] = ([], [])
@@ -92,6 +96,7 @@ class ShardingManager:
         started_s = time.monotonic()
         with self._stage(f"push of version {version}") as remaining_s:
             transport = self._connected()
+            self.validated = {}
             transport.stage.drain()
             num_bytes, checksum = transport.push(version, remaining_s)
             self.version = version
@@ -108,6 +113,23 @@ class ShardingManager:
             if self.version is None:
                 raise WeightTransferError(f"rollout rank {rank} cannot be restored before the first push")
             transport.restore(rank, self.version, remaining_s)
+
+    def copy(self, peer: WeightGroup, newcomer: WeightGroup) -> None:
+        """Bring an engine the last pushed version from one that has it, by "nccl"; `connect` before the next push.
+
+        Where that push was validated, every tensor must have its checksum.
+        """
+        if self.version is None:
+            raise WeightTransferError("there are no weights to copy before the first push")
+        if any(layout.loader for layout in self._layouts[1]):
+            raise WeightTransferError("an engine whose own loader must place some tensors cannot send them")
+        between = ShardingManager(peer, newcomer, executor="nccl", deadline_s=min(self.deadline_s, PEER_S))
+        between.connect()
+        between.push(self.version)
+        checks = between.validate() if self.validated else []
+        if changed := [check.name for check in checks if check.checksum != self.validated.get(check.name)]:
+            raise WeightTransferError(f"{len(changed)} tensors changed since they were pushed: {changed[:5]}")
+        between.close()
 
     def validate(self) -> list[TensorCheck]:
         """Compare every tensor of every engine with the trainer's by checksum.
@@ -126,6 +148,7 @@ class ShardingManager:
             write_report(self.report_dir / f"weights_v{self.version}.json", checks, version=self.version or 0)
         if unequal := [check.name for check in checks if not check.equal]:
             raise WeightTransferError(f"{len(unequal)} tensors differ between trainer and rollout: {unequal[:5]}")
+        self.validated = {check.name: check.checksum for check in checks}
         return checks
 
     def close(self) -> None:

@@ -162,6 +162,10 @@ class RolloutWorker(WeightReceiver, Worker):
 
         self.rollout.fault = fault if pid >= 0 else lambda: None
 
+    def damage(self) -> None:
+        """Change one value of the model, as a stray write would."""
+        self.rollout.model.model.norm.weight[3] += 1.0
+
     def damage_in_update(self) -> None:
         """In the middle of the next updates change one byte of what the trainer exports, as a stray write would."""
         copies = [copy for copy in self._side.plan.copies if copy.tensor == "model.norm.weight"]
@@ -478,6 +482,69 @@ def test_a_restarted_engine_is_restored_without_the_trainer() -> None:
         bench.rollouts.workers[1].start()
         bench.manager.restore(1)
         assert_serves(bench, 0, 4)
+
+
+class OneRank(PipeGroup):
+    """One of the workers of a group."""
+
+    def __init__(self, group: PipeGroup, rank: int) -> None:
+        self.workers = [group.workers[rank]]
+
+
+def joined_again(bench: Bench) -> tuple[OneRank, OneRank]:
+    """The engine that serves, and another one in a new process; the trainer is busy with other weights."""
+    bench.trainers.all("train", 1)
+    bench.trainers.all("arm", "raise")
+    bench.rollouts.workers[1].kill()
+    bench.rollouts.workers[1].start()
+    return OneRank(bench.rollouts, 0), OneRank(bench.rollouts, 1)
+
+
+@pytest.mark.parametrize("executor", ["shm", "ipc over hosts"])
+def test_an_engine_that_joins_gets_the_weights_of_one_that_serves(executor: str) -> None:
+    with bench_of(executor) as bench:
+        with pytest.raises(WeightTransferError, match="before the first push"):
+            bench.manager.copy(OneRank(bench.rollouts, 0), OneRank(bench.rollouts, 1))
+        bench.manager.push(4)
+        bench.manager.validate()
+        bench.manager.copy(*joined_again(bench))
+        assert_serves(bench, 0, 4)
+        bench.trainers.all("arm", "nothing")
+        bench.manager.connect()
+        bench.manager.push(5)
+        assert_serves(bench, 1, 5)
+
+
+def test_weights_that_changed_since_they_were_validated_are_not_taken() -> None:
+    with bench_of("shm") as bench:
+        bench.manager.push(4)
+        bench.manager.validate()
+        peer, newcomer = joined_again(bench)
+        peer.all("damage")
+        with pytest.raises(WeightTransferError, match=r"1 tensors changed since .*'model\.norm\.weight'"):
+            bench.manager.copy(peer, newcomer)
+
+
+@pytest.mark.parametrize("executor", ["shm", "ipc over hosts"])
+def test_an_engine_that_is_lost_while_it_joins_leaves_the_other_serving(executor: str) -> None:
+    with bench_of(executor, deadline_s=8.0) as bench:
+        bench.manager.push(1)
+        peer, newcomer = joined_again(bench)
+        newcomer.all("kill_in_update", 0)
+        with pytest.raises((ConnectionError, WeightTransferError)) as raised:
+            bench.manager.copy(peer, newcomer)
+        assert "push of version 1" in str(raised.value.__notes__)
+        assert serves_one_whole_version(bench, 0)
+
+
+def test_an_engine_that_does_not_send_is_named_at_the_deadline() -> None:
+    with bench_of("shm", deadline_s=2.0) as bench:
+        bench.manager.push(1)
+        peer, newcomer = joined_again(bench)
+        os.kill(peer.workers[0].process.pid or 0, signal.SIGSTOP)
+        with pytest.raises(DeadlineError, match="rollout rank 0") as raised:
+            bench.manager.copy(peer, newcomer)
+        assert "connect" in str(raised.value.__notes__)
 
 
 def serves_one_whole_version(bench: Bench, rank: int) -> bool:

@@ -95,7 +95,7 @@ SPLIT = "trainer.nnodes=2 trainer.rollout_workers="
         pytest.param(3, f"{SPLIT}1", id="split on 3", marks=pytest.mark.slow),
         pytest.param(3, f"{SPLIT}1 trainer.max_staleness=2", id="asynchronous on 3"),
         pytest.param(4, f"{SPLIT}2 trainer.max_staleness=2", id="asynchronous on 4", marks=pytest.mark.slow),
-        pytest.param(4, f"{SPLIT}2", id="split on 4", marks=pytest.mark.slow),
+        pytest.param(4, f"{SPLIT}2", id="split on 4"),
         pytest.param(4, "trainer.nnodes=4", id="colocated on 4", marks=pytest.mark.slow),
     ],
 )

@@ -148,6 +148,11 @@ class RayBackend(Backend):
         placed = self._options[rank]["scheduling_strategy"].placement_group
         return placement_group_table(placed)["state"] == "CREATED"
 
+    def kill(self, rank: int) -> None:
+        """Kill the actor of a rank, if it has one, from any thread: a `restart` that waits for it fails."""
+        if (actor := self._actors[rank]) is not None:
+            ray.kill(actor, no_restart=True)
+
     def is_draining(self, rank: int) -> bool:
         """Whether the node of a rank is about to leave the cluster."""
         return self._places[rank][1] in ray_state.get_draining_nodes()
@@ -226,10 +231,10 @@ class RayBackend(Backend):
 
     def _end(self, ranks: Sequence[int]) -> None:
         """Kill actors and wait until their processes are gone."""
-        ranks = [rank for rank in ranks if self._actors[rank] is not None]
-        for rank in ranks:
-            ray.kill(self._actors[rank], no_restart=True)
-        for rank in ranks:
+        actors = {rank: actor for rank in ranks if (actor := self._actors[rank]) is not None}
+        for actor in actors.values():
+            ray.kill(actor, no_restart=True)
+        for rank in actors:
             if rank in self._places:
                 info, node_id, _ = self._places[rank]
                 on_node(node_id, _make_sure_gone, info)

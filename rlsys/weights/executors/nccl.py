@@ -41,6 +41,10 @@ class NcclSpec:
     rounds: tuple[tuple[Message, ...], ...]
 
 
+class NcclSendSpec(NcclSpec):
+    """That of a rank that sends."""
+
+
 def plan_rounds(copies: Sequence[Copy], *, staging_bytes: int = STAGING_BYTES) -> list[Round]:
     """The messages of each round by link; a rank's messages of one round stay below `staging_bytes`."""
     links: dict[Link, list[Copy]] = defaultdict(list)
@@ -218,7 +222,7 @@ class NcclExecutor(Executor):
         self.plans, self.unused = split_plan(plan, sources), plan.unused
         first = len(sources)  # engines come after the trainer's ranks
         rounds = plan_rounds([replace(copy, rank=first + copy.rank) for copy in plan.copies])
-        sends = [NcclSpec(part, messages_of(rounds, rank, 0)) for rank, part in enumerate(self.plans.sources)]
+        sends = [NcclSendSpec(part, messages_of(rounds, rank, 0)) for rank, part in enumerate(self.plans.sources)]
         receives = [
             NcclSpec(self.plans.destination(rank), messages_of(rounds, first + rank, 1))
             for rank in range(self.destination.world_size)

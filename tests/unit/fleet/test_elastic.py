@@ -1,7 +1,7 @@
 """Replicas join and leave an elastic fleet: no request is lost, and none is served by weights that are not current."""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,19 @@ class Elastic(Scripted):
     def __init__(self, rank: int, *, running: bool = True) -> None:
         super().__init__(f"replica {rank}")
         self.rank, self.alive = rank, running
-        self.placed = self.draining = False
+        self.placed = self.draining = self.quarantined = self.starts_until_killed = self.is_starting = False
+        self.killed = threading.Event()
+
+    def health(self, deadline_s: float) -> Mapping[str, Any]:
+        return {**super().health(deadline_s), "quarantined": self.quarantined}
+
+    def restart(self, deadline_s: float) -> None:
+        super().restart(deadline_s)
+        self.quarantined = True
+        if self.starts_until_killed:
+            self.is_starting = True
+            self.killed.wait(deadline_s)
+            self.is_starting = False
 
 
 class Nodes:
@@ -38,22 +50,35 @@ class Nodes:
     def vacate(self, rank: int) -> None:
         self.replicas[rank].alive = self.replicas[rank].draining = False
 
+    def kill(self, rank: int) -> None:
+        self.replicas[rank].killed.set()
+
     def is_placed(self, rank: int) -> bool:
         return self.replicas[rank].placed
 
 
 class Weights:
-    """Pushes reach the replicas that were connected last; a restart is not restored."""
+    """Pushes reach the replicas that were connected last; a restart is not restored, but by copies if they work."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, copies: bool = True) -> None:
         self.connected: list[tuple[int, ...]] = []
+        self.copies = copies
+        self.copied: list[tuple[int, int]] = []
 
     def push(self, fleet: ElasticFleet, version: int, *, breaks: bool = False) -> None:
         with fleet.pushing(version):
             for rank in self.connected[-1]:
-                fleet.places.replicas[rank].version = version
+                replica = fleet.places.replicas[rank]
+                replica.quarantined = breaks
+                replica.version = replica.version if breaks else version
             if breaks:
                 raise WeightTransferError("a rank is lost")
+
+    def copy(self, peer: Elastic, newcomer: Elastic) -> None:
+        if not self.copies:
+            raise WeightTransferError("the peer did not answer")
+        newcomer.version, newcomer.quarantined = peer.version, peer.quarantined
+        self.copied.append((peer.rank, newcomer.rank))
 
 
 def no_restore(replica: Any) -> None:
@@ -67,6 +92,7 @@ def elastic(replicas: Sequence[Elastic], weights: Weights, min_replicas: int = 1
         min_replicas=min_replicas,
         places=Nodes(replicas),
         connect=weights.connected.append,
+        copy=weights.copy,
         on_restart=no_restore,
         chunk_rows=3,
         deadlines=quick(),
@@ -81,27 +107,73 @@ def ready(fleet: ElasticFleet) -> float:
     return fleet.metrics()["rollout/replicas_ready"]
 
 
-def test_a_newcomer_serves_from_the_push_after_its_start() -> None:
+def test_a_newcomer_serves_with_the_weights_of_a_peer_before_the_next_push() -> None:
     here, late, weights = Elastic(0), Elastic(1, running=False), Weights()
     with elastic([here, late], weights) as fleet:
         weights.push(fleet, 1)
         assert_answered(requests_of(9), results(fleet.submit(requests_of(9))))
         assert (late.calls, late.restarts) == (0, 0)
         late.placed = True
-        assert wait_until(lambda: late.restarts, 10)
-        assert late.version == -100
-        assert ready(fleet) == 1
+        assert wait_until(lambda: ready(fleet) == 2, 10)
+        assert (late.version, weights.copied, weights.connected) == (1, [(0, 1)], [(0,)])
+        assert_answered(requests_of(40), results(fleet.submit(requests_of(40))))
+        counts = fleet.metrics()
+        assert [counts[f"rollout/{name}"] for name in ("joined", "left", "waited_for_push")] == [1, 0, 0]
         weights.push(fleet, 2)
-        assert ready(fleet) == 2
         weights.push(fleet, 3)
         assert weights.connected == [(0,), (0, 1)]
-        assert_answered(requests_of(40), results(fleet.submit(requests_of(40))))
     assert late.served
     assert sorted(here.served[9:] + late.served) == sorted(request.rid for request in requests_of(40))
 
 
-def test_a_newcomer_without_the_current_weights_is_not_admitted() -> None:
+def test_a_peer_that_sent_is_connected_again_though_the_newcomer_is_lost() -> None:
     here, late, weights = Elastic(0), Elastic(1, running=False), Weights()
+    with elastic([here, late], weights) as fleet:
+        weights.push(fleet, 1)
+        late.placed = True
+        assert wait_until(lambda: ready(fleet) == 2, 10)
+        late.placed = late.alive = False
+        weights.push(fleet, 2)
+        assert weights.connected == [(0,), (0,)]
+
+
+def test_a_newcomer_that_no_peer_can_send_to_serves_from_the_next_push() -> None:
+    here, late, weights = Elastic(0), Elastic(1, running=False), Weights(copies=False)
+    with elastic([here, late], weights) as fleet:
+        weights.push(fleet, 1)
+        late.placed = True
+        assert wait_until(lambda: fleet.metrics()["rollout/waited_for_push"], 10)
+        assert (late.version, late.calls, ready(fleet)) == (-100, 0, 1)
+        weights.push(fleet, 2)
+        assert (ready(fleet), fleet.metrics()["rollout/joined"]) == (2, 1)
+        assert weights.connected == [(0,), (0, 1)]
+
+
+def test_a_newcomer_that_is_lost_before_its_first_push_does_not_take_part() -> None:
+    here, late, weights = Elastic(0), Elastic(1, running=False), Weights(copies=False)
+    with elastic([here, late], weights) as fleet:
+        weights.push(fleet, 1)
+        late.placed = True
+        assert wait_until(lambda: fleet.metrics()["rollout/waited_for_push"], 10)
+        late.placed = late.alive = False
+        weights.push(fleet, 2)
+        assert weights.connected[-1] == (0,)
+        assert fleet.metrics()["rollout/left"] == 0
+
+
+def test_nothing_is_copied_from_a_peer_that_a_push_left_incomplete() -> None:
+    here, late, weights = Elastic(0), Elastic(1, running=False), Weights()
+    with elastic([here, late], weights) as fleet:
+        weights.push(fleet, 1)
+        with pytest.raises(WeightTransferError):
+            weights.push(fleet, 2, breaks=True)
+        late.placed = True
+        assert wait_until(lambda: fleet.metrics()["rollout/waited_for_push"], 10)
+        assert (weights.copied, ready(fleet)) == ([], 1)
+
+
+def test_a_newcomer_without_the_current_weights_is_not_admitted() -> None:
+    here, late, weights = Elastic(0), Elastic(1, running=False), Weights(copies=False)
     late.placed = True
     with elastic([here, late], weights) as fleet:
         assert wait_until(lambda: late.restarts, 10)
@@ -109,6 +181,25 @@ def test_a_newcomer_without_the_current_weights_is_not_admitted() -> None:
             here.version = 1
         assert ready(fleet) == 1
         assert late.calls == 0
+
+
+def test_a_replica_that_failed_once_serves_on_with_the_weights_that_it_has() -> None:
+    here, weights = Elastic(0), Weights(copies=False)
+    with elastic([here], weights) as fleet:
+        weights.push(fleet, 1)
+        here.plan = lambda call: "raise" if call == 1 else "ok"
+        assert_answered(requests_of(9), results(fleet.submit(requests_of(9))))
+        assert weights.connected == [(0,)]
+        assert [fleet.metrics()[f"rollout/{name}"] for name in ("joined", "left")] == [0, 0]
+
+
+def test_a_start_ends_with_the_fleet() -> None:
+    here, late, weights = Elastic(0), Elastic(1, running=False), Weights()
+    late.placed, late.starts_until_killed = True, True
+    with elastic([here, late], weights):
+        assert wait_until(lambda: late.restarts, 10)
+    assert late.killed.is_set()
+    assert not late.is_starting
 
 
 def test_requests_of_a_drained_and_of_a_lost_replica_continue() -> None:
@@ -142,7 +233,7 @@ def test_a_replica_that_a_health_check_takes_out_in_an_exchange_leaves_once() ->
         fleet.check_health()
         release.set()
         assert_answered(requests_of(6, num_tokens=30), results(answers))
-        lost.placed = True
+        lost.plan, lost.placed = lambda call: "ok", True
         assert wait_until(lambda: lost.restarts, 10)
         assert fleet.metrics()["rollout/left"] == 1
 

@@ -4,6 +4,8 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import wait
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import ray
 
 from rlsys.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from rlsys.utils.daemon_threads import in_daemon_thread
 from rlsys.utils.errors import ConfigError, DeadlineError, WorkerError
 from tests.timing import scaled_s, wait_until
 from tests.unit.single_controller.crew import Calculator, Gloo, Sleeper
@@ -162,6 +165,14 @@ def test_children_of_a_killed_worker_end_too() -> None:
         (pid,), children = group.pid(), group.breed()
         os.kill(pid, signal.SIGKILL)
         assert _all_gone(children)
+
+
+def test_a_start_whose_process_is_killed_from_another_thread_fails_at_once(sleepers: RayWorkerGroup) -> None:
+    restart = in_daemon_thread(partial(sleepers.restart_rank, 0, scaled_s(200)), name="restart")
+    while not wait([restart], 0.1).done:
+        sleepers.backend.kill(0)  # pyrefly: ignore
+    with pytest.raises(WorkerError, match="stage 'start'"):
+        restart.result()
 
 
 def test_a_dead_rank_is_replaced_in_its_place(sleepers: RayWorkerGroup) -> None:

@@ -13,7 +13,7 @@ from rlsys.types import Box, Shard, WeightLayout
 from rlsys.weights.executors.cuda_ipc import IpcHandle, IpcImportSpec, StorageHandle
 from rlsys.weights.executors.disk import DiskSpec
 from rlsys.weights.executors.gather import Bucket, GatherSpec
-from rlsys.weights.executors.nccl import NcclSpec
+from rlsys.weights.executors.nccl import NcclSendSpec, NcclSpec
 from rlsys.weights.plan import make_plan
 from rlsys.weights.rank_plan import split_plan
 from rlsys.weights.shared_memory import TensorHandle
@@ -32,6 +32,7 @@ RECORDS = [
     IpcImportSpec(PLAN, {0: HANDLE}),
     IpcImportSpec(PLAN, {}, ((), PLAN.copies)),
     NcclSpec(PLAN, (((0, PLAN.copies),),)),
+    NcclSendSpec(PLAN, (((1, PLAN.copies),),)),
     RENDEZVOUS,
     DiskSpec("/tmp", b"{}", 112, PACKED, {"w": "w"}, writes=PLAN.copies),
     GatherSpec({"w": "float32"}, {"w": "w"}, 1 << 20),
