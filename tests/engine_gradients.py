@@ -7,7 +7,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlsys.engines.fsdp.engine import FSDPEngine
-from rlsys.engines.fsdp.sharding import full_of, parameters_by_name
+from rlsys.engines.fsdp.optim import full_of
+from rlsys.engines.fsdp.sharding import parameters_by_name
 
 
 def gradients(engine: Any) -> dict[str, Tensor]:

@@ -16,16 +16,15 @@ from torch.distributed.tensor import parallel as tp
 from transformers import PreTrainedModel
 
 from rlsys.config.schema.model import ModelConfig, ShardConfig
-from rlsys.engines.fsdp.optim import full_of, local_of, tensor_parallel_part
+from rlsys.engines.fsdp.optim import local_of, tensor_parallel_part
 from rlsys.engines.mesh import Ranks
 from rlsys.models.hf import TensorSource, dtype_name, fill_shards, layer_modules, saved_tensors_of, shared_names
 from rlsys.models.logprobs import can_build_kernels
-from rlsys.models.lora import AdaptedWeight, hf_name, is_adapter
-from rlsys.models.stacked import Stacks, as_saved, saved_aliases, saved_shapes, shards_of
+from rlsys.models.lora import hf_name
+from rlsys.models.stacked import Stacks, saved_aliases, saved_shapes, shards_of
 from rlsys.models.token_model import TokenModel
 from rlsys.models.vision import has_images
 from rlsys.types import Box, Shard, WeightLayout
-from rlsys.utils.boxes import buckets
 from rlsys.utils.errors import ConfigError
 from rlsys.utils.hosts import host_id
 
@@ -184,39 +183,3 @@ def weight_layout(
     return WeightLayout(
         rank=ranks.rank, host=host_id(), shards=tuple(shards), full_shapes=shapes, dtypes=dtypes, aliases=dict(aliases)
     )
-
-
-class HFWeights:
-    """The model's weights under HF names: base tensors, with the adapters' products added where there are adapters.
-
-    Whole tensors of `stacks` are given part by part, as they are saved.
-    """
-
-    def __init__(self, parameters: Mapping[str, Tensor], adapted: Mapping[str, AdaptedWeight], stacks: Stacks) -> None:
-        self._stacks = stacks
-        self._adapters = {name: p for name, p in parameters.items() if is_adapter(name)}
-        self.base = {hf_name(name): p for name, p in parameters.items() if not is_adapter(name)}
-        self._adapted = adapted
-
-    @torch.no_grad()
-    def local(self) -> dict[str, Tensor]:
-        """This rank's boxes. Collective where there are adapters; adapted ones are fresh tensors, the others live."""
-        return {name: self._merged(name, local_of(p), whole=False) for name, p in self.base.items()}
-
-    @torch.no_grad()
-    def full(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-        """Whole tensors as they are saved, in buckets of about `bucket_bytes`; collective.
-
-        They may alias parameters: copy, keep none.
-        """
-        for names in buckets({name: p.numel() * p.element_size() for name, p in self.base.items()}, bucket_bytes):
-            tensors = ((name, self._merged(name, full_of(self.base[name]), whole=True)) for name in names)
-            yield [part for name, tensor in tensors for part in as_saved(name, tensor, self._stacks).items()]
-
-    def _merged(self, name: str, base: Tensor, *, whole: bool) -> Tensor:
-        adapted = self._adapted.get(name)
-        if adapted is None:
-            return base
-        b = self._adapters[adapted.b]
-        b_rows = full_of(b) if whole else local_of(b)
-        return base + (adapted.scale * (b_rows.float() @ full_of(self._adapters[adapted.a]).float())).to(base.dtype)
