@@ -24,7 +24,7 @@ from rlsys.engines.base import BaseTrainEngine, Counted, Visit
 from rlsys.engines.megatron.groups import MegatronRanks, current, make_ranks
 from rlsys.engines.megatron.optim import MegatronAdamW
 from rlsys.engines.megatron.state import MegatronState
-from rlsys.engines.megatron.weights import MergedTensors, ModelShards
+from rlsys.engines.megatron.weights import ModelShards
 from rlsys.engines.mesh import free_device_memory, max_over_ranks
 from rlsys.engines.micro_batches import MicroBatches, Pack, packs_of, split_rows
 from rlsys.interfaces import Output, Part
@@ -101,7 +101,7 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
             base = open_weights(model, config, head=head, seed=seed)
             unused = [*family.carried(hf_config), *family.aliases(hf_config)]
             check_names(self.held.base_shapes, base, aliases=unused)
-            self.held.gather_dtypes()
+            _ = self.held.dtypes  # gathered here, where all ranks are
             self.held.mark_parameters(trained=optim is not None)
             weights: TensorSource = base
             if (plan := self.held.adapters) is not None:
@@ -220,16 +220,17 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
         return self.held.layout()
 
     def local_tensors(self) -> Mapping[str, Tensor]:
-        return dict(MergedTensors(self.held))
+        merged = self.held.merged()
+        return {name: merged(name) for name in dict.fromkeys(shard.local for shard in self.held.base_held)}
 
     def weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-        return self.held.full(MergedTensors(self.held), bucket_bytes, names=self.held.base_shapes)
+        return self.held.full(self.held.merged(), bucket_bytes, names=self.held.base_shapes)
 
     def _adapter(self) -> tuple[lora.LoraSettings, list[str], dict[str, Tensor]] | None:
         plan = self.held.adapters
         if plan is None:
             return None
-        buckets = self.held.full(self.held.local(), EXPORT_FILE_BYTES, names=plan.shapes)
+        buckets = self.held.full(self.held.local().__getitem__, EXPORT_FILE_BYTES, names=plan.shapes)
         tensors = {name: tensor.cpu() for bucket in buckets for name, tensor in bucket}
         return plan.settings, [name.removesuffix(".weight") for name in plan.adapted], tensors
 

@@ -1,9 +1,9 @@
 """What a Megatron rank holds of the HF tensors: fill it from a source, describe it, gather whole tensors."""
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -124,12 +124,9 @@ class ModelShards:
         replica = self.ranks.expert_dp_rank if EXPERTS in shard.local else self.ranks.copy_rank
         return replica == 0 and shard not in self.copies
 
-    def gather_dtypes(self) -> None:
-        """Gather what other ranks hold; collective, so that `dtypes` and `untrained` need not be."""
-        _ = self._all_ranks
-
     @cached_property
     def _all_ranks(self) -> list[dict[str, Any]]:
+        """What each rank holds; collective."""
         local = self.local()
         dtypes = {s.box.tensor: str(local[s.local].dtype).removeprefix("torch.") for s in self.shards}
         buffers = sorted({s.box.tensor for s in self.shards if s.local in self.buffers})
@@ -172,51 +169,40 @@ class ModelShards:
         """Copy this rank's boxes from `source`; what no box covers (vocabulary padding) becomes zero."""
         load_shards(source, self.shards, self.local())
 
-    def full(
-        self, local: Mapping[str, Tensor], bucket_bytes: int, *, names: Collection[str]
-    ) -> Iterator[list[tuple[str, Tensor]]]:
-        """Whole HF tensors made of the ranks' `local` ones, bucket by bucket, the same on every rank; collective.
+    def merged(self) -> Callable[[str], Tensor]:
+        """Reads local tensors by name, with the products of their adapters; only the last one that was read is kept."""
+        local = self.local()
 
-        What no rank has in `local` is zero.
+        @lru_cache(maxsize=1)
+        def read(name: str) -> Tensor:
+            return merged_weight(self.chunks, name) if name in self.factors else local[name]
+
+        return read
+
+    def full(
+        self, read: Callable[[str], Tensor], bucket_bytes: int, *, names: Collection[str]
+    ) -> Iterator[list[tuple[str, Tensor]]]:
+        """Whole HF tensors made of what each rank can `read` of local ones, bucket by bucket; the same on every rank.
+
+        Collective. What no rank holds is zero.
         """
         given: dict[str, list[Shard]] = {}
         for shard in self.shards:
-            if shard.local in local and self.gives(shard):
+            if shard.box.tensor in names and self.gives(shard):
                 given.setdefault(shard.box.tensor, []).append(shard)
         dtypes = {name: getattr(torch, self.dtypes[name]) for name in names}
         num_bytes = {name: math.prod(self.full_shapes[name]) * dtypes[name].itemsize for name in names}
         for bucket in buckets(num_bytes, bucket_bytes):
-            yield [(name, self._whole(name, dtypes[name], local, given.get(name, ()))) for name in bucket]
+            yield [(name, self._whole(name, dtypes[name], read, given.get(name, ()))) for name in bucket]
 
-    def _whole(self, name: str, dtype: torch.dtype, local: Mapping[str, Tensor], given: Sequence[Shard]) -> Tensor:
+    def _whole(self, name: str, dtype: torch.dtype, read: Callable[[str], Tensor], given: Sequence[Shard]) -> Tensor:
         """Every byte comes from one rank and is zero on the others, so that a sum of bytes is exact."""
         whole = torch.zeros(self.full_shapes[name], dtype=dtype, device=self.ranks.device)
         for shard in given:
-            whole[slices(shard.box.start, shard.box.shape)] = region(local[shard.local], shard).to(whole)
+            whole[slices(shard.box.start, shard.box.shape)] = region(read(shard.local), shard).to(whole)
         if self.ranks.world_size > 1:
             dist.all_reduce(whole.view(-1).view(torch.uint8))
         return whole
-
-
-class MergedTensors(Mapping[str, Tensor]):
-    """Local tensors, those that have adapters with them merged in; only the last merged one is kept."""
-
-    def __init__(self, held: ModelShards) -> None:
-        self._held, self._local, self._last = held, held.local(), ("", torch.empty(0))
-        self._names = dict.fromkeys(shard.local for shard in held.base_held)
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._held.factors:
-            return self._local[name]
-        if self._last[0] != name:
-            self._last = (name, merged_weight(self._held.chunks, name))
-        return self._last[1]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
 
 
 def region(tensor: Tensor, shard: Shard) -> Tensor:
