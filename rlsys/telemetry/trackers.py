@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 from rlsys.config.vocabulary import ALWAYS_WRITTEN, TRACKERS
 from rlsys.telemetry.jsonl import JsonlWriter
 from rlsys.telemetry.log import FILE_ONLY, get_logger, redact_tree
-from rlsys.utils.errors import ConfigError
+from rlsys.utils.errors import ConfigError, raised_as
 
 Generation = tuple[str, str, float]
 """(input, output, score) of one sampled response."""
@@ -268,12 +268,11 @@ class Tracking:
         self._metrics: JsonlWriter | None = JsonlWriter(run.directory / "metrics.jsonl", resume_step=run.resume_step)
         for name in (name for name in dict.fromkeys(loggers) if name not in ALWAYS_WRITTEN):
             try:
-                self._trackers[name] = ADAPTERS[name](run)
-            except BaseException as error:
+                with raised_as(ConfigError, f"trainer.logger={name!r} did not start"):
+                    self._trackers[name] = ADAPTERS[name](run)
+            except BaseException:
                 self.close()
-                if not isinstance(error, Exception):
-                    raise
-                raise ConfigError(f"trainer.logger={name!r} did not start: {type(error).__name__}: {error}") from error
+                raise
 
     def log(self, data: Mapping[str, object], step: int) -> None:
         """Record the metrics of a step; calling twice for a step gives two lines."""
