@@ -23,8 +23,9 @@ from rlsys.models.token_model import TokenModel
 from rlsys.models.ulysses import kv_repeats
 from rlsys.models.vision import has_images, is_tower
 from rlsys.protocol import DataProto
-from rlsys.types import WeightLayout
+from rlsys.types import Shard, WeightLayout
 from rlsys.utils.boxes import buckets
+from rlsys.utils.hosts import host_id
 
 
 class FSDPEngine(BaseTrainEngine[Ranks, ShardedOptimizer]):
@@ -126,8 +127,20 @@ class FSDPEngine(BaseTrainEngine[Ranks, ShardedOptimizer]):
         return lora.adapters_off(self.model)
 
     def weight_layout(self) -> WeightLayout:
+        """What this rank holds, as boxes of HF tensors under the names they are saved by, parts of stacks one by one.
+
+        A rank without rows of a tensor has no shard of it.
+        """
+        shards: list[Shard] = []
+        shapes: dict[str, tuple[int, ...]] = {}
+        dtypes: dict[str, str] = {}
+        for name, parameter in self._parameters().items():
+            shards += sharding.held_shards(name, parameter, self.ranks, self._stacks)
+            saved = saved_shapes(name, parameter.shape, self._stacks)
+            shapes |= saved
+            dtypes |= dict.fromkeys(saved, str(parameter.dtype).removeprefix("torch."))
         aliases = tied_names(self.model, self._stacks)
-        return sharding.weight_layout(self._parameters(), self.ranks, aliases, self._stacks)
+        return WeightLayout(self.ranks.rank, host_id(), tuple(shards), shapes, dtypes, aliases)
 
     @torch.no_grad()
     def local_tensors(self) -> Mapping[str, Tensor]:

@@ -21,12 +21,11 @@ from rlsys.engines.mesh import Ranks
 from rlsys.models.hf import TensorSource, dtype_name, fill_shards, layer_modules, saved_tensors_of, shared_names
 from rlsys.models.logprobs import can_build_kernels
 from rlsys.models.lora import hf_name
-from rlsys.models.stacked import Stacks, saved_aliases, saved_shapes, shards_of
+from rlsys.models.stacked import Stacks, saved_aliases, shards_of
 from rlsys.models.token_model import TokenModel
 from rlsys.models.vision import has_images
-from rlsys.types import Box, Shard, WeightLayout
+from rlsys.types import Box, Shard
 from rlsys.utils.errors import ConfigError
-from rlsys.utils.hosts import host_id
 
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # nothing writes into outputs
 
@@ -165,21 +164,3 @@ def fill(parameters: Mapping[str, Tensor], source: TensorSource, ranks: Ranks, s
     """Copy this rank's rows of each parameter from the source, which has them by the names they are saved by."""
     for name, parameter in parameters.items():
         fill_shards(local_of(parameter), list(held_shards(name, parameter, ranks, stacks)), source)
-
-
-def weight_layout(
-    parameters: Mapping[str, Tensor], ranks: Ranks, aliases: Mapping[str, str], stacks: Stacks
-) -> WeightLayout:
-    """What this rank holds, as boxes of HF tensors under the names they are saved by, the parts of `stacks` one by one.
-
-    A rank without rows of a tensor has no shard of it.
-    """
-    shards, shapes, dtypes = list[Shard](), dict[str, tuple[int, ...]](), dict[str, str]()
-    for name, parameter in parameters.items():
-        shards += held_shards(name, parameter, ranks, stacks)
-        saved = saved_shapes(name, parameter.shape, stacks)
-        shapes |= saved
-        dtypes |= dict.fromkeys(saved, str(parameter.dtype).removeprefix("torch."))
-    return WeightLayout(
-        rank=ranks.rank, host=host_id(), shards=tuple(shards), full_shapes=shapes, dtypes=dtypes, aliases=dict(aliases)
-    )

@@ -265,7 +265,8 @@ def known_families() -> dict[str, Family]:
     """The families of `families/` by model_type."""
     package = import_module("rlsys.models.megatron.families")
     modules = [import_module(f"{package.__name__}.{info.name}") for info in iter_modules(package.__path__)]
-    return {model_type: module.FAMILY for module in modules for model_type in module.FAMILY.model_types}
+    families = [value for module in modules for value in vars(module).values() if isinstance(value, Family)]
+    return {model_type: family for family in families for model_type in family.model_types}
 
 
 def _rule_shards(rule: Rule, local: str, hf: str, index: ShardIndex, te: bool) -> Iterator[Shard]:
