@@ -128,8 +128,7 @@ class ChatTemplate:
         """Whether there are more placeholders up to a span than its images have; later images would be put there."""
         from rlsys.models.vision import num_features, placeholder_ids
 
-        if self.processor is None:
-            return False
+        assert self.processor is not None, "there are images"
         config = self.processor.config
         num_wanted = sum(sum(num_features(config, one.tensors)) for one in span.all_images)
         return sum(map(span.context.count, placeholder_ids(config))) != num_wanted
