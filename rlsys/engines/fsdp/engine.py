@@ -11,8 +11,7 @@ from rlsys.config.schema.model import CheckpointConfig, ModelConfig, OptimConfig
 from rlsys.engines.base import BaseTrainEngine, Counted, Visit
 from rlsys.engines.fsdp import sharding
 from rlsys.engines.fsdp.optim import ShardedOptimizer, full_of, local_of
-from rlsys.engines.fsdp.sharding import parameters_by_name, tied_names
-from rlsys.engines.fsdp.state import FSDPState
+from rlsys.engines.fsdp.sharding import FSDPState, parameters_by_name, tied_names
 from rlsys.engines.mesh import Ranks, free_device_memory, make_ranks, max_over_ranks
 from rlsys.engines.micro_batches import MicroBatches, Pack, packs_of, split_rows
 from rlsys.interfaces import Part
