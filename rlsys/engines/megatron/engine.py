@@ -23,8 +23,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from rlsys.engines.base import BaseTrainEngine, Counted, Visit
 from rlsys.engines.megatron.groups import MegatronRanks, current, make_ranks
 from rlsys.engines.megatron.optim import MegatronAdamW
-from rlsys.engines.megatron.state import MegatronState
-from rlsys.engines.megatron.weights import ModelShards
+from rlsys.engines.megatron.weights import MegatronState, ModelShards
 from rlsys.engines.mesh import free_device_memory, max_over_ranks
 from rlsys.engines.micro_batches import MicroBatches, Pack, packs_of, split_rows
 from rlsys.interfaces import Output, Part
