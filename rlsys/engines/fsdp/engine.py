@@ -16,10 +16,10 @@ from rlsys.engines.mesh import Ranks, free_device_memory, make_ranks, max_over_r
 from rlsys.engines.micro_batches import MicroBatches, Pack, packs_of, split_rows
 from rlsys.interfaces import Part
 from rlsys.models import lora
+from rlsys.models.attention import kv_repeats
 from rlsys.models.hf import Head, build, check_names, layer_modules, open_weights
 from rlsys.models.stacked import as_saved, saved_shapes, saved_stacks
 from rlsys.models.token_model import TokenModel
-from rlsys.models.ulysses import kv_repeats
 from rlsys.models.vision import has_images, is_tower
 from rlsys.protocol import DataProto
 from rlsys.types import Shard, WeightLayout
