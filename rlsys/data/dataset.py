@@ -150,7 +150,8 @@ class PromptDataset:
             bad_rows=config.bad_rows,
             num_threads=config.filter_overlong_prompts_workers,
         )
-        limit, kept = config.max_prompt_length, [row for row in parsed if row is not None]
+        limit = config.max_prompt_length
+        kept = [row for row in parsed if row is not None]
         if not kept:
             raise DataError(f"no prompt is left: all {len(parsed)} have more than {limit} tokens")
         if num_overlong := len(parsed) - len(kept):
@@ -167,7 +168,8 @@ def parse_prompt(
     processor: "VisionProcessor | None" = None,
 ) -> PromptRow | None:
     """The prompt of one row, or None if it is too long and filtered. Raises ValueError for a bad row."""
-    row, template_kwargs = read_prompt_row(values.values, config, source=source), config.apply_chat_template_kwargs
+    row = read_prompt_row(values.values, config, source=source)
+    template_kwargs = config.apply_chat_template_kwargs
     if processor is not None:
         root = dirname(values.file)
         encode = partial(processor.encode, row.raw_prompt, row.images, root=root, template_kwargs=template_kwargs)

@@ -112,7 +112,8 @@ def causal_attention(
 
     Each sees the last `window` of them; `sinks` (heads,) are logits of a key without a value.
     """
-    mask, (heads, last), size = None, query.shape[-3:-1], key.shape[-2]
+    mask = None
+    (heads, last), size = query.shape[-3:-1], key.shape[-2]
     if last < size or sinks is not None or (window is not None and window < size):
         at = torch.arange(size, device=query.device)
         behind = at[size - last :, None] - at

@@ -61,7 +61,9 @@ def tensor_parallel_plan(model: PreTrainedModel, settings: ModelConfig, size: in
     if not hasattr(model, "score"):
         rules[names[id(model.get_output_embeddings())]] = "colwise"
     heads = {name: getattr(text, name, None) or 0 for name in ("num_attention_heads", "num_key_value_heads")}
-    odd, plan, whole = [f"{name}={count}" for name, count in heads.items() if count % size], dict[str, str](), []
+    odd = [f"{name}={count}" for name, count in heads.items() if count % size]
+    plan: dict[str, str] = {}
+    whole: list[str] = []
     for name, parameter in model.named_parameters(remove_duplicate=False):
         rule = re.sub(r"\.\d+(?=\.)", ".*", name)
         of, rule = (name, rule) if rule in rules else (name.rpartition(".")[0], rule.rpartition(".")[0])

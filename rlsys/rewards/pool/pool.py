@@ -52,7 +52,8 @@ class RewardPool:
 
     def score(self, items: Sequence[RewardItem], *, deadline_s: float | None = None) -> list[RewardResult]:
         """Grade `items`; results are in their order. Raises DeadlineError when `deadline_s` passes first."""
-        results, hint = self.submit(items), "raise trainer.deadlines.reward_s or lower reward.timeout_s"
+        results = self.submit(items)
+        hint = "raise trainer.deadlines.reward_s or lower reward.timeout_s"
         try:
             return result_within(results, deadline_s, who="the reward pool", stage="reward", hint=hint)
         finally:
