@@ -248,7 +248,10 @@ class MegatronState:
         }
 
     def _saved_name(self, name: str) -> str:
-        return name if self.held.adapters is None else self.held.adapters.saved_name(name)
+        """A tensor's name in checkpoints, where peft's wrapping of an adapted layer shows, as in FSDPEngine's."""
+        layer, _, kind = name.rpartition(".")
+        is_adapted = self.held.adapters is not None and f"{layer}.weight" in self.held.adapters.adapted
+        return f"{layer}.base_layer.{kind}" if is_adapted else name
 
     def boxes(self) -> Iterator[tuple[str, tuple[int, ...], Tensor]]:
         """(key, offset, values) of everything this rank writes; no element is written twice."""
