@@ -7,7 +7,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlsys.engines.fsdp.engine import FSDPEngine
-from rlsys.engines.fsdp.sharding import full_of, parameters_by_name
+from rlsys.engines.fsdp.optim import full_of
+from rlsys.engines.fsdp.sharding import parameters_by_name
 
 
 def gradients(engine: Any) -> dict[str, Tensor]:
@@ -32,7 +33,7 @@ def _megatron_gradients(engine: Any) -> dict[str, Tensor]:
         local = {name: p.main_grad for name, p in held.parameters.items() if p.requires_grad}
         names = [name for name in held.full_shapes if name not in held.untrained]
         with patch.dict(held.dtypes, dict.fromkeys(names, "float32")):
-            buckets = held.full(local, 1 << 30, names=names)
+            buckets = held.full(local.__getitem__, 1 << 30, names=names)
             whole = {name: tensor / engine._count for bucket in buckets for name, tensor in bucket}
         for buffer, values in zip(buffers, before, strict=True):
             buffer.grad_data.copy_(values)

@@ -29,8 +29,7 @@ from rlsys.config.introspect import replaced
 from rlsys.config.pools import generates_ahead
 from rlsys.config.schema.rollout import AgentConfig, MultiTurnConfig
 from rlsys.data.chat import Message, with_parts
-from rlsys.data.dataset import PromptDataset
-from rlsys.data.stream import RowStream
+from rlsys.data.dataset import PromptDataset, RowStream
 from rlsys.fleet.fleet import RolloutFleet
 from rlsys.interfaces import State
 from rlsys.protocol import IMAGES, DataProto

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from rlsys.config.schema.trainer import DeadlinesConfig, ProfilerConfig, RunConfig
 from rlsys.protocol import DataProto
-from rlsys.roles.lm import RankSums
+from rlsys.roles.update import RankSums
 from rlsys.single_controller.base import ClassWithInitArgs, WorkerGroup
 from rlsys.single_controller.colocate import create_colocated_worker_cls
 from rlsys.single_controller.resource_pool import ResourcePoolManager

@@ -12,10 +12,9 @@ from rlsys.config.plan import check_enough_rows, total_steps
 from rlsys.config.schema.data import DataConfig
 from rlsys.data.collate import collate_prompts
 from rlsys.data.cursor import Cursor
-from rlsys.data.dataset import PromptDataset, configured_source, parse_prompt
+from rlsys.data.dataset import PromptDataset, RowStream, configured_source, parse_prompt
 from rlsys.data.rl_sampler import SamplerCursor
 from rlsys.data.rows import default_source
-from rlsys.data.stream import RowStream
 from rlsys.data.videos import is_video
 from rlsys.data.vision_processor import VisionProcessor
 from rlsys.interfaces import State

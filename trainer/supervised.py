@@ -9,8 +9,7 @@ from rlsys.config import DPOConfig, RMConfig, SFTConfig
 from rlsys.config.plan import shared_by, total_steps
 from rlsys.data.collate import collate_texts
 from rlsys.data.cursor import Cursor
-from rlsys.data.dataset import configured_source
-from rlsys.data.stream import RowStream
+from rlsys.data.dataset import RowStream, configured_source
 from rlsys.data.supervised import TokenizedText, fingerprint, load_texts, parse_row
 from rlsys.protocol import DataProto, pad_dataproto_to_divisor
 from rlsys.roles.lm import RankSums, mean_over_ranks

@@ -261,13 +261,10 @@ def load_workflow(
     if kwargs and inspect.isfunction(spec):
         raise ConfigError(f"{key}: {spec.__name__} is no class, which agent.workflow_kwargs are for")
     call = spec.run if hasattr(spec, "run") else spec
-    wrong = ConfigError(f"{key}: {spec!r} must be an async function run(row, session)")
-    if not inspect.iscoroutinefunction(call):
-        raise wrong
-    try:
+    with raised_as(ConfigError, f"{key}: {spec!r} must be an async function run(row, session)", TypeError):
+        if not inspect.iscoroutinefunction(call):
+            raise TypeError("it is not async")
         inspect.signature(call).bind(None, None)
-    except TypeError as error:
-        raise wrong from error
     is_one_draw = type(spec) is RLVRWorkflow
     return Workflow(call, getattr(spec, "tools", ()), close=getattr(spec, "close", None), is_one_draw=is_one_draw)
 

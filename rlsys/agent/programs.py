@@ -73,7 +73,8 @@ def command_workflow(command: str) -> Workflow:
 
 def function_workflow(path: str) -> Workflow:
     """Calls a function, sync or async, with those of row, data, prompt, base_url and api_key that it names."""
-    key, names = "actor_rollout_ref.rollout.agent.path", ("row", "data", "prompt", "base_url", "api_key")
+    key = "actor_rollout_ref.rollout.agent.path"
+    names = ("row", "data", "prompt", "base_url", "api_key")
     function = load_target(path, key=key)
     with raised_as(ConfigError, f"{key}={path}, a function that may name {', '.join(names)}", TypeError):
         inspect.signature(function).bind(**named_arguments(function, dict.fromkeys(names)))

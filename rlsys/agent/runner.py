@@ -227,7 +227,8 @@ class EpisodeRunner:
         settings = replace(self.settings, sampling=sampling)
         session = Session(settings, seed=start.seed, row=row, name=start.name)
         session.log = start.log
-        offered, kwargs = [*self._tools, *workflow.tools], row.get("tools_kwargs")
+        offered = [*self._tools, *workflow.tools]
+        kwargs = row.get("tools_kwargs")
         tools = session.tools = EpisodeTools(
             self.pool, offered, environment=workflow.environment, tools_kwargs=kwargs, log=start.log
         )
@@ -239,7 +240,8 @@ class EpisodeRunner:
 
     async def _result(self, workflow: Workflow, row: Mapping[str, object], session: Session) -> EpisodeResult:
         """Run the workflow and say how it ended."""
-        start_s, rows, score, error = time.monotonic(), list[TraceRow](), Score(0.0), ""
+        start_s = time.monotonic()
+        rows, score, error = list[TraceRow](), Score(0.0), ""
         try:
             async with asyncio.timeout(self.deadline_s):
                 outcome = await workflow.run(row, session)
@@ -255,7 +257,8 @@ class EpisodeRunner:
         except Exception as failure:
             end, error = "error", describe(failure)
             log.warning("episode %s failed: %s", session.name, error)
-        seconds, extra = time.monotonic() - start_s, dict(score.extra)
+        seconds = time.monotonic() - start_s
+        extra = dict(score.extra)
         if session.tool_reward:
             extra["tool_reward"] = session.tool_reward
         turns, counts, talk = session.trace.num_turns, session.counts, session.messages

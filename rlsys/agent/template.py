@@ -14,7 +14,7 @@ from rlsys.agent.message_images import image_urls, with_placeholders
 from rlsys.agent.trace import Span
 from rlsys.data.chat import Message, encode_text, render
 from rlsys.telemetry.jsonl import JsonObject
-from rlsys.utils.errors import ConfigError
+from rlsys.utils.errors import ConfigError, raised_as
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -128,8 +128,7 @@ class ChatTemplate:
         """Whether there are more placeholders up to a span than its images have; later images would be put there."""
         from rlsys.models.vision import num_features, placeholder_ids
 
-        if self.processor is None:
-            return False
+        assert self.processor is not None, "there are images"
         config = self.processor.config
         num_wanted = sum(sum(num_features(config, one.tensors)) for one in span.all_images)
         return sum(map(span.context.count, placeholder_ids(config))) != num_wanted
@@ -152,13 +151,10 @@ class ChatTemplate:
         """Learn to append messages of this kind. ConfigError if what is written depends on the history."""
         if kind in self._forms:
             return
-        try:
+        why = f"the tokenizer's chat template cannot append {kind} messages to a conversation"
+        fix = "set actor_rollout_ref.model.custom_chat_template to one that can, or use a workflow without them"
+        with raised_as(ConfigError, f"{why}; {fix}", ValueError):
             self._forms[kind], _ = _first(lambda form: self._check(form, kind))
-        except ValueError as error:
-            raise ConfigError(
-                f"the tokenizer's chat template cannot append {kind} messages to a conversation: {error}; set "
-                "actor_rollout_ref.model.custom_chat_template to one that can, or use a workflow without such messages"
-            ) from error
 
     def _check(self, form: Form, kind: Kind) -> None:
         for seed in range(NUM_PROOFS):

@@ -100,11 +100,9 @@ def schema_of(function: Callable[..., object]) -> dict[str, Any]:
     from transformers.utils import get_json_schema
     from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
-    try:
+    fix = f"tool {function.__qualname__}: give it type hints and a docstring with Args"
+    with raised_as(ConfigError, fix, DocstringParsingException, TypeHintParsingException):
         return get_json_schema(function)
-    except (DocstringParsingException, TypeHintParsingException) as error:
-        hint = "give it type hints and a docstring with Args"
-        raise ConfigError(f"tool {function.__qualname__}: {error}; {hint}") from error
 
 
 def target_of(thing: Callable[..., object]) -> str:

@@ -55,7 +55,8 @@ def probs_diff_metrics(*, old_log_probs: Tensor, rollout_log_probs: Tensor, resp
     """
     valid = response_mask.bool()
     ours, theirs = old_log_probs[valid].double().exp(), rollout_log_probs[valid].double().exp()
-    difference, single = (ours - theirs).abs(), 0.0 if len(ours) else math.nan
+    difference = (ours - theirs).abs()
+    single = 0.0 if len(ours) else math.nan
     correlation = torch.corrcoef(torch.stack([ours, theirs]))[0, 1].item() if len(ours) > 1 else math.nan
     return {
         "training/rollout_probs_diff_valid": float(len(ours) > 0),

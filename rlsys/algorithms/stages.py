@@ -73,7 +73,8 @@ def apply_kl_penalty(
     beta, mask = controller.value, column(batch, "response_mask")
     kl = kl_value(column(batch, "old_log_probs"), column(batch, "ref_log_prob"), kl_penalty)
     kl = torch.where(mask.bool(), kl, torch.zeros_like(kl))
-    rewards, current_kl = column(batch, "token_level_scores") - beta * kl, masked_mean(kl, mask, dim=1).mean().item()
+    rewards = column(batch, "token_level_scores") - beta * kl
+    current_kl = masked_mean(kl, mask, dim=1).mean().item()
     controller.update(current_kl, len(batch))
     metrics = {"actor/reward_kl_penalty": current_kl, "actor/reward_kl_penalty_coeff": beta}
     return with_columns(batch, token_level_rewards=rewards), metrics

@@ -88,9 +88,9 @@ def encode_conversation(
         if messages[i].get("tool_calls") and text_of(messages[: i + 1]) == text_of(plain):
             raise ValueError(f"message {i} has tool_calls, which the chat template does not render")
     eos = tokenizer.eos_token_id
-    prompt: list[int] = []
-    response: list[int] = []
+    tokens: list[int] = []
     mask: list[int] = []
+    num_asked = 0
     done = ""
     for answer in answers:
         before = render(tokenizer, messages[:answer], add_generation_prompt=True, template_kwargs=template_kwargs)
@@ -99,20 +99,15 @@ def encode_conversation(
             raise ValueError("the chat template changes earlier turns, so answers cannot be separated from the rest")
         asked = encode_text(tokenizer, before[len(done) :], special_tokens=not done and not tokenizer.chat_template)
         answered = encode_text(tokenizer, after[len(before) :])
-        end = len(answered) - answered[::-1].index(eos) if eos in answered else len(answered)
         if eos is not None and eos not in answered:
-            answered = [*answered, eos]
-            end += 1
-        if not done:
-            prompt = asked
-        else:
-            response, mask = [*response, *asked], [*mask, *[0] * len(asked)]
-        response, mask = [*response, *answered], [*mask, *[1] * end, *[0] * (len(answered) - end)]
+            answered.append(eos)
+        end = len(answered) - answered[::-1].index(eos) if eos in answered else len(answered)
+        num_asked = num_asked if done else len(asked)
+        tokens += [*asked, *answered]
+        mask += [*[0] * len(asked), *[1] * end, *[0] * (len(answered) - end)]
         done = after
-    while mask[-1] == 0:
-        response.pop()
-        mask.pop()
-    return prompt, response, mask
+    end = len(mask) - mask[::-1].index(1)
+    return tokens[:num_asked], tokens[num_asked:end], mask[num_asked:end]
 
 
 def truncate(token_ids: Sequence[int], max_tokens: int, how: Truncation) -> list[int]:

@@ -38,10 +38,8 @@ def load_image(value: object, *, root: str | Path | None = None) -> "Image.Image
     `value` is a PIL image, the bytes of a file, a path (from `root` unless it is absolute), a file:// or data: URL,
     base64, or a mapping that has one of these under one of KEYS. Nothing is fetched. Raises ImageError.
     """
-    try:
+    with raised_as(ConfigError, "images need Pillow: pip install -e '.[vision]'", ImportError):
         from PIL import Image, ImageOps, UnidentifiedImageError
-    except ImportError as error:
-        raise ConfigError("images need Pillow: pip install -e '.[vision]'") from error
 
     data = b""
     try:

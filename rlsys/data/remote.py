@@ -5,7 +5,7 @@ from hashlib import blake2b
 from pathlib import PurePosixPath
 
 from rlsys.data.start_assets import cache_dir
-from rlsys.utils.errors import ConfigError
+from rlsys.utils.errors import ConfigError, raised_as
 
 
 def is_remote(name: str) -> bool:
@@ -17,7 +17,7 @@ def local_copy(url: str) -> str:
     """A copy of the file in the cache, made again where the file has changed; ConfigError that says why not."""
     import fsspec
 
-    try:
+    with raised_as(ConfigError, f"{url} cannot be read; check the address and its credentials"):
         files, path = fsspec.url_to_fs(url)
         version = blake2b(f"{url} {files.ukey(path)}".encode(), digest_size=8).hexdigest()
         copy = cache_dir() / "files" / version / PurePosixPath(path).name
@@ -26,8 +26,4 @@ def local_copy(url: str) -> str:
             beside = copy.with_name(f".{os.getpid()}.{copy.name}")
             files.get_file(path, str(beside))
             beside.replace(copy)
-    except FileNotFoundError as error:
-        raise ConfigError(f"{url}: file not found; set an existing file") from error
-    except Exception as error:  # object stores raise errors of their own libraries
-        raise ConfigError(f"{url} cannot be read: {error}; check the address and its credentials") from error
-    return str(copy)
+        return str(copy)

@@ -42,7 +42,7 @@ def fingerprint(rows: Sequence[Sequence[TokenizedText]]) -> str:
 def load_texts(
     source: str | Sequence[str] | VerlDataset,
     tokenizer: "PreTrainedTokenizerBase",
-    config: SupervisedDataConfig | None = None,
+    config: SupervisedDataConfig = SFTDataConfig(),  # noqa: B008
     *,
     max_samples: int = -1,
     shuffle: bool = False,
@@ -52,7 +52,6 @@ def load_texts(
     For KTO a labelled one and its prompt with the response of the next row. `max_samples`, `shuffle` as for prompts.
     Raises DataError with file and row, ConfigError for missing files.
     """
-    config = config or SFTDataConfig()
     rows = sample_rows(source_rows(source, config.prompt_key), max_samples, seed=config.seed if shuffle else None)
     texts, _ = parse_rows(rows, lambda row: parse_row(row.values, tokenizer, config), bad_rows=config.bad_rows)
     if isinstance(config, DPODataConfig) and all(len(row) == 1 for row in texts):

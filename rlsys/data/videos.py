@@ -104,7 +104,8 @@ def _decoded(data: bytes, settings: Mapping[str, float]) -> Video:
         av.open(io.BytesIO(data), mode="r", options={"format_whitelist": FORMATS}) as file,
     ):
         stream = file.streams.video[0]
-        total, rate = sum(packet.size > 0 for packet in file.demux(stream)), float(stream.average_rate or 0)
+        total = sum(packet.size > 0 for packet in file.demux(stream))
+        rate = float(stream.average_rate or 0)
         wanted = settings["nframes"] or total / rate * settings["fps"]
         if not settings["nframes"]:
             wanted = min(max(wanted, settings["min_frames"]), settings["max_frames"])

@@ -152,7 +152,8 @@ class VisionProcessor:
         size = self.image_processor.temporal_patch_size
         lacking = -len(video.frames) % size
         frames, times = ([*each, *[each[-1]] * lacking] for each in (video.frames, video.times))
-        made, steps = self.image_processor(images=frames, return_tensors="pt"), len(frames) // size
+        steps = len(frames) // size
+        made = self.image_processor(images=frames, return_tensors="pt")
         _, height, width = made["image_grid_thw"][0].tolist()
         pixels = made["pixel_values"].view(steps, size, height * width, 3, size, -1)[..., 0, :]
         pixels = pixels.permute(0, 2, 3, 1, 4).reshape(steps * height * width, -1)

@@ -117,7 +117,8 @@ def name_parts(staging: Path, files: Mapping[str, Sequence[str]]) -> None:
 def exported_config(config: PretrainedConfig, head: Head, dtype: torch.dtype) -> PretrainedConfig:
     """The configuration to write: which class loads it, and the dtype of its weights."""
     own = type(config).from_dict(config.to_dict())
-    own.architectures, own.dtype = [auto_model(config, head)._model_mapping[type(config)].__name__], dtype
+    own.architectures = [auto_model(config, head)._model_mapping[type(config)].__name__]
+    own.dtype = dtype
     if head == "scalar":
         own.num_labels, own.classifier_dropout = 1, 0.0
     return own

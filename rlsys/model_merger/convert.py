@@ -100,8 +100,8 @@ def split(model_dir: Path, target_dir: Path, layout: SplitLayout, *, overwrite: 
     files = list(layout.files(family))
     for _, place in files:
         family.check(hf_config, place)
-    expected, unused = family.hf_shapes(hf_config, head=layout.head), [*family.aliases(hf_config), *carried]
-    hf.check_names(expected, weights, aliases=unused)
+    expected = family.hf_shapes(hf_config, head=layout.head)
+    hf.check_names(expected, weights, aliases=[*family.aliases(hf_config), *carried])
 
     def write(staging: Path) -> None:
         for file, place in files:

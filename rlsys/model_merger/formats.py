@@ -12,6 +12,7 @@ from rlsys.engines import checkpoint, tensor_files
 from rlsys.engines.tensor_files import METADATA, PiecedTensor, StoredBox, pieced_tensors, saved_tensors
 from rlsys.models.hf import differing_tensors, open_safetensors
 from rlsys.models.lora import is_adapter
+from rlsys.models.megatron.adapter_factors import EXPERTS
 from rlsys.models.megatron.family import Family, Head, family_of
 from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
 from rlsys.types import HFConfig, Shard
@@ -19,7 +20,6 @@ from rlsys.utils.errors import CheckpointError, raised_as
 from rlsys.utils.run_folders import step_folder
 
 SPLIT = "split.json"
-EXPERTS = ".mlp.experts."
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ def write_model_card(checkpoint: Path, target: Path, *, title: str) -> None:
     from huggingface_hub import ModelCardData
     from omegaconf import OmegaConf
 
-    number, settings = int(step.name.removeprefix("global_step_")), OmegaConf.load(step.parent / "config.yaml")
+    number = int(step.name.removeprefix("global_step_"))
+    settings = OmegaConf.load(step.parent / "config.yaml")
     model = OmegaConf.select(settings, "actor_rollout_ref.model.path") or OmegaConf.select(settings, "model.path")
     estimator = OmegaConf.select(settings, "algorithm.adv_estimator")
     files = OmegaConf.select(settings, "data.train_files")

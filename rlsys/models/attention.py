@@ -4,22 +4,25 @@ A pack is one row (1, tokens) holding sequences one after another; no token sees
 precision the variable-length flash kernel of torch runs; otherwise each sequence is attended on its own, which costs no
 masked-out work (a dense block-diagonal mask costs the square of the whole pack) and gives each sequence the same digits
 whatever it is packed with.
+
+Under Ulysses sequence parallelism (Jacobs et al. 2023, arXiv:2309.14509) every rank of the group of size S holds a
+slice of the tokens with all heads between attentions; inside attention all tokens with a slice of the heads.
 """
 
+import math
 from collections.abc import Sequence
 from inspect import signature
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed import get_rank as group_rank
-from torch.distributed import get_world_size as group_size
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from transformers import AttentionInterface
 
 from rlsys.models.packing import sequence_ends
-from rlsys.models.ulysses import heads_to_tokens, kv_repeats, tokens_to_heads
 from rlsys.utils.errors import ConfigError
 
 ATTENTION = "rlsys_packed"
@@ -67,10 +70,10 @@ def packed_attention(
         raise PackReachedError
     group = packing.group
     if group is not None:
-        repeats = kv_repeats(query.shape[1], key.shape[1], group_size(group))
+        repeats = kv_repeats(query.shape[1], key.shape[1], dist.get_world_size(group))
         key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
-        query, key, value = (tokens_to_heads(x, group) for x in (query, key, value))
-        s_aux = None if s_aux is None else s_aux.chunk(group_size(group))[group_rank(group)]
+        query, key, value = (_exchange(x, group, gather=2, split=1) for x in (query, key, value))
+        s_aux = None if s_aux is None else s_aux.chunk(dist.get_world_size(group))[dist.get_rank(group)]
     if s_aux is None and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         out = _varlen(query, key, value, packing, scaling, sliding_window)
     else:
@@ -78,7 +81,7 @@ def packed_attention(
         outs = [causal_attention(q, k, v, scaling, sliding_window, s_aux) for q, k, v in parts]
         out = torch.cat(outs, dim=2)
     if group is not None:
-        out = heads_to_tokens(out, group)
+        out = _exchange(out, group, gather=1, split=2)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -109,7 +112,8 @@ def causal_attention(
 
     Each sees the last `window` of them; `sinks` (heads,) are logits of a key without a value.
     """
-    mask, (heads, last), size = None, query.shape[-3:-1], key.shape[-2]
+    mask = None
+    (heads, last), size = query.shape[-3:-1], key.shape[-2]
     if last < size or sinks is not None or (window is not None and window < size):
         at = torch.arange(size, device=query.device)
         behind = at[size - last :, None] - at
@@ -125,3 +129,37 @@ def causal_attention(
 
 
 AttentionInterface.register(ATTENTION, packed_attention)
+
+
+def sum_over(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Sum of the ranks' tensors where every rank continues with the same computation; passes its gradient unchanged."""
+    return _SumOver.apply(x, group)
+
+
+def kv_repeats(num_heads: int, num_kv_heads: int, group_size: int) -> int:
+    """How often each key/value head is repeated so that the heads divide over the group; ConfigError if they cannot."""
+    if num_heads % group_size:
+        raise ConfigError(
+            f"sequence parallelism over {group_size} ranks needs a number of attention heads divisible by it, "
+            f"the model has {num_heads}: choose ulysses_sequence_parallel_size among its divisors"
+        )
+    return math.lcm(num_kv_heads, group_size) // num_kv_heads
+
+
+def _exchange(x: Tensor, group: ProcessGroup, *, gather: int, split: int) -> Tensor:
+    """(1, heads, tokens/S, dim) -> (1, heads/S, tokens, dim), where tokens are gathered and heads split, and back."""
+    parts = torch.stack(x.chunk(dist.get_world_size(group), dim=split))
+    received = all_to_all_single_autograd(parts, None, None, group)
+    return torch.cat(received.unbind(0), dim=gather)
+
+
+class _SumOver(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:  # type: ignore[override]
+        total = x.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad, None

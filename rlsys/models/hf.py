@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import torch
 import transformers
-from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
@@ -49,10 +48,8 @@ def read_config(model: ModelConfig) -> PretrainedConfig:
         return AutoConfig.for_model(**model.override_config)
     if not (Path(model.path) / "config.json").is_file():
         raise CheckpointError(f"no config.json in the model directory {model.path}")
-    try:
+    with raised_as(CheckpointError, f"cannot read {model.path}/config.json"):  # by classes that a model may bring
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-    except (ValueError, OSError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
-        raise CheckpointError(f"cannot read {model.path}/config.json: {' '.join(str(error).split())}") from error
     if not isinstance(config.dtype, torch.dtype | None):
         raise CheckpointError(f"{model.path}/config.json: dtype={config.dtype!r} is not a type; set one as bfloat16")
     if settings := getattr(config, "quantization_config", None):
@@ -245,10 +242,8 @@ def open_model_dir(path: Path) -> TensorSource:
 
 def _indexed(index: Path) -> set[str]:
     """The tensors that an index names, if there is one."""
-    try:
+    with raised_as(CheckpointError, f"{index} is not an index of safetensors files: it has no weight_map"):
         return set(json.loads(index.read_text())["weight_map"]) if index.is_file() else set()
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{index} is not an index of safetensors files: it has no weight_map") from error
 
 
 def _read_pickled(path: Path) -> dict[str, Tensor]:

@@ -9,10 +9,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from rlsys.models.attention import Packing
+from rlsys.models.attention import Packing, sum_over
 from rlsys.models.logprobs import VocabularyPart, token_stats
 from rlsys.models.packing import TokenRows, left_aligned, padded_to
-from rlsys.models.ulysses import sum_over
 from rlsys.models.vision import embed
 from rlsys.utils.errors import ConfigError
 

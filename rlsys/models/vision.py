@@ -165,8 +165,8 @@ def one_image(config: "PretrainedConfig", side: int = 1) -> dict[str, Tensor]:
 def embed(model: VisionModel, token_ids: Tensor, images: PackedImages) -> Embedded:
     """The embeddings of N tokens, those of placeholders replaced by features of the images."""
     features, *deep = image_features(model, images.tensors)
-    tokens, count = model.get_input_embeddings()(token_ids), len(images.places)
-    if not count:
+    tokens = model.get_input_embeddings()(token_ids)
+    if not len(images.places):
         unused = sum((part.sum() for part in deep), features.sum()) * 0.0
         return Embedded(tokens + unused.to(tokens.dtype), images)
     tokens = tokens.index_put((images.places,), features.to(tokens.dtype)[images.numbers])

@@ -152,23 +152,6 @@ def concat_arrays(columns: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.n
     return {key: np.concatenate(parts, axis=0) for key, parts in dict_of_lists(columns).items()}
 
 
-def type_info(value: object) -> str:
-    """A short description of a value's type, looking into containers."""
-    if isinstance(value, list):
-        kinds = sorted({type_info(item) for item in value[:3]})
-        return f"list[{'|'.join(kinds) if kinds else '...'}]"
-    if isinstance(value, tuple):
-        return f"tuple({', '.join(type_info(item) for item in value)})"
-    if isinstance(value, dict):
-        if not value:
-            return "dict"
-        key, item = next(iter(value.items()))
-        return f"dict[{type_info(key)}: {type_info(item)}]"
-    if isinstance(value, np.ndarray):
-        return f"ndarray{value.shape} ({value.dtype})"
-    return type(value).__name__
-
-
 def take_rows(tensor: Tensor | np.ndarray, rows: Tensor) -> Tensor | np.ndarray:
     """Copies of the rows at integer indices, negative ones counted from the end; IndexError outside."""
     if isinstance(tensor, np.ndarray):
@@ -176,11 +159,6 @@ def take_rows(tensor: Tensor | np.ndarray, rows: Tensor) -> Tensor | np.ndarray:
     rows = rows.to(tensor.device, torch.int64)
     rows = torch.where(rows < 0, rows + len(tensor), rows)
     return torch.index_select(tensor, 0, rows, out=_memory(len(rows), [tensor]))
-
-
-def copy_rows(tensor: Tensor) -> Tensor:
-    """A contiguous copy."""
-    return join_rows([tensor])
 
 
 def join_rows(parts: Sequence[Tensor]) -> Tensor:

@@ -202,7 +202,7 @@ class DataProto:
         print(f"{prefix}, {text}" if prefix else text)
 
     def get_data_info(self) -> str:
-        """One line per tensor, array and meta entry with its shape or type."""
+        """One line per tensor and array with its shape, and per meta entry with its type."""
         tensors = cols.tensors_of(self._readable)
         return "\n".join(
             [
@@ -211,7 +211,7 @@ class DataProto:
                 "non_tensor_batch",
                 *(f"  {key}: ndarray{a.shape} ({a.dtype})" for key, a in self.non_tensor_batch.items()),
                 "meta_info",
-                *(f"  {key}: {cols.type_info(value)}" for key, value in self.meta_info.items()),
+                *(f"  {key}: {type(value).__name__}" for key, value in self.meta_info.items()),
             ]
         )
 

@@ -10,8 +10,7 @@ from rlsys.config.schema.jobs import DPOLossConfig
 from rlsys.engines.mesh import gather_json, sum_over_ranks
 from rlsys.interfaces import TrainEngine
 from rlsys.protocol import DataProto
-from rlsys.roles.lm import RankSums
-from rlsys.roles.pairwise import RowLoss, at_first, train_pairwise
+from rlsys.roles.update import RankSums, RowLoss, at_first, train_pairwise
 
 
 class DPOEngine:

@@ -10,10 +10,7 @@ from rlsys.algorithms.masked import masked_sum, to_loss_sum
 from rlsys.engines.mesh import sum_over_ranks
 from rlsys.interfaces import LossSum, TrainEngine
 from rlsys.protocol import DataProto
-from rlsys.roles.update import run_updates
-
-RankSums = dict[str, tuple[float, float]]
-"""Metrics of one rank as (sum, count), see `mean_over_ranks`."""
+from rlsys.roles.update import RankSums, run_updates
 
 
 def lm_loss(outputs: Mapping[str, Tensor], rows: TensorDict) -> LossSum:

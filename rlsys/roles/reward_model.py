@@ -8,8 +8,7 @@ from torch.nn.functional import logsigmoid
 from rlsys.algorithms.masked import at_last_token
 from rlsys.interfaces import TrainEngine
 from rlsys.protocol import DataProto
-from rlsys.roles.lm import RankSums
-from rlsys.roles.pairwise import RowLoss, at_first, train_pairwise
+from rlsys.roles.update import RankSums, RowLoss, at_first, train_pairwise
 
 
 class RWEngine:

@@ -46,12 +46,10 @@ def get_logger(name: str) -> logging.Logger:
     return logging.getLogger(name)
 
 
-def setup_logging(
-    level: str | int = "INFO", *, role: str = "", rank: int | None = None, console: "Console | None" = None
-) -> None:
+def setup_logging(*, role: str = "", rank: int | None = None, console: "Console | None" = None) -> None:
     """Send the log of this process to stderr; calling it again replaces the earlier set-up.
 
-    Our loggers write from `level`, other libraries from WARNING. `role` and `rank` become a prefix `[actor 0]`.
+    Our loggers write from INFO, other libraries from WARNING. `role` and `rank` become a prefix `[actor 0]`.
     `console` receives the lines when it is a terminal (default: `shared_console()`).
     """
     console = console or shared_console()
@@ -70,7 +68,7 @@ def setup_logging(
     handler.set_name(_HANDLER_NAME)
     root.addHandler(handler)
     for name in OUR_LOGGERS:
-        logging.getLogger(name).setLevel(level)
+        logging.getLogger(name).setLevel(logging.INFO)
 
 
 @contextmanager

@@ -59,7 +59,8 @@ def dump_rollouts(
     prompts = [(text, *(part["sha"] for part in _image_parts(talk))) for text, talk in zip(inputs, talks, strict=True)]
     numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
     groups = [numbers[prompt] for prompt in prompts]
-    room, used = math.inf if max_mb is None else max_mb * 1e6 / _BYTES_FOR_THE_PAGE, 0
+    room = math.inf if max_mb is None else max_mb * 1e6 / _BYTES_FOR_THE_PAGE
+    used = 0
     kept: dict[int, tuple[bytes, dict[str, object]]] = {}
     for row in sampled_order(groups, scores, seed=step):
         sample = {"input": inputs[row], "output": outputs[row], "gts": gts[row], "score": scores[row], "step": step}

@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 from rlsys.config.vocabulary import ALWAYS_WRITTEN, TRACKERS
 from rlsys.telemetry.jsonl import JsonlWriter
 from rlsys.telemetry.log import FILE_ONLY, get_logger, redact_tree
-from rlsys.utils.errors import ConfigError
+from rlsys.utils.errors import ConfigError, raised_as
 
 Generation = tuple[str, str, float]
 """(input, output, score) of one sampled response."""
@@ -265,20 +265,17 @@ class Tracking:
         self._run = run = replace(run, config=redact_tree(run.config))
         self._generations: JsonlWriter | None = None
         self._trackers: dict[str, Tracker] = {}
-        self._metrics: JsonlWriter | None = JsonlWriter(run.directory / "metrics.jsonl", resume_step=run.resume_step)
+        self._metrics = JsonlWriter(run.directory / "metrics.jsonl", resume_step=run.resume_step)
         for name in (name for name in dict.fromkeys(loggers) if name not in ALWAYS_WRITTEN):
             try:
-                self._trackers[name] = ADAPTERS[name](run)
-            except BaseException as error:
+                with raised_as(ConfigError, f"trainer.logger={name!r} did not start"):
+                    self._trackers[name] = ADAPTERS[name](run)
+            except BaseException:
                 self.close()
-                if not isinstance(error, Exception):
-                    raise
-                raise ConfigError(f"trainer.logger={name!r} did not start: {type(error).__name__}: {error}") from error
+                raise
 
     def log(self, data: Mapping[str, object], step: int) -> None:
         """Record the metrics of a step; calling twice for a step gives two lines."""
-        if self._metrics is None:
-            raise ValueError("the trackers are closed")
         record = {"step": step, **data}
         if self.best_effort.num_errors:
             record["training/tracker_errors"] = self.best_effort.num_errors
@@ -304,7 +301,6 @@ class Tracking:
         for name, tracker in self._trackers.items():
             self.best_effort(f"tracker {name}", tracker.close)
         self._trackers = {}
-        for writer in (self._metrics, self._generations):
-            if writer is not None:
-                writer.close()
-        self._metrics = self._generations = None
+        self._metrics.close()
+        if self._generations is not None:
+            self._generations.close()

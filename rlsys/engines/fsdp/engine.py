@@ -1,6 +1,6 @@
 """FSDPEngine: a transformers model trained on FSDP2, on 1..n ranks, on CPU (gloo) or CUDA (NCCL)."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -10,20 +10,21 @@ from torch import Tensor
 from rlsys.config.schema.model import CheckpointConfig, ModelConfig, OptimConfig, ShardConfig
 from rlsys.engines.base import BaseTrainEngine, Counted, Visit
 from rlsys.engines.fsdp import sharding
-from rlsys.engines.fsdp.optim import ShardedOptimizer
-from rlsys.engines.fsdp.sharding import HFWeights, full_of, parameters_by_name, tied_names
-from rlsys.engines.fsdp.state import FSDPState
+from rlsys.engines.fsdp.optim import ShardedOptimizer, full_of, local_of
+from rlsys.engines.fsdp.sharding import FSDPState, parameters_by_name, tied_names
 from rlsys.engines.mesh import Ranks, free_device_memory, make_ranks, max_over_ranks
 from rlsys.engines.micro_batches import MicroBatches, Pack, packs_of, split_rows
 from rlsys.interfaces import Part
 from rlsys.models import lora
+from rlsys.models.attention import kv_repeats
 from rlsys.models.hf import Head, build, check_names, layer_modules, open_weights
-from rlsys.models.stacked import saved_shapes, saved_stacks
+from rlsys.models.stacked import as_saved, saved_shapes, saved_stacks
 from rlsys.models.token_model import TokenModel
-from rlsys.models.ulysses import kv_repeats
 from rlsys.models.vision import has_images, is_tower
 from rlsys.protocol import DataProto
-from rlsys.types import WeightLayout
+from rlsys.types import Shard, WeightLayout
+from rlsys.utils.boxes import buckets
+from rlsys.utils.hosts import host_id
 
 
 class FSDPEngine(BaseTrainEngine[Ranks, ShardedOptimizer]):
@@ -68,6 +69,7 @@ class FSDPEngine(BaseTrainEngine[Ranks, ShardedOptimizer]):
         self.lora = lora.lora_settings(model, seed=shard.seed) if optim is not None else None
         if self.lora is not None:
             lora.add_adapters(plain, self.lora)
+        self._adapted = lora.adapted_weights(plain) if self.lora is not None else {}
         if optim is not None and model.enable_gradient_checkpointing:
             plain.gradient_checkpointing_enable({"use_reentrant": False})
         inside = {id(p) for layer in layer_modules(plain) for p in layer.parameters() if p.ndim == 2}
@@ -84,16 +86,24 @@ class FSDPEngine(BaseTrainEngine[Ranks, ShardedOptimizer]):
             )
 
     def _load_initial_weights(self) -> None:
-        parameters = parameters_by_name(self.model)
-        base = {lora.hf_name(name): p for name, p in parameters.items() if not lora.is_adapter(name)}
+        base = self._parameters()
         shapes = {saved: s for n, p in base.items() for saved, s in saved_shapes(n, p.shape, self._stacks).items()}
         weights = open_weights(self.model_config, self.config, head=self.head, seed=self.shard.seed)
         check_names(shapes, weights, aliases=tied_names(self.model, self._stacks))
         sharding.fill(base, weights, self.ranks, self._stacks)
         if self.lora is not None:
-            factors = {name: p for name, p in parameters.items() if lora.is_adapter(name)}
+            factors = self._factors()
             values = lora.adapter_weights(self.lora, {name: tuple(p.shape) for name, p in factors.items()})
             sharding.fill(factors, values, self.ranks, {})
+
+    def _parameters(self) -> dict[str, Tensor]:
+        """The model's sharded parameters and saved buffers by HF name."""
+        named = parameters_by_name(self.model).items()
+        return {lora.hf_name(name): p for name, p in named if not lora.is_adapter(name)}
+
+    def _factors(self) -> dict[str, Tensor]:
+        """The sharded factors of the adapters."""
+        return {name: p for name, p in parameters_by_name(self.model).items() if lora.is_adapter(name)}
 
     @property
     def _weight_dtype(self) -> torch.dtype:
@@ -115,19 +125,45 @@ class FSDPEngine(BaseTrainEngine[Ranks, ShardedOptimizer]):
     def adapters_disabled(self) -> AbstractContextManager[None]:
         return lora.adapters_off(self.model)
 
-    def _held(self) -> HFWeights:
-        adapted = lora.adapted_weights(self.model.model) if self.lora is not None else {}
-        return HFWeights(parameters_by_name(self.model), adapted, self._stacks)
-
     def weight_layout(self) -> WeightLayout:
-        held, aliases = self._held().base, tied_names(self.model, self._stacks)
-        return sharding.weight_layout(held, self.ranks, aliases, self._stacks)
+        """What this rank holds, as boxes of HF tensors under the names they are saved by, parts of stacks one by one.
 
+        A rank without rows of a tensor has no shard of it.
+        """
+        shards: list[Shard] = []
+        shapes: dict[str, tuple[int, ...]] = {}
+        dtypes: dict[str, str] = {}
+        for name, parameter in self._parameters().items():
+            shards += sharding.held_shards(name, parameter, self.ranks, self._stacks)
+            saved = saved_shapes(name, parameter.shape, self._stacks)
+            shapes |= saved
+            dtypes |= dict.fromkeys(saved, str(parameter.dtype).removeprefix("torch."))
+        aliases = tied_names(self.model, self._stacks)
+        return WeightLayout(self.ranks.rank, host_id(), tuple(shards), shapes, dtypes, aliases)
+
+    @torch.no_grad()
     def local_tensors(self) -> Mapping[str, Tensor]:
-        return self._held().local()
+        """This rank's boxes. Collective where there are adapters; adapted ones are fresh tensors, the others live."""
+        factors = self._factors()
+        return {name: self._merged(name, p, factors, local_of) for name, p in self._parameters().items()}
 
+    @torch.no_grad()
     def weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-        return self._held().full(bucket_bytes)
+        """Whole tensors as they are saved, in buckets of about `bucket_bytes`; they may alias parameters: keep none."""
+        base, factors = self._parameters(), self._factors()
+        for names in buckets({name: p.numel() * p.element_size() for name, p in base.items()}, bucket_bytes):
+            tensors = ((name, self._merged(name, base[name], factors, full_of)) for name in names)
+            yield [part for name, tensor in tensors for part in as_saved(name, tensor, self._stacks).items()]
+
+    def _merged(
+        self, name: str, parameter: Tensor, factors: Mapping[str, Tensor], part_of: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """A part of a weight, with that of its adapters' product added if it has them."""
+        part, adapted = part_of(parameter), self._adapted.get(name)
+        if adapted is None:
+            return part
+        product = part_of(factors[adapted.b]).float() @ full_of(factors[adapted.a]).float()
+        return part + (adapted.scale * product).to(part.dtype)
 
     def _state(self, contents: frozenset[str]) -> FSDPState:
         moments = self.optimizer.moments() if self.optimizer is not None and "optimizer" in contents else {}
@@ -136,9 +172,8 @@ class FSDPEngine(BaseTrainEngine[Ranks, ShardedOptimizer]):
     def _adapter(self) -> tuple[lora.LoraSettings, list[str], dict[str, Tensor]] | None:
         if self.lora is None:
             return None
-        factors = {name: full_of(p) for name, p in parameters_by_name(self.model).items() if lora.is_adapter(name)}
-        layers = [name.removesuffix(".weight") for name in lora.adapted_weights(self.model.model)]
-        return self.lora, layers, factors
+        factors = {name: full_of(p) for name, p in self._factors().items()}
+        return self.lora, [name.removesuffix(".weight") for name in self._adapted], factors
 
     def move(self, parts: Sequence[Part], device: str) -> None:
         """Take the named parts to `device`; gradients follow their parameters, so "grads" alone moves nothing.

@@ -1,10 +1,17 @@
-"""FSDP2 over a TokenModel: wrapping, filling shards from a tensor source, who holds which box of which HF tensor."""
+"""FSDP2 over a TokenModel: wrapping, filling shards from a tensor source, who holds which box of which HF tensor.
+
+Checkpoints have tensors under the names and in the shapes in which transformers saves them, so that every engine loads
+what another one saved.
+"""
 
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,18 +23,19 @@ from torch.distributed.tensor import parallel as tp
 from transformers import PreTrainedModel
 
 from rlsys.config.schema.model import ModelConfig, ShardConfig
-from rlsys.engines.fsdp.optim import full_of, local_of, tensor_parallel_part
+from rlsys.engines.fsdp.optim import BLOCK_ELEMENTS, local_of, tensor_parallel_part
 from rlsys.engines.mesh import Ranks
+from rlsys.engines.tensor_files import StoredBoxes, read_tensor_index, saved_tensors
 from rlsys.models.hf import TensorSource, dtype_name, fill_shards, layer_modules, saved_tensors_of, shared_names
 from rlsys.models.logprobs import can_build_kernels
-from rlsys.models.lora import AdaptedWeight, hf_name, is_adapter
-from rlsys.models.stacked import Stacks, as_saved, saved_aliases, saved_shapes, shards_of
+from rlsys.models.lora import hf_name
+from rlsys.models.stacked import Stacks, saved_aliases, saved_shapes, shards_of
 from rlsys.models.token_model import TokenModel
 from rlsys.models.vision import has_images
-from rlsys.types import Box, Shard, WeightLayout
-from rlsys.utils.boxes import buckets
+from rlsys.telemetry.jsonl import JsonObject
+from rlsys.types import Box, Shard
+from rlsys.utils.boxes import slices
 from rlsys.utils.errors import ConfigError
-from rlsys.utils.hosts import host_id
 
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # nothing writes into outputs
 
@@ -53,7 +61,9 @@ def tensor_parallel_plan(model: PreTrainedModel, settings: ModelConfig, size: in
     if not hasattr(model, "score"):
         rules[names[id(model.get_output_embeddings())]] = "colwise"
     heads = {name: getattr(text, name, None) or 0 for name in ("num_attention_heads", "num_key_value_heads")}
-    odd, plan, whole = [f"{name}={count}" for name, count in heads.items() if count % size], dict[str, str](), []
+    odd = [f"{name}={count}" for name, count in heads.items() if count % size]
+    plan: dict[str, str] = {}
+    whole: list[str] = []
     for name, parameter in model.named_parameters(remove_duplicate=False):
         rule = re.sub(r"\.\d+(?=\.)", ".*", name)
         of, rule = (name, rule) if rule in rules else (name.rpartition(".")[0], rule.rpartition(".")[0])
@@ -168,55 +178,67 @@ def fill(parameters: Mapping[str, Tensor], source: TensorSource, ranks: Ranks, s
         fill_shards(local_of(parameter), list(held_shards(name, parameter, ranks, stacks)), source)
 
 
-def weight_layout(
-    parameters: Mapping[str, Tensor], ranks: Ranks, aliases: Mapping[str, str], stacks: Stacks
-) -> WeightLayout:
-    """What this rank holds, as boxes of HF tensors under the names they are saved by, the parts of `stacks` one by one.
+@dataclass(frozen=True)
+class FSDPState:
+    """A Contents of rlsys.engines.checkpoint: sharded parameters by name, this rank's parts of the optimizer's moments
+    by `<moment>.<name>`, and `parts` among "model", "optimizer" and "extra".
 
-    A rank without rows of a tensor has no shard of it.
-    """
-    shards, shapes, dtypes = list[Shard](), dict[str, tuple[int, ...]](), dict[str, str]()
-    for name, parameter in parameters.items():
-        shards += held_shards(name, parameter, ranks, stacks)
-        saved = saved_shapes(name, parameter.shape, stacks)
-        shapes |= saved
-        dtypes |= dict.fromkeys(saved, str(parameter.dtype).removeprefix("torch."))
-    return WeightLayout(
-        rank=ranks.rank, host=host_id(), shards=tuple(shards), full_shapes=shapes, dtypes=dtypes, aliases=dict(aliases)
-    )
-
-
-class HFWeights:
-    """The model's weights under HF names: base tensors, with the adapters' products added where there are adapters.
-
-    Whole tensors of `stacks` are given part by part, as they are saved.
+    What is named absmax are the scales of the blocks of a rank's 8-bit moments: a row of a matrix for each rank.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], adapted: Mapping[str, AdaptedWeight], stacks: Stacks) -> None:
-        self._stacks = stacks
-        self._adapters = {name: p for name, p in parameters.items() if is_adapter(name)}
-        self.base = {hf_name(name): p for name, p in parameters.items() if not is_adapter(name)}
-        self._adapted = adapted
+    ranks: Ranks
+    stacks: Stacks
+    parameters: Mapping[str, Tensor]
+    moments: Mapping[str, Tensor]
+    parts: frozenset[str]
+
+    @property
+    def layout(self) -> tuple[str, JsonObject]:
+        sizes = {"world_size": self.ranks.world_size, "shard_size": self.ranks.copy_size}
+        return "fsdp_config.json", {"FSDP_version": 2, **sizes}
+
+    def _tensors(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Prefix of the keys in the checkpoint, name of the sharded parameter, this rank's rows."""
+        for name, parameter in self.parameters.items() if "model" in self.parts else ():
+            yield "model.", name, local_of(parameter)
+        for key, local in self.moments.items():
+            moment, _, name = key.partition(".")
+            if not moment.startswith("absmax"):
+                yield f"optim.{moment}.", name, local
+
+    def _scales(self) -> Iterator[tuple[str, Tensor]]:
+        return ((key, local) for key, local in self.moments.items() if key.startswith("absmax"))
+
+    def shapes(self) -> dict[str, Sequence[int]]:
+        shapes: dict[str, Sequence[int]] = {
+            prefix + saved: shape
+            for prefix, name, _ in self._tensors()
+            for saved, shape in saved_shapes(name, self.parameters[name].shape, self.stacks).items()
+        }
+        for key, _ in self._scales():
+            rows, *sizes = tensor_parallel_part(self.parameters[key.partition(".")[2]])[1]
+            num_elements = -(-rows // self.ranks.shard_size) * prod(sizes)
+            shapes[f"optim.{key}"] = (self.ranks.copy_size, -(-num_elements // BLOCK_ELEMENTS))
+        return shapes
+
+    def _boxes(self, *, once: bool = False) -> Iterator[tuple[str, Box, Tensor]]:
+        """What this rank holds of each key, and its values, live; `once` without what tensor parallelism copies."""
+        for prefix, name, local in self._tensors():
+            if once and self.ranks.rank % self.ranks.tp_size and tensor_parallel_part(self.parameters[name])[0] is None:
+                continue
+            for shard in held_shards(name, self.parameters[name], self.ranks, self.stacks):
+                yield prefix + shard.box.tensor, shard.box, local[slices(shard.local_start, shard.box.shape)]
+        for key, scales in self._scales():
+            if scales.numel():
+                number = self.ranks.rank % self.ranks.copy_size
+                yield f"optim.{key}", Box(key, (number, 0), (1, len(scales))), scales[None]
+
+    def boxes(self) -> StoredBoxes:
+        first_copy = self.ranks.rank < self.ranks.copy_size
+        return ((key, box.start, values) for key, box, values in self._boxes(once=True) if first_copy)
 
     @torch.no_grad()
-    def local(self) -> dict[str, Tensor]:
-        """This rank's boxes. Collective where there are adapters; adapted ones are fresh tensors, the others live."""
-        return {name: self._merged(name, local_of(p), whole=False) for name, p in self.base.items()}
-
-    @torch.no_grad()
-    def full(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-        """Whole tensors as they are saved, in buckets of about `bucket_bytes`; collective.
-
-        They may alias parameters: copy, keep none.
-        """
-        for names in buckets({name: p.numel() * p.element_size() for name, p in self.base.items()}, bucket_bytes):
-            tensors = ((name, self._merged(name, full_of(self.base[name]), whole=True)) for name in names)
-            yield [part for name, tensor in tensors for part in as_saved(name, tensor, self._stacks).items()]
-
-    def _merged(self, name: str, base: Tensor, *, whole: bool) -> Tensor:
-        adapted = self._adapted.get(name)
-        if adapted is None:
-            return base
-        b = self._adapters[adapted.b]
-        b_rows = full_of(b) if whole else local_of(b)
-        return base + (adapted.scale * (b_rows.float() @ full_of(self._adapters[adapted.a]).float())).to(base.dtype)
+    def read(self, path: Path) -> None:
+        source = saved_tensors(path, read_tensor_index(path) if "model" in self.parts or self.moments else {})
+        for key, box, values in self._boxes():
+            values.copy_(source[key].read(box.start, box.shape))

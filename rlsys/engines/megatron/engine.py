@@ -1,9 +1,10 @@
 """MegatronEngine: a model of Megatron-Core, split by tensors, stages and experts, on CPU (gloo) or CUDA (NCCL)."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,20 +18,19 @@ from rlsys.models.megatron import shim  # noqa: F401
 # isort: split
 
 from megatron.core import parallel_state as mpu
+from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from rlsys.engines.base import BaseTrainEngine, Counted, Visit
 from rlsys.engines.megatron.groups import MegatronRanks, current, make_ranks
 from rlsys.engines.megatron.optim import MegatronAdamW
-from rlsys.engines.megatron.run import run
-from rlsys.engines.megatron.state import MegatronState
-from rlsys.engines.megatron.weights import MergedTensors, ModelShards
+from rlsys.engines.megatron.weights import MegatronState, ModelShards
 from rlsys.engines.mesh import free_device_memory, max_over_ranks
 from rlsys.engines.micro_batches import MicroBatches, Pack, packs_of, split_rows
 from rlsys.interfaces import Output, Part
 from rlsys.models.context import pack_multiple
 from rlsys.models.hf import Head, TensorSource, build, check_names, dtype_name, open_weights, read_config, read_whole
 from rlsys.models.megatron.adapters import adapters_off, add_adapters
-from rlsys.models.megatron.build import TokenGPT, build_chunks
+from rlsys.models.megatron.build import TokenGPT, build_chunks, packed_arguments
 from rlsys.models.megatron.family import decoder_family
 from rlsys.models.megatron.image_tower import ImageTower
 from rlsys.models.megatron.parallel import ParallelSizes
@@ -100,7 +100,7 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
             base = open_weights(model, config, head=head, seed=seed)
             unused = [*family.carried(hf_config), *family.aliases(hf_config)]
             check_names(self.held.base_shapes, base, aliases=unused)
-            self.held.gather_dtypes()
+            _ = self.held.dtypes  # gathered here, where all ranks are
             self.held.mark_parameters(trained=optim is not None)
             weights: TensorSource = base
             if (plan := self.held.adapters) is not None:
@@ -146,18 +146,44 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
         for chunk in chunks:
             chunk.train(backward)
 
-        def visit_hidden(pack: Pack, hidden: Tensor) -> Tensor | None:
-            return visit(pack, partial(self.chunks[-1].token_outputs, hidden, pack.tokens))
-
-        rows = batch.tensors
-        packs, routes = self._packs(batch, size), rows.get("routed_experts", None)
+        packs = self._packs(batch, size)
+        routes = batch.tensors.get("routed_experts", None)
         replay = self._recorder if routes is None else RouterReplay(chunks, routes)
-        if replay is None:
-            run(chunks, packs, visit_hidden, backward=backward)
-            return {}
-        with replay.installed():
-            run(chunks, packs, visit_hidden, backward=backward, replay=replay)
-            return {"actor/routes_differ": replay.different(self.ranks.device)}
+        with nullcontext() if replay is None else replay.installed():
+            self._run_packs(chunks, packs, visit, backward=backward, replay=replay)
+            return {} if replay is None else {"actor/routes_differ": replay.different(self.ranks.device)}
+
+    def _run_packs(
+        self, chunks: Sequence[Any], packs: Sequence[Pack], visit: Visit, *, backward: bool, replay: RouterReplay | None
+    ) -> None:
+        """Run every pack through all chunks by Megatron's schedule: one stage, 1F1B, or interleaved chunks.
+
+        The last stage visits each pack; with `backward` the gradients of what `visit` returns are added up. Routers
+        take the routes of `replay`.
+        """
+        if not packs:
+            return
+
+        def after(pack: Pack, hidden: Tensor, *, non_loss_data: bool = False) -> Any:
+            loss = visit(pack, partial(self.chunks[-1].token_outputs, hidden, pack.tokens))
+            return None if non_loss_data else (loss, torch.zeros((), dtype=torch.int, device=hidden.device), None)
+
+        def forward(iterator: Iterator[Pack], chunk: Any) -> tuple[Tensor, Callable[..., object]]:
+            pack = next(iterator)
+            with nullcontext() if replay is None else replay.forward(chunk, pack.index, pack.tokens):
+                return chunk(**packed_arguments(pack.tokens, pack.tokens.token_ids.device)), partial(after, pack)
+
+        iterators = [iter(packs) for _ in chunks]
+        get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=iterators if len(chunks) > 1 else iterators[0],
+            model=list(chunks) if len(chunks) > 1 else chunks[0],
+            num_microbatches=len(packs),
+            seq_length=packs[0].tokens.num_tokens,
+            micro_batch_size=1,
+            forward_only=not backward,
+            collect_non_loss_data=not backward,
+        )
 
     def _packs(self, batch: DataProto, size: MicroBatches) -> list[Pack]:
         """As many packs on every rank, of one length where stages or ranks of experts exchange them.
@@ -193,16 +219,17 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
         return self.held.layout()
 
     def local_tensors(self) -> Mapping[str, Tensor]:
-        return dict(MergedTensors(self.held))
+        merged = self.held.merged()
+        return {name: merged(name) for name in dict.fromkeys(shard.local for shard in self.held.base_held)}
 
     def weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-        return self.held.full(MergedTensors(self.held), bucket_bytes, names=self.held.base_shapes)
+        return self.held.full(self.held.merged(), bucket_bytes, names=self.held.base_shapes)
 
     def _adapter(self) -> tuple[lora.LoraSettings, list[str], dict[str, Tensor]] | None:
         plan = self.held.adapters
         if plan is None:
             return None
-        buckets = self.held.full(self.held.local(), EXPORT_FILE_BYTES, names=plan.shapes)
+        buckets = self.held.full(self.held.local().__getitem__, EXPORT_FILE_BYTES, names=plan.shapes)
         tensors = {name: tensor.cpu() for bucket in buckets for name, tensor in bucket}
         return plan.settings, [name.removesuffix(".weight") for name in plan.adapted], tensors
 

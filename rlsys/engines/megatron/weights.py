@@ -1,9 +1,14 @@
-"""What a Megatron rank holds of the HF tensors: fill it from a source, describe it, gather whole tensors."""
+"""What a Megatron rank holds of the HF tensors: fill it from a source, describe it, gather whole tensors, save it.
+
+Checkpoints have masters and moments as boxes of HF tensors, so that every engine loads what another one saved. Each
+data-parallel rank writes the elements whose optimizer state it holds, and nothing is gathered.
+"""
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,19 +16,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlsys.engines.megatron.groups import MegatronRanks
+from rlsys.engines.megatron.optim import OptimizerRange
 from rlsys.engines.mesh import gather_json
+from rlsys.engines.optimizer import MOMENTS
+from rlsys.engines.tensor_files import read_tensor_index, saved_tensors
 from rlsys.models.hf import TensorSource
-from rlsys.models.lora import LoraSettings, is_adapter
+from rlsys.models.lora import LoraSettings, hf_name, is_adapter
 from rlsys.models.megatron.adapter_factors import EXPERTS, AdapterPlan, Factors, factors_of, plan_adapters
 from rlsys.models.megatron.adapters import merged_weight
 from rlsys.models.megatron.build import TokenGPT
 from rlsys.models.megatron.convert import load_shards
 from rlsys.models.megatron.family import Family, Head
 from rlsys.models.megatron.parallel import RankPlace
+from rlsys.models.megatron.rules import by_local
 from rlsys.models.megatron.spec import HAS_TRANSFORMER_ENGINE
 from rlsys.models.vision import is_tower
-from rlsys.types import HFConfig, Shard, WeightLayout
-from rlsys.utils.boxes import buckets, slices
+from rlsys.telemetry.jsonl import JsonObject
+from rlsys.types import Box, HFConfig, Shard, WeightLayout
+from rlsys.utils.boxes import buckets, overlap, relative, slices
 from rlsys.utils.hosts import host_id
 
 
@@ -124,12 +134,9 @@ class ModelShards:
         replica = self.ranks.expert_dp_rank if EXPERTS in shard.local else self.ranks.copy_rank
         return replica == 0 and shard not in self.copies
 
-    def gather_dtypes(self) -> None:
-        """Gather what other ranks hold; collective, so that `dtypes` and `untrained` need not be."""
-        _ = self._all_ranks
-
     @cached_property
     def _all_ranks(self) -> list[dict[str, Any]]:
+        """What each rank holds; collective."""
         local = self.local()
         dtypes = {s.box.tensor: str(local[s.local].dtype).removeprefix("torch.") for s in self.shards}
         buffers = sorted({s.box.tensor for s in self.shards if s.local in self.buffers})
@@ -172,53 +179,138 @@ class ModelShards:
         """Copy this rank's boxes from `source`; what no box covers (vocabulary padding) becomes zero."""
         load_shards(source, self.shards, self.local())
 
-    def full(
-        self, local: Mapping[str, Tensor], bucket_bytes: int, *, names: Collection[str]
-    ) -> Iterator[list[tuple[str, Tensor]]]:
-        """Whole HF tensors made of the ranks' `local` ones, bucket by bucket, the same on every rank; collective.
+    def merged(self) -> Callable[[str], Tensor]:
+        """Reads local tensors by name, with the products of their adapters; only the last one that was read is kept."""
+        local = self.local()
 
-        What no rank has in `local` is zero.
+        @lru_cache(maxsize=1)
+        def read(name: str) -> Tensor:
+            return merged_weight(self.chunks, name) if name in self.factors else local[name]
+
+        return read
+
+    def full(
+        self, read: Callable[[str], Tensor], bucket_bytes: int, *, names: Collection[str]
+    ) -> Iterator[list[tuple[str, Tensor]]]:
+        """Whole HF tensors made of what each rank can `read` of local ones, bucket by bucket; the same on every rank.
+
+        Collective. What no rank holds is zero.
         """
         given: dict[str, list[Shard]] = {}
         for shard in self.shards:
-            if shard.local in local and self.gives(shard):
+            if shard.box.tensor in names and self.gives(shard):
                 given.setdefault(shard.box.tensor, []).append(shard)
         dtypes = {name: getattr(torch, self.dtypes[name]) for name in names}
         num_bytes = {name: math.prod(self.full_shapes[name]) * dtypes[name].itemsize for name in names}
         for bucket in buckets(num_bytes, bucket_bytes):
-            yield [(name, self._whole(name, dtypes[name], local, given.get(name, ()))) for name in bucket]
+            yield [(name, self._whole(name, dtypes[name], read, given.get(name, ()))) for name in bucket]
 
-    def _whole(self, name: str, dtype: torch.dtype, local: Mapping[str, Tensor], given: Sequence[Shard]) -> Tensor:
+    def _whole(self, name: str, dtype: torch.dtype, read: Callable[[str], Tensor], given: Sequence[Shard]) -> Tensor:
         """Every byte comes from one rank and is zero on the others, so that a sum of bytes is exact."""
         whole = torch.zeros(self.full_shapes[name], dtype=dtype, device=self.ranks.device)
         for shard in given:
-            whole[slices(shard.box.start, shard.box.shape)] = region(local[shard.local], shard).to(whole)
+            whole[slices(shard.box.start, shard.box.shape)] = region(read(shard.local), shard).to(whole)
         if self.ranks.world_size > 1:
             dist.all_reduce(whole.view(-1).view(torch.uint8))
         return whole
 
 
-class MergedTensors(Mapping[str, Tensor]):
-    """Local tensors, those that have adapters with them merged in; only the last merged one is kept."""
-
-    def __init__(self, held: ModelShards) -> None:
-        self._held, self._local, self._last = held, held.local(), ("", torch.empty(0))
-        self._names = dict.fromkeys(shard.local for shard in held.base_held)
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._held.factors:
-            return self._local[name]
-        if self._last[0] != name:
-            self._last = (name, merged_weight(self._held.chunks, name))
-        return self._last[1]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-
 def region(tensor: Tensor, shard: Shard) -> Tensor:
     """The part of a local tensor that belongs to a shard, as a view."""
     return tensor[slices(shard.local_start, shard.box.shape)]
+
+
+@dataclass(frozen=True)
+class MegatronState:
+    """A Contents of rlsys.engines.checkpoint; `parts` among "model", "optimizer" and "extra"."""
+
+    held: ModelShards
+    ranges: tuple[OptimizerRange, ...]
+    parts: frozenset[str]
+
+    @property
+    def layout(self) -> tuple[str, JsonObject]:
+        return "megatron_config.json", {"world_size": dist.get_world_size(), **asdict(self.held.ranks.sizes)}
+
+    def _kinds(self) -> dict[str, str]:
+        """Prefix of the keys in the checkpoint, by the tensor of a range that they hold."""
+        kinds = {"master": "model."} if "model" in self.parts else {}
+        if "optimizer" in self.parts and self.ranges:
+            kinds |= {moment: f"optim.{moment}." for moment in MOMENTS}
+        return kinds
+
+    def shapes(self) -> dict[str, Sequence[int]]:
+        trained = {name: shape for name, shape in self.held.full_shapes.items() if name not in self.held.untrained}
+        return {
+            prefix + self._saved_name(name): shape
+            for kind, prefix in self._kinds().items()
+            for name, shape in (self.held.full_shapes if kind == "master" else trained).items()
+        }
+
+    def _saved_name(self, name: str) -> str:
+        """A tensor's name in checkpoints, where peft's wrapping of an adapted layer shows, as in FSDPEngine's."""
+        layer, _, kind = name.rpartition(".")
+        is_adapted = self.held.adapters is not None and f"{layer}.weight" in self.held.adapters.adapted
+        return f"{layer}.base_layer.{kind}" if is_adapted else name
+
+    def boxes(self) -> Iterator[tuple[str, tuple[int, ...], Tensor]]:
+        """(key, offset, values) of everything this rank writes; no element is written twice."""
+        kinds = self._kinds()
+        for box, tensors in self._boxes(given_only=True):
+            for kind, prefix in kinds.items():
+                yield prefix + self._saved_name(box.tensor), box.start, tensors[kind]
+        if "model" in self.parts:
+            local = self.held.untrained_here() if self.ranges else self.held.local()
+            for shard in self.held.shards:
+                if shard.local in local and self.held.gives(shard):
+                    name = f"model.{self._saved_name(shard.box.tensor)}"
+                    yield name, shard.box.start, region(local[shard.local], shard)
+
+    def _boxes(self, *, given_only: bool) -> Iterator[tuple[Box, dict[str, Tensor]]]:
+        """Boxes of HF tensors of which this rank holds masters and moments, and views of these."""
+        left_out = self.held.copies if given_only else ()
+        shards = by_local(shard for shard in self.held.shards if shard not in left_out)
+        for part in self.ranges:
+            shape = self.held.parameters[part.local].shape
+            for start, size, at in flat_boxes(part.start, part.stop, shape):
+                for shard in shards.get(part.local, ()):
+                    if (cut := overlap(start, size, shard.local_start, shard.box.shape)) is None:
+                        continue
+                    first, extent = cut
+                    inside = slices(relative(first, start), extent)
+                    count = torch.Size(size).numel()
+                    views = {name: t[at : at + count].view(size)[inside] for name, t in part.tensors.items()}
+                    moved = zip(shard.box.start, first, shard.local_start, strict=True)
+                    yield Box(shard.box.tensor, tuple(b + f - s for b, f, s in moved), extent), views
+
+    @torch.no_grad()
+    def fill(self, kind: str, source: TensorSource) -> None:
+        """Copy "master", "exp_avg" or "exp_avg_sq" from `source`, which may be more precise than the parameters."""
+        for box, tensors in self._boxes(given_only=False):
+            tensors[kind].copy_(source[box.tensor].read(box.start, box.shape))
+
+    def read(self, path: Path) -> None:
+        index = read_tensor_index(path)
+        if "model" in self.parts:
+            self.held.fill(saved_tensors(path, index, "model.", rename=hf_name))
+        for kind, prefix in self._kinds().items():
+            self.fill(kind, saved_tensors(path, index, prefix, rename=hf_name))
+
+
+def flat_boxes(start: int, stop: int, shape: Sequence[int]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
+    """(start, shape, offset from `start`) of the boxes that make up elements `start` to `stop` of a flattened tensor: a
+    part of a row, whole rows, a part of a row."""
+    if len(shape) == 1:
+        yield (start,), (stop - start,), 0
+        return
+    width, at = math.prod(shape[1:]), start
+    while at < stop:
+        row, column = divmod(at, width)
+        if column == 0 and (whole := (stop - at) // width):
+            yield (row, *(0,) * (len(shape) - 1)), (whole, *shape[1:]), at - start
+            at += whole * width
+            continue
+        end = min(stop - at, width - column)
+        for first, size, offset in flat_boxes(column, column + end, shape[1:]):
+            yield (row, *first), (1, *size), at - start + offset
+        at += end

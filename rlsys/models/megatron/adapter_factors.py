@@ -25,11 +25,6 @@ class AdapterPlan:
     adapted: Mapping[str, AdaptedWeight]
     shapes: Mapping[str, tuple[int, ...]]
 
-    def saved_name(self, name: str) -> str:
-        """A tensor's name in checkpoints, where peft's wrapping of an adapted layer shows, as in FSDPEngine's."""
-        layer, _, kind = name.rpartition(".")
-        return f"{layer}.base_layer.{kind}" if f"{layer}.weight" in self.adapted else name
-
 
 def plan_adapters(settings: LoraSettings, model: Sequence[Shard], shapes: Mapping[str, tuple[int, ...]]) -> AdapterPlan:
     """Which of the model's linear layers get adapters; `model` is what one rank would hold that holds all of it.

@@ -26,13 +26,7 @@ from rlsys.models.megatron.rules import extents
 from rlsys.types import Shard
 from rlsys.utils.errors import ConfigError
 
-UNSUPPORTED_SETTINGS = (
-    "fp8",
-    "fp4",
-    "use_transformer_engine_op_fuser",
-    "delay_wgrad_compute",
-    "cpu_offloading",
-)
+UNSUPPORTED_SETTINGS = ("fp8", "fp4", "use_transformer_engine_op_fuser", "delay_wgrad_compute", "cpu_offloading")
 """Megatron's settings that round merged weights, or read a layer's parameters without their adapters."""
 
 

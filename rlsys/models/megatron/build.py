@@ -31,7 +31,7 @@ from rlsys.models.packing import TokenRows, sequence_ends, to_device
 from rlsys.models.token_model import token_numbers
 from rlsys.models.vision import feature_numbers
 from rlsys.types import HFConfig
-from rlsys.utils.errors import ConfigError
+from rlsys.utils.errors import ConfigError, raised_as
 
 
 def transformer_config(
@@ -90,10 +90,8 @@ def transformer_config(
     if fp8 is not None:
         settings["fp8"] = fp8
     kind = MLATransformerConfig if family.mla else TransformerConfig
-    try:
+    with raised_as(ConfigError, "Megatron refuses this configuration", TypeError, ValueError, AssertionError):
         config = kind(**settings | overrides)
-    except (TypeError, ValueError, AssertionError) as error:
-        raise ConfigError(f"Megatron refuses this configuration: {error}") from error
     if __version__.startswith("0.16."):
         _weigh_router_losses(config, sizes.cp * (sizes.tp if config.sequence_parallel else 1))
     return config

@@ -3,11 +3,12 @@
 Everything here is arithmetic on a model's config.json; nothing imports Megatron. Families are tables in `families/`.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from math import ceil
+from operator import add
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Literal
 
@@ -117,34 +118,19 @@ class Family:
 
     def hf_shapes(self, hf_config: HFConfig, *, head: Head = "lm") -> dict[str, tuple[int, ...]]:
         """The full shape of every HF tensor that is trained, in the order of the model; not those of `carried`."""
-        dims = self.dims(hf_config)
-        shapes = {name: shape for name, _, shape in self.tower}
-        shapes |= {self.prefix + name: shape for name, shape in EMBEDDING.parts(dims)}
-        for layer in range(dims["layers"]):
-            sparse = self.is_sparse(hf_config, layer)
-            shapes.update(self._layer_shapes(layer, self._layer_rules(sparse, dims), dims, experts=sparse))
-        for rule, prefix in self._last_rules(hf_config, head):
-            shapes |= {prefix + name: shape for name, shape in rule.parts(dims)}
-        return shapes
+        return whole_shapes(self._shards(hf_config, RankPlace(), head, te=False))
 
     def carried(self, hf_config: HFConfig) -> dict[str, tuple[int, ...]]:
         """HF tensors that Megatron does not hold and conversion passes on, where a checkpoint has them."""
         dims = self.dims(hf_config)
-        shapes: dict[str, tuple[int, ...]] = {}
+        index = ShardIndex(0, 1, dims)
+        shards: list[Shard] = []
         for layer in range(dims["layers"], dims["layers"] + dims.get("mtp_layers", 0)):
-            rules = [*self._layer_rules(True, dims), *self.mtp]
-            shapes.update(self._layer_shapes(layer, rules, dims, experts=True))
-        return shapes
-
-    def _layer_shapes(
-        self, layer: int, rules: Sequence[Rule], dims: Dims, *, experts: bool
-    ) -> Iterator[tuple[str, tuple[int, ...]]]:
-        prefix = f"{self.prefix}layers.{layer}."
-        for rule in (*rules, *(self.expert_stacks if experts else ())):
-            yield from ((prefix + name, shape) for name, shape in rule.parts(dims))
-        parts = [part for rule in self.expert for part in rule.parts(dims)]
-        for e in range(dims["experts"] if experts else 0):
-            yield from ((prefix + name.format(e=e), shape) for name, shape in parts)
+            hf = f"{self.prefix}layers.{layer}."
+            for rule in (*self._layer_rules(True, dims), *self.mtp):
+                shards += _rule_shards(rule, "", hf, index, te=False)
+            shards += self._experts("", hf, RankPlace(), index, te=False)
+        return whole_shapes(shards)
 
     def layers_of(self, hf_config: HFConfig, place: RankPlace) -> list[list[int]]:
         """Global layer numbers of each virtual chunk of the stage `place.pp_rank`, by Megatron's own split.
@@ -265,7 +251,17 @@ def known_families() -> dict[str, Family]:
     """The families of `families/` by model_type."""
     package = import_module("rlsys.models.megatron.families")
     modules = [import_module(f"{package.__name__}.{info.name}") for info in iter_modules(package.__path__)]
-    return {model_type: module.FAMILY for module in modules for model_type in module.FAMILY.model_types}
+    families = [value for module in modules for value in vars(module).values() if isinstance(value, Family)]
+    return {model_type: family for family in families for model_type in family.model_types}
+
+
+def whole_shapes(shards: Iterable[Shard]) -> dict[str, tuple[int, ...]]:
+    """The full shape of each HF tensor that the shards make up, in their order."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for box in (shard.box for shard in shards):
+        end = map(add, box.start, box.shape)
+        shapes[box.tensor] = tuple(map(max, end, shapes[box.tensor])) if box.tensor in shapes else tuple(end)
+    return shapes
 
 
 def _rule_shards(rule: Rule, local: str, hf: str, index: ShardIndex, te: bool) -> Iterator[Shard]:

@@ -4,8 +4,9 @@ tensor-parallel rank, whose features replace embeddings of image tokens and are 
 F features, H hidden size, N tokens of a pack, t of them on this rank.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -97,7 +98,7 @@ class ImageTower(nn.Module):
                     module._parameters[name] = real
         chunk.tower = self
         for number in range(self.num_deep):
-            chunk.decoder.layers[number].register_forward_hook(_adder(number), with_kwargs=True)
+            chunk.decoder.layers[number].register_forward_hook(partial(_add_features, number), with_kwargs=True)
 
     def embed(self, tokens: Tensor, packing: ImagePacking, *, sequence_parallel: bool) -> Tensor:
         """Tokens (t, 1, H), or this rank's share of them under sequence parallelism, with features in their places."""
@@ -117,14 +118,12 @@ class ImageTower(nn.Module):
         return tokens
 
 
-def _adder(number: int) -> Callable[..., tuple[Tensor, object]]:
-    def add(
-        layer: nn.Module, args: object, options: Mapping[str, object], output: tuple[Tensor, object]
-    ) -> tuple[Tensor, object]:
-        packing = options["packed_seq_params"]
-        if not isinstance(packing, ImagePacking):
-            return output
-        places = (packing.numbers >= 0).nonzero()[:, 0]
-        return output[0].index_add(0, places, packing.deep[number][packing.numbers[places], None]), output[1]
-
-    return add
+def _add_features(
+    number: int, layer: nn.Module, args: object, options: Mapping[str, object], output: tuple[Tensor, object]
+) -> tuple[Tensor, object]:
+    """What a layer gives, with its features of images added."""
+    packing = options["packed_seq_params"]
+    if not isinstance(packing, ImagePacking):
+        return output
+    places = (packing.numbers >= 0).nonzero()[:, 0]
+    return output[0].index_add(0, places, packing.deep[number][packing.numbers[places], None]), output[1]

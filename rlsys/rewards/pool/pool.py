@@ -7,10 +7,10 @@ children's event loop; `score` and `submit` may be called from any number of thr
 
 import math
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Self
 
 from rlsys.rewards.pool.children import END_S, MAX_FAILED_STARTS, START_S, Children, remove_abandoned_folders
 from rlsys.rewards.pool.messages import Grader, RewardItem, RewardResult, failed, reward_metrics
@@ -20,8 +20,6 @@ from rlsys.utils.errors import ConfigError, result_within
 from rlsys.utils.plugins import PACKAGE
 
 __all__ = ["Grader", "RewardItem", "RewardPool", "RewardResult", "failed", "reward_metrics"]
-
-T = TypeVar("T")
 
 
 class RewardPool:
@@ -49,12 +47,13 @@ class RewardPool:
         if self._num_workers == 0:
             self._grade_here(())
             return
-        loaded = self._run(lambda children: children.grade([None]))
+        loaded = self._graded([None])
         result_within(loaded, MAX_FAILED_STARTS * (START_S + END_S), who="the reward pool", stage="start")
 
     def score(self, items: Sequence[RewardItem], *, deadline_s: float | None = None) -> list[RewardResult]:
         """Grade `items`; results are in their order. Raises DeadlineError when `deadline_s` passes first."""
-        results, hint = self.submit(items), "raise trainer.deadlines.reward_s or lower reward.timeout_s"
+        results = self.submit(items)
+        hint = "raise trainer.deadlines.reward_s or lower reward.timeout_s"
         try:
             return result_within(results, deadline_s, who="the reward pool", stage="reward", hint=hint)
         finally:
@@ -63,7 +62,7 @@ class RewardPool:
     def submit(self, items: Sequence[RewardItem]) -> Future[list[RewardResult]]:
         """Grade `items` in the background; asyncio.wrap_future makes the future awaitable."""
         if items and self._num_workers:
-            return self._run(lambda children: children.grade(items))
+            return self._graded(items)
         done: Future[list[RewardResult]] = Future()
         done.set_result(self._grade_here(items) if items else [])
         return done
@@ -76,15 +75,15 @@ class RewardPool:
             thread, children = running
             thread.close(children.close(), wait_s=5 * END_S)
 
-    def _run(self, work: Callable[[Children], Coroutine[object, None, T]]) -> Future[T]:
-        """Start a coroutine of the children, and first the thread of their event loop if it does not run."""
+    def _graded(self, items: Sequence[RewardItem | None]) -> Future[list[RewardResult]]:
+        """Results of the children, whose event loop gets a thread first if it does not run."""
         with self._lock:
             if self._running is None:
                 remove_abandoned_folders()
                 children = Children(self._grader, num_workers=self._num_workers, timeout_s=self._timeout_s)
                 self._running = LoopThread("reward-pool"), children
             thread, children = self._running
-            return thread.start(work(children))
+            return thread.start(children.grade(items))
 
     def _grade_here(self, items: Sequence[RewardItem]) -> list[RewardResult]:
         grader = self._grader

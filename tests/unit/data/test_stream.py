@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from rlsys.config.schema.data import DataConfig, SFTDataConfig
-from rlsys.data.dataset import first_rows
+from rlsys.data.dataset import RowStream, first_rows
 from rlsys.data.files import Row
 from rlsys.data.rows import PromptRow
-from rlsys.data.stream import RowStream
 from rlsys.data.supervised import TokenizedText
 from rlsys.utils.errors import CheckpointError, ConfigError
 

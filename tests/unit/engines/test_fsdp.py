@@ -7,7 +7,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from rlsys.config.schema.model import ShardConfig
-from rlsys.models.ulysses import kv_repeats
+from rlsys.models.attention import kv_repeats
 from rlsys.utils.errors import ConfigError
 from tests.engine_gradients import gradients
 from tests.ranks import run_ranks

@@ -42,7 +42,7 @@ def train_adapters(place: Path) -> dict[str, Any]:
     assert same(start, whole(engine))
     for _ in range(3):
         assert train(engine).applied
-    base = engine._held().base
+    base = engine._parameters()
     assert all(p.grad is None and not p.requires_grad for p in base.values())
     with engine.adapters_disabled():
         assert torch.equal(log_probs(engine), first)
@@ -123,7 +123,7 @@ def test_a_scalar_head_is_trained_whole_beside_the_adapters() -> None:
 
 def targets(names: Any, without: Any = ()) -> set[str]:
     engine = lora_engine(2, target_modules=names, exclude_modules=without)
-    return {name.rsplit(".", 2)[1] for name in engine._held()._adapted}
+    return {name.rsplit(".", 2)[1] for name in engine._adapted}
 
 
 def test_target_modules_pick_the_layers() -> None:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from rlsys.config.schema.model import ModelConfig, OptimConfig
 from rlsys.engines.megatron.engine import HostOffload, MegatronEngine
-from rlsys.engines.megatron.state import flat_boxes
+from rlsys.engines.megatron.weights import flat_boxes
 from rlsys.engines.micro_batches import MicroBatches
 from rlsys.interfaces import LossSum
 from rlsys.models.megatron.adapters import LayerAdapters, add_adapters

@@ -163,7 +163,7 @@ def test_an_address_that_cannot_be_written_is_one_clear_error(tmp_path: Path) ->
         CheckpointStore(tmp_path, keep={}, remote=f"file://{tmp_path}/file/run").remote.check()
     with pytest.raises(ConfigError, match="StoreError: no such endpoint; check the address"):
         CheckpointStore(tmp_path, keep={}, remote="full://bucket").remote.check()
-    with pytest.raises(ConfigError, match=r"full://bucket/rows\.parquet cannot be read: no such endpoint"):
+    with pytest.raises(ConfigError, match=r"full://bucket/rows\.parquet cannot be read.*no such endpoint"):
         local_copy("full://bucket/rows.parquet")
     with pytest.raises(OSError, match="507"):
         CheckpointStore(tmp_path, keep={}, remote="full://bucket").remote.upload(
