@@ -24,7 +24,7 @@ from rlsys.telemetry.log import FILE_ONLY, get_logger, setup_logging
 from rlsys.utils import errors
 from rlsys.utils.gpus import GPUS
 from rlsys.utils.hub import is_hub_id
-from trainer.machine import check_machine, device_memory
+from trainer.machine import SERVING, check_machine, device_memory, installed_engines
 from trainer.summary import summary_lines
 
 if TYPE_CHECKING:
@@ -102,7 +102,10 @@ def _choose(config: C, given: Collection[str], arguments: Arguments) -> tuple[Ma
         return {}, ""
     from rlsys.planning.sizes import choose_sizes
 
-    return choose_sizes(config, given, _machine(config, arguments))
+    engines = SERVING if arguments.gpu else installed_engines()
+    if config.actor_rollout_ref.model.path is None:
+        engines = ()  # the start model is trained before a serving engine has started
+    return choose_sizes(config, given, _machine(config, arguments), engines=engines)
 
 
 def _machine(config: PPOConfig, arguments: Arguments) -> "Machine":

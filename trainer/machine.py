@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Literal
 from urllib.parse import urlsplit
 
@@ -21,7 +22,8 @@ from rlsys.telemetry.trackers import flat_settings
 from rlsys.utils.errors import ConfigError, raised_as
 from rlsys.utils.hub import download_config, is_hub_id
 
-TABLES = {"vllm": VLLM, "sglang": SGLANG}
+SERVING = {"vllm": VLLM, "sglang": SGLANG}
+"""Serving engines, the one to choose first, and the versions of each that work."""
 OWN_ENVIRONMENT = ("pip", "uv", "conda", "py_executable", "container", "image_uri")
 """Fields of Ray's runtime_env that give workers other packages than this process has."""
 GRADER = "reward.reward_model.model_path"
@@ -38,9 +40,9 @@ def check_machine(config: JobConfig, *, dry_run: bool) -> list[str]:
     notes: list[str] = []
     if isinstance(config, PPOConfig | EvalConfig):
         name = config.actor_rollout_ref.rollout.name
-        if name in TABLES and not set(OWN_ENVIRONMENT) & set(config.ray_kwargs.ray_init.runtime_env):
+        if name in SERVING and not set(OWN_ENVIRONMENT) & set(config.ray_kwargs.ray_init.runtime_env):
             with raised_as(ConfigError, f"actor_rollout_ref.rollout.name = {name}", ConfigError):
-                TABLES[name].installed_features()
+                SERVING[name].installed_features()
     if not _joins_a_cluster(config):
         notes += _capacity(config)
     elif dry_run:
@@ -56,6 +58,14 @@ def check_machine(config: JobConfig, *, dry_run: bool) -> list[str]:
     if dry_run and isinstance(config, PPOConfig) and resolve_pools(config).external:
         _check_servers(config)
     return notes
+
+
+def installed_engines() -> Iterator[str]:
+    """The serving engines that are installed here, in versions that work."""
+    for name, table in SERVING.items():
+        with suppress(ConfigError):
+            table.installed_features()
+            yield name
 
 
 def _joins_a_cluster(config: JobConfig) -> bool:

@@ -14,8 +14,8 @@ CHOICE = "from the plan"
 """The origin of what a job chooses."""
 _POLICY, _TOKENS = "actor_rollout_ref", "max_token_len_per_gpu"
 BUDGETS = (f"{_POLICY}.actor.ppo_{_TOKENS}", f"critic.ppo_{_TOKENS}", f"reward.reward_model.forward_{_TOKENS}")
-COMPILE = "use_torch_compile"
-CHOSEN = (_TOKENS, "enable_gradient_checkpointing", "max_num_seqs", "gpu_memory_utilization", COMPILE)
+COMPILE, ENGINE = "use_torch_compile", f"{_POLICY}.rollout.name"
+CHOSEN = (_TOKENS, "enable_gradient_checkpointing", "max_num_seqs", "gpu_memory_utilization", COMPILE, ENGINE)
 """Ends of the keys that a PPO job chooses where they are not set, or `auto` (`rlsys.planning.sizes`)."""
 DERIVED = ("from ", "follows ")
 """How the origins of settings begin that follow from others."""

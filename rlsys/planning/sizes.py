@@ -1,19 +1,20 @@
 """What a job chooses itself where it is not set: by the memory plan, for the device that it runs on.
 
-Whether layers are compiled, token budgets of updates and of log-probs, whether activations are recomputed, how many
-sequences are decoded together and the share of a GPU that a serving engine takes. What a user or a preset set is never
-changed.
+The rollout engine, whether layers are compiled, token budgets of updates and of log-probs, whether activations are
+recomputed, how many sequences are decoded together and the share of a GPU that a serving engine takes. What a user or a
+preset set is never changed.
 """
 
 from bisect import bisect
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 from rlsys.config import PPOConfig, plan_batches
+from rlsys.config.checks.all import check
 from rlsys.config.checks.batches import sequence_ranks
-from rlsys.config.derive import COMPILE
+from rlsys.config.derive import COMPILE, ENGINE
 from rlsys.config.engines import rollout_backend
 from rlsys.config.introspect import replaced, shown
 from rlsys.config.plan import RolePlan
@@ -83,6 +84,12 @@ class _Sizes:
             if key not in self.given and not (odd or shard.full_determinism or shard.dtype == "float32"):
                 self.choose(key, True)
 
+    def choose_engine(self, engines: Iterable[str]) -> None:
+        """The first that works with all other settings."""
+        fit = (name for name in engines if not check(replaced(self.cfg, {ENGINE: name}))[0])
+        if ENGINE not in self.given and (name := next(fit, "")):
+            self.choose(ENGINE, name)
+
     def choose_sequences(self) -> None:
         """All rows of a replica together, within limits."""
         rollout, ranks = self.cfg.actor_rollout_ref.rollout, plan_batches(self.cfg).pools.rollout_ranks
@@ -135,11 +142,13 @@ class _Sizes:
             self.choose(key, self.largest(key, stage, least) or least)
 
 
-def choose_sizes(cfg: PPOConfig, given: Collection[str], machine: Machine) -> tuple[dict[str, object], str]:
+def choose_sizes(
+    cfg: PPOConfig, given: Collection[str], machine: Machine, *, engines: Iterable[str] = ()
+) -> tuple[dict[str, object], str]:
     """Values of keys that are not `given`, and what the plan says of them.
 
-    None for a GPU whose memory, or a model whose sizes, are not known. ConfigError with the arithmetic if an update
-    does not fit at all.
+    `engines` are those that can be had on a GPU, the best first. None for a GPU whose memory, or a model whose sizes,
+    are not known. ConfigError with the arithmetic if an update does not fit at all.
     """
     try:
         plan_memory(cfg, machine)
@@ -151,6 +160,8 @@ def choose_sizes(cfg: PPOConfig, given: Collection[str], machine: Machine) -> tu
     longest, scored = cfg.data.max_prompt_length + cfg.data.max_response_length, f"log_prob_{_TOKENS}"
     least, of_critic = -(-longest // sequence_ranks(policy.actor)), -(-longest // sequence_ranks(critic))
     sizes = _Sizes(cfg, given, machine)
+    if machine.device == "cuda":
+        sizes.choose_engine(engines)
     if machine.device == "cuda" and not cfg.trainer.reproducible:
         sizes.choose_compiled()
     sizes.choose_sequences()

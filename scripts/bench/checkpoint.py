@@ -11,6 +11,7 @@ both. The first save beside steps is compared with the one at once, made of the 
 
 import argparse
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -18,6 +19,8 @@ from pathlib import Path
 from statistics import mean
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from rlsys.config.schema.model import ModelConfig, OptimConfig
 from rlsys.engines.checkpoint import MANIFEST, Saving

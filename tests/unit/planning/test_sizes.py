@@ -24,6 +24,7 @@ SCORED = f"{POLICY}.rollout.log_prob_max_token_len_per_gpu"
 RECOMPUTE, SHARE = f"{POLICY}.model.enable_gradient_checkpointing", f"{POLICY}.rollout.gpu_memory_utilization"
 VLLM = f"{POLICY}.rollout.name=vllm"
 COMPILE, ENGINE = f"{POLICY}.actor.fsdp_config.use_torch_compile", f"{POLICY}.rollout.name"
+OLD_ANSWERS = ("trainer.reproducible=true", "trainer.max_staleness=2", "trainer.rollout_workers=1")
 CRITIC_COMPILE = "critic.fsdp.use_torch_compile"
 
 
@@ -202,3 +203,26 @@ def test_a_whole_share_in_one_micro_batch_is_reported() -> None:
     )
     rows = (f"{POLICY}.actor.use_dynamic_bsz=false", f"{POLICY}.actor.ppo_micro_batch_size_per_gpu=4")
     assert not [note for job in (loaded(), loaded(*rows)) for note in job.notes if "whole share" in note]
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "engine"),
+    [
+        ((), "cuda", "vllm"),
+        ((), "cpu", "hf"),
+        ((f"{ENGINE}=auto",), "cuda", "vllm"),
+        ((f"{ENGINE}=hf",), "cuda", "hf"),
+        (OLD_ANSWERS, "cuda", "hf"),  # for these runs serving engines need full_determinism
+        ((*OLD_ANSWERS, f"{POLICY}.rollout.full_determinism=true"), "cuda", "vllm"),
+    ],
+)
+def test_the_engine_is_the_first_on_a_gpu_that_works_with_the_settings(
+    settings: tuple[str, ...], device: Device, engine: str
+) -> None:
+    job = loaded(*settings, preset="smollm2")
+    machine = Machine(device, int(79.2 * GIB), SHAPES["135M"])
+    sizes, text = choose_sizes(job.config, job.settings.keys(), machine, engines=("vllm", "sglang"))
+    after = loaded(*settings, preset="smollm2", chosen=sizes)
+    assert after.config.actor_rollout_ref.rollout.name == engine
+    assert (SHARE in sizes) is (engine == "vllm")
+    assert ("rollout.name=vllm" in text) is (engine == "vllm")
