@@ -24,7 +24,7 @@ from rlsys.telemetry.log import FILE_ONLY, get_logger, setup_logging
 from rlsys.utils import errors
 from rlsys.utils.gpus import GPUS
 from rlsys.utils.hub import is_hub_id
-from trainer.machine import check_machine, device_memory
+from trainer.machine import check_engine_arguments, check_machine, device_memory
 from trainer.summary import summary_lines
 
 if TYPE_CHECKING:
@@ -83,6 +83,8 @@ def _check(config: C, arguments: Arguments) -> tuple[list[str], dict[str, str]]:
 
         check_model("actor_rollout_ref.actor.megatron", policy.model, policy.actor.shard)
     notes = check_machine(config, dry_run=arguments.dry_run) if arguments.gpu is None else []
+    if arguments.gpu is not None and isinstance(config, PPOConfig):
+        notes += check_engine_arguments(config)
     gpu, machine = arguments.gpu, _machine(config, arguments) if isinstance(config, PPOConfig) else None
     if gpu is not None and not (machine and machine.actor):
         raise errors.ConfigError("--gpu plans PPO jobs whose model's config.json is on this machine; remove it")

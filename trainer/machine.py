@@ -1,11 +1,16 @@
 """Whether this machine can run a job: packages, GPUs, processes, models by name, servers. Nothing heavy is imported."""
 
+import ast
 import glob
 import os
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from difflib import get_close_matches
+from fnmatch import fnmatch
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
@@ -22,6 +27,11 @@ from rlsys.utils.errors import ConfigError, raised_as
 from rlsys.utils.hub import download_config, is_hub_id
 
 TABLES = {"vllm": VLLM, "sglang": SGLANG}
+ARGUMENTS = {
+    "vllm": (("engine/arg_utils.py", "EngineArgs"),),
+    "sglang": (("srt/server_args.py", "ServerArgs"), ("srt/arg_groups/fields/*.py", "*")),
+}
+"""Files of an engine's package, and the classes in them, whose fields are its arguments."""
 OWN_ENVIRONMENT = ("pip", "uv", "conda", "py_executable", "container", "image_uri")
 """Fields of Ray's runtime_env that give workers other packages than this process has."""
 GRADER = "reward.reward_model.model_path"
@@ -38,9 +48,10 @@ def check_machine(config: JobConfig, *, dry_run: bool) -> list[str]:
     notes: list[str] = []
     if isinstance(config, PPOConfig | EvalConfig):
         name = config.actor_rollout_ref.rollout.name
-        if name in TABLES and not set(OWN_ENVIRONMENT) & set(config.ray_kwargs.ray_init.runtime_env):
+        if name in TABLES and _has_our_packages(config):
             with raised_as(ConfigError, f"actor_rollout_ref.rollout.name = {name}", ConfigError):
                 TABLES[name].installed_features()
+        notes += check_engine_arguments(config)
     if not _joins_a_cluster(config):
         notes += _capacity(config)
     elif dry_run:
@@ -56,6 +67,45 @@ def check_machine(config: JobConfig, *, dry_run: bool) -> list[str]:
     if dry_run and isinstance(config, PPOConfig) and resolve_pools(config).external:
         _check_servers(config)
     return notes
+
+
+def _has_our_packages(config: JobConfig) -> bool:
+    return not set(OWN_ENVIRONMENT) & set(config.ray_kwargs.ray_init.runtime_env)
+
+
+def check_engine_arguments(config: PPOConfig | EvalConfig) -> Iterator[str]:
+    """ConfigError for names in engine_kwargs that the installed engine lacks, and a note where none is installed."""
+    name = config.actor_rollout_ref.rollout.name
+    key, given = f"actor_rollout_ref.rollout.engine_kwargs.{name}", config.actor_rollout_ref.rollout.engine_kwargs
+    asked = getattr(given, name) if name in TABLES else {}
+    known = argument_names(name) if asked and _has_our_packages(config) else []
+    if asked and not known:
+        yield f"{key}: the workers' {name} is not installed here, so names of its arguments are not checked"
+        return
+    problems = []
+    for one in asked.keys() - {*known}:
+        near = " or ".join(get_close_matches(one.replace("-", "_"), known))
+        fix = f"set {near} instead" if near else "remove it"
+        problems.append(f"{key}.{one}: {name} {TABLES[name].installed()} has no such argument; {fix}")
+    if problems:
+        raise ConfigError("\n".join(sorted(problems)))
+
+
+def argument_names(engine: str) -> list[str]:
+    """The fields of an installed engine's arguments, read from its source without importing it; else none."""
+    spec = find_spec(engine)
+    folders = (spec and spec.submodule_search_locations) or ()
+    trees = [
+        (ast.parse(file.read_text(encoding="utf-8")), wanted)
+        for folder in folders
+        for pattern, wanted in ARGUMENTS[engine]
+        for file in Path(folder).glob(pattern)
+    ]
+    owners = (node for tree, wanted in trees for node in tree.body if fnmatch(getattr(node, "name", ""), wanted))
+    fields = (field for owner in owners if isinstance(owner, ast.ClassDef) for field in owner.body)
+    return [
+        field.target.id for field in fields if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+    ]
 
 
 def _joins_a_cluster(config: JobConfig) -> bool:

@@ -41,6 +41,41 @@ def test_a_missing_engine_is_refused_unless_workers_have_packages_of_their_own(m
     assert notes(*argv, "ray_kwargs.ray_init.runtime_env={pip: [vllm]}") == []
 
 
+NOT_RUN = "raise AssertionError('the package is read, not run')\n"
+
+
+def install(root: Path, engine: str, version: str, files: dict[str, str]) -> None:
+    """A package with source that fails if anything of it is executed."""
+    info = root / f"{engine}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {engine}\nVersion: {version}\n")
+    for name, source in {"__init__.py": "", **files}.items():
+        path = root / engine / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(NOT_RUN + source)
+
+
+ENGINE_ARGS = "class Other:\n    nonsense: int\nclass EngineArgs:\n    swap_space: float = 4\n    made = 1\n"
+
+
+def test_arguments_of_an_engine_are_checked_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, "vllm", "0.33.0", {"engine/arg_utils.py": ENGINE_ARGS})
+    fields = "class Moe:\n    moe_runner_backend: str = 'auto'\n"
+    files = {"srt/server_args.py": "class ServerArgs:\n    trust: bool\n", "srt/arg_groups/fields/exec_.py": fields}
+    install(tmp_path, "sglang", "0.5.23", files)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    vllm = [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.engine_kwargs.vllm.swap_space=8"]
+    arguments = f"{ROLLOUT}.engine_kwargs.sglang"
+    assert notes(*vllm) == []
+    assert notes(f"{ROLLOUT}.name=sglang", f"{arguments}.moe_runner_backend=triton", f"{arguments}.trust=true") == []
+    for name, fix in (("swap-spaces", "set swap_space instead"), ("nonsense", "remove it"), ("made", "remove it")):
+        for dry_run in (True, False):
+            with pytest.raises(ConfigError, match=rf"\.vllm\.{name}: vllm 0\.33\.0 has no such argument; {fix}"):
+                notes(*vllm, f"{ROLLOUT}.engine_kwargs.vllm.{name}=1", dry_run=dry_run)
+    (note,) = notes(*vllm, "ray_kwargs.ray_init.runtime_env={pip: [vllm]}")
+    assert "the workers' vllm is not installed here, so names of its arguments are not checked" in note
+
+
 def test_a_gpu_that_is_asked_for_must_be_visible() -> None:
     with pytest.raises(ConfigError, match=r"trainer\.device = cuda: no GPU is visible"):
         notes("trainer.device=cuda")
