@@ -18,12 +18,12 @@ from importlib import import_module
 from types import FrameType
 from typing import TYPE_CHECKING, TextIO, TypeVar
 
-from rlsys.config import DPOConfig, EvalConfig, PPOConfig, RMConfig, SFTConfig, main_config
+from rlsys.config import DPOConfig, EvalConfig, PPOConfig, RMConfig, SFTConfig, main_config, plan_batches
 from rlsys.config.arguments import Arguments
+from rlsys.config.schema.jobs import SupervisedConfig
 from rlsys.telemetry.log import FILE_ONLY, get_logger, setup_logging
 from rlsys.utils import errors
 from rlsys.utils.gpus import GPUS
-from rlsys.utils.hub import is_hub_id
 from trainer.machine import check_engine_arguments, check_machine, device_memory
 from trainer.summary import summary_lines
 
@@ -77,11 +77,15 @@ def _check(config: C, arguments: Arguments) -> tuple[list[str], dict[str, str]]:
             from trainer.episodes import load_agents
 
             load_agents(config)
-    policy = config.actor_rollout_ref if arguments.dry_run and isinstance(config, PPOConfig) else None
-    if policy and policy.model.path and not is_hub_id(policy.model.path) and policy.actor.strategy == "megatron":
-        from workers.build import check_model  # torch, where a model may be refused
+    if arguments.dry_run and isinstance(config, PPOConfig):
+        if "megatron" in (config.actor_rollout_ref.actor.strategy, config.critic.strategy):
+            from trainer.build import check_models  # torch, where a model may be refused
 
-        check_model("actor_rollout_ref.actor.megatron", policy.model, policy.actor.shard)
+            check_models(config, plan_batches(config))
+    elif arguments.dry_run and isinstance(config, SupervisedConfig) and config.engine.strategy == "megatron":
+        from workers.build import check_model
+
+        check_model("engine", config.model, config.engine.shard)
     notes = check_machine(config, dry_run=arguments.dry_run) if arguments.gpu is None else []
     if arguments.gpu is not None and isinstance(config, PPOConfig):
         notes += check_engine_arguments(config)

@@ -17,7 +17,8 @@ from urllib.parse import urlsplit
 import psutil
 
 from rlsys.config import EvalConfig, PPOConfig
-from rlsys.config.checks.files import no_score_head
+from rlsys.config.checks.all import check
+from rlsys.config.introspect import replaced, shown
 from rlsys.config.pools import min_nodes, process_pools, resolve_pools
 from rlsys.config.schema.jobs import JobConfig
 from rlsys.fleet.external.settings import settings_of
@@ -62,8 +63,8 @@ def check_machine(config: JobConfig, *, dry_run: bool) -> list[str]:
     for key in (*MODELS, *teachers) if dry_run else (GRADER,) * is_scored:
         if (name := settings.get(key)) and is_hub_id(name):
             folder = download_config(name, key=key)
-            if key == GRADER and is_scored and (why := no_score_head(folder)):
-                raise ConfigError(f"{key} = {name}: {why}")
+            if key in MODELS and (problems := check(replaced(config, {key: str(folder)}))[0]):
+                raise ConfigError("\n".join(problems).replace(shown(str(folder)), name))
     if dry_run and isinstance(config, PPOConfig) and resolve_pools(config).external:
         _check_servers(config)
     return notes
@@ -93,11 +94,9 @@ def check_engine_arguments(config: PPOConfig | EvalConfig) -> Iterator[str]:
 
 def argument_names(engine: str) -> list[str]:
     """The fields of an installed engine's arguments, read from its source without importing it; else none."""
-    spec = find_spec(engine)
-    folders = (spec and spec.submodule_search_locations) or ()
     trees = [
         (ast.parse(file.read_text(encoding="utf-8")), wanted)
-        for folder in folders
+        for folder in getattr(find_spec(engine), "submodule_search_locations", None) or ()
         for pattern, wanted in ARGUMENTS[engine]
         for file in Path(folder).glob(pattern)
     ]

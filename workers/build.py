@@ -22,7 +22,7 @@ from rlsys.models.hf import Head, build, read_config
 from rlsys.models.megatron.family import decoder_family
 from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
 from rlsys.utils.errors import ConfigError, raised_as
-from rlsys.utils.hub import ensure_downloaded
+from rlsys.utils.hub import ensure_downloaded, is_hub_id
 from rlsys.utils.plugins import import_libraries
 from workers.mfu import MfuMeter
 
@@ -77,8 +77,9 @@ def _engine(
 
 def check_model(key: str, model: ModelConfig, section: ShardConfig | MegatronShardConfig, *, head: Head = "lm") -> None:
     """ConfigError that names `key` unless the engine of `section` trains the model as configured; reads config.json
-    only."""
-    assert model.path is not None, "the start model is resolved before workers start"
+    only, of a model that is on this machine (the start downloads it before)."""
+    if model.path is None or is_hub_id(model.path):
+        return
     with raised_as(ConfigError, f"{key}", ConfigError):
         if isinstance(section, MegatronShardConfig):
             family, hf_config = decoder_family(read_config(model))

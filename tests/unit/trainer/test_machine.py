@@ -144,9 +144,15 @@ def dry_run(hub: Hub, home: Path, name: str, *overrides: str, **more: str) -> su
 
 
 def test_a_model_by_name_must_be_in_the_cache_or_on_the_hub(tmp_path: Path) -> None:
-    with Hub({"org/model": {"config.json": b"{}"}}).served() as hub:
+    sizes = b'{"num_attention_heads": 6, "num_key_value_heads": 2, "num_hidden_layers": 4}'
+    with Hub({"org/model": {"config.json": sizes}}).served() as hub:
         known = dry_run(hub, tmp_path, "org/model")
         assert (known.returncode, known.stderr.count("no folder")) == (0, 0), known.stderr
+        install(tmp_path, "vllm", "0.33.0", {"engine/arg_utils.py": ENGINE_ARGS})
+        vllm = (f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=4", "trainer.n_gpus_per_node=4")
+        cut = dry_run(hub, tmp_path, "org/model", *vllm, PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}")
+        assert cut.returncode == 2
+        assert "6 attention heads, 2 key-value heads cannot be cut into 4 equal parts; set one of 1, 2, 6" in cut.stderr
         mistyped = dry_run(hub, tmp_path, "models/qwen")
         assert mistyped.returncode == 2
         assert f"there is no folder {tmp_path}/models/qwen" in mistyped.stderr
