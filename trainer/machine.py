@@ -119,7 +119,7 @@ def _check_cluster(config: JobConfig) -> None:
     from rlsys.single_controller import ray as on_ray
 
     run = config.trainer
-    with on_ray.connect({"address": config.ray_kwargs.ray_init.address}):
+    with on_ray.connect({"address": config.ray_kwargs.ray_init.address}, deadline_s=run.deadlines.start_s):
         has_gpus = any(node.num_gpus for node in on_ray.cluster_nodes())
         use_gpu = run.device == "cuda" or (run.device == "auto" and has_gpus)
         pools, least = {"train": [run.n_gpus_per_node] * run.nnodes}, dict[str, int]()
