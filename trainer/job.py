@@ -20,11 +20,13 @@ from typing import TYPE_CHECKING, TextIO, TypeVar
 
 from rlsys.config import DPOConfig, EvalConfig, PPOConfig, RMConfig, SFTConfig, main_config, plan_batches
 from rlsys.config.arguments import Arguments
+from rlsys.config.introspect import replaced
 from rlsys.config.schema.jobs import SupervisedConfig
 from rlsys.telemetry.log import FILE_ONLY, get_logger, setup_logging
 from rlsys.utils import errors
 from rlsys.utils.gpus import GPUS
-from trainer.machine import check_engine_arguments, check_machine, device_memory
+from rlsys.utils.hub import download_config, is_hub_id
+from trainer.machine import check_machine, device_memory
 from trainer.summary import summary_lines
 
 if TYPE_CHECKING:
@@ -86,9 +88,7 @@ def _check(config: C, arguments: Arguments) -> tuple[list[str], dict[str, str]]:
         from workers.build import check_model
 
         check_model("engine", config.model, config.engine.shard)
-    notes = check_machine(config, dry_run=arguments.dry_run) if arguments.gpu is None else []
-    if arguments.gpu is not None and isinstance(config, PPOConfig):
-        notes += check_engine_arguments(config)
+    notes = check_machine(config, dry_run=arguments.dry_run, elsewhere=arguments.gpu is not None)
     gpu, machine = arguments.gpu, _machine(config, arguments) if isinstance(config, PPOConfig) else None
     if gpu is not None and not (machine and machine.actor):
         raise errors.ConfigError("--gpu plans PPO jobs whose model's config.json is on this machine; remove it")
@@ -114,8 +114,10 @@ def _choose(config: C, given: Collection[str], arguments: Arguments) -> tuple[Ma
 def _machine(config: PPOConfig, arguments: Arguments) -> "Machine":
     from rlsys.planning.advice import facts_of
 
+    key, path = "actor_rollout_ref.model.path", config.actor_rollout_ref.model.path
     if arguments.gpu is not None:
-        return facts_of(config, "cuda", GPUS[arguments.gpu].memory_bytes)
+        here = replaced(config, {key: str(download_config(path, key=key))}) if path and is_hub_id(path) else config
+        return facts_of(here, "cuda", GPUS[arguments.gpu].memory_bytes)
     return facts_of(config, *device_memory(config))
 
 

@@ -25,6 +25,7 @@ from rlsys.fleet.external.settings import settings_of
 from rlsys.rollout.versions import SGLANG, VLLM
 from rlsys.telemetry.trackers import flat_settings
 from rlsys.utils.errors import ConfigError, raised_as
+from rlsys.utils.gpus import ELSEWHERE
 from rlsys.utils.hub import download_config, is_hub_id
 
 TABLES = {"vllm": VLLM, "sglang": SGLANG}
@@ -40,22 +41,23 @@ MODELS = ("actor_rollout_ref.model.path", "actor_rollout_ref.ref.model.path", "c
 ANSWER_S, SMI_S = 2.0, 20.0
 
 
-def check_machine(config: JobConfig, *, dry_run: bool) -> list[str]:
+def check_machine(config: JobConfig, *, dry_run: bool, elsewhere: bool = False) -> list[str]:
     """Notes on what a run here would lack; ConfigError for an engine, a device, a model or a server that is not there.
 
-    Models by name, servers and the Ray cluster to join are only looked for in a dry run; a run waits for servers and
-    downloads models itself, but for a reward model, whose config.json is read first.
+    A run `elsewhere` is only compared with the arguments of an engine that is installed here, and with models. Models
+    by name, servers and the Ray cluster to join are only looked for in a dry run; a run waits for servers and downloads
+    models itself, but for a reward model, whose config.json is read first.
     """
     notes: list[str] = []
     if isinstance(config, PPOConfig | EvalConfig):
         name = config.actor_rollout_ref.rollout.name
-        if name in TABLES and _has_our_packages(config):
+        if name in TABLES and not elsewhere and _has_our_packages(config):
             with raised_as(ConfigError, f"actor_rollout_ref.rollout.name = {name}", ConfigError):
                 TABLES[name].installed_features()
         notes += check_engine_arguments(config)
-    if not _joins_a_cluster(config):
+    if not elsewhere and not _joins_a_cluster(config):
         notes += _capacity(config)
-    elif dry_run:
+    elif not elsewhere and dry_run:
         _check_cluster(config)
     settings = flat_settings(config.model_dump())
     teachers = [key for key in settings if key.startswith("distillation.") and key.endswith(".model_path")]
@@ -65,7 +67,7 @@ def check_machine(config: JobConfig, *, dry_run: bool) -> list[str]:
             folder = download_config(name, key=key)
             if key in MODELS and (problems := check(replaced(config, {key: str(folder)}))[0]):
                 raise ConfigError("\n".join(problems).replace(shown(str(folder)), name))
-    if dry_run and isinstance(config, PPOConfig) and resolve_pools(config).external:
+    if dry_run and not elsewhere and isinstance(config, PPOConfig) and resolve_pools(config).external:
         _check_servers(config)
     return notes
 
@@ -133,7 +135,8 @@ def _capacity(config: JobConfig) -> Iterator[str]:
     run, num_gpus = config.trainer, visible_gpus()
     if run.device == "cuda" and not num_gpus:
         why = "no GPU is visible on this machine (nvidia-smi, CUDA_VISIBLE_DEVICES)"
-        raise ConfigError(f"trainer.device = cuda: {why}; set trainer.device=cpu, or start the job where GPUs are")
+        fix = f"set trainer.device=cpu, or start the job where GPUs are; {ELSEWHERE}"
+        raise ConfigError(f"trainer.device = cuda: {why}; {fix}")
     if run.nnodes > 1:
         why = "start Ray on all nodes and set ray_kwargs.ray_init.address=auto"
         yield f"trainer.nnodes = {run.nnodes}: a job without a Ray cluster to join has this machine only; {why}"
@@ -143,8 +146,11 @@ def _capacity(config: JobConfig) -> Iterator[str]:
     room = num_gpus if on_gpus else config.ray_kwargs.ray_init.num_cpus or os.cpu_count() or 1
     if num_processes > room:
         kind = f"{room} GPUs" if on_gpus else f"no GPUs, and {room} CPUs for one process each"
-        why = "lower trainer.n_gpus_per_node or trainer.rollout_workers, or join a larger Ray cluster"
-        yield f"the run needs {num_processes} processes, and this machine has {kind}: {why}"
+        left = room - num_processes + run.n_gpus_per_node
+        fix = f"set trainer.n_gpus_per_node={left}" if left > 0 else "lower trainer.rollout_workers"
+        needs = f"{num_processes} processes, trainer.n_gpus_per_node={run.n_gpus_per_node} of them for training"
+        more = "" if on_gpus else f"; {ELSEWHERE}"
+        yield f"the run needs {needs}, and this machine has {kind}: {fix}, or join a larger Ray cluster{more}"
 
 
 def visible_gpus() -> int:
@@ -163,7 +169,7 @@ def device_memory(config: PPOConfig) -> tuple[Literal["cuda", "cpu"], int]:
     """
     device = config.trainer.device
     if device == "cpu" or (device == "auto" and not visible_gpus() and not _joins_a_cluster(config)):
-        return "cpu", psutil.virtual_memory().total // max(1, resolve_pools(config).total_ranks)
+        return "cpu", psutil.virtual_memory().total * config.trainer.nnodes // max(1, resolve_pools(config).total_ranks)
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SMI_S, check=True)

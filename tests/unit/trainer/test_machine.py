@@ -77,7 +77,7 @@ def test_arguments_of_an_engine_are_checked_by_name(tmp_path: Path, monkeypatch:
 
 
 def test_a_gpu_that_is_asked_for_must_be_visible() -> None:
-    with pytest.raises(ConfigError, match=r"trainer\.device = cuda: no GPU is visible"):
+    with pytest.raises(ConfigError, match=r"trainer\.device = cuda: no GPU is visible .*add --dry-run --gpu="):
         notes("trainer.device=cuda")
     joined = ["ray_kwargs.ray_init.address=10.0.0.1:6379", "trainer.nnodes=4", "trainer.n_gpus_per_node=8"]
     assert notes("trainer.device=cuda", *joined, dry_run=False) == []
@@ -91,7 +91,8 @@ def test_gpus_are_counted_without_torch(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert visible_gpus() == 4
     (note,) = notes("trainer.n_gpus_per_node=3", "trainer.rollout_workers=2", "trainer.max_staleness=1")
-    assert note.startswith("the run needs 5 processes, and this machine has 4 GPUs")
+    assert note.startswith("the run needs 5 processes, trainer.n_gpus_per_node=3 of them for training, and")
+    assert "this machine has 4 GPUs: set trainer.n_gpus_per_node=2, or join a larger Ray cluster" in note
 
 
 @pytest.mark.parametrize(
@@ -152,6 +153,8 @@ def test_a_model_by_name_must_be_in_the_cache_or_on_the_hub(tmp_path: Path) -> N
         vllm = (f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=4", "trainer.n_gpus_per_node=4")
         cut = dry_run(hub, tmp_path, "org/model", *vllm, PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}")
         assert cut.returncode == 2
+        planned = dry_run(hub, tmp_path, "org/model", "--gpu=H100")
+        assert (planned.returncode, planned.stdout.count("  memory ")) == (0, 1), planned.stderr
         assert "6 attention heads, 2 key-value heads cannot be cut into 4 equal parts; set one of 1, 2, 6" in cut.stderr
         mistyped = dry_run(hub, tmp_path, "models/qwen")
         assert mistyped.returncode == 2
