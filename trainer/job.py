@@ -18,7 +18,7 @@ from importlib import import_module
 from types import FrameType
 from typing import TYPE_CHECKING, TextIO, TypeVar
 
-from rlsys.config import DPOConfig, EvalConfig, PPOConfig, RMConfig, SFTConfig, main_config, plan_batches
+from rlsys.config import DPOConfig, EvalConfig, PPOConfig, RMConfig, SFTConfig, main_config
 from rlsys.config.arguments import Arguments
 from rlsys.config.introspect import replaced
 from rlsys.config.schema.jobs import SupervisedConfig
@@ -79,16 +79,11 @@ def _check(config: C, arguments: Arguments) -> tuple[list[str], dict[str, str]]:
             from trainer.episodes import load_agents
 
             load_agents(config)
-    if arguments.dry_run and isinstance(config, PPOConfig):
-        if "megatron" in (config.actor_rollout_ref.actor.strategy, config.critic.strategy):
-            from trainer.build import check_models  # torch, where a model may be refused
+    if arguments.dry_run and isinstance(config, PPOConfig | SupervisedConfig) and _on_megatron(config):
+        from workers.build import check_models  # torch, where a model may be refused
 
-            check_models(config, plan_batches(config))
-    elif arguments.dry_run and isinstance(config, SupervisedConfig) and config.engine.strategy == "megatron":
-        from workers.build import check_model
-
-        check_model("engine", config.model, config.engine.shard)
-    notes = check_machine(config, dry_run=arguments.dry_run, elsewhere=arguments.gpu is not None)
+        check_models(config)
+    notes = check_machine(config, dry_run=arguments.dry_run, here=arguments.gpu is None)
     gpu, machine = arguments.gpu, _machine(config, arguments) if isinstance(config, PPOConfig) else None
     if gpu is not None and not (machine and machine.actor):
         raise errors.ConfigError("--gpu plans PPO jobs whose model's config.json is on this machine; remove it")
@@ -100,6 +95,13 @@ def _check(config: C, arguments: Arguments) -> tuple[list[str], dict[str, str]]:
     if gpu is not None:
         facts |= time_facts(config, machine, GpuCluster(GPUS[gpu], config.trainer.n_gpus_per_node))
     return notes, facts | {"memory": memory_line(config, machine)}
+
+
+def _on_megatron(config: PPOConfig | SupervisedConfig) -> bool:
+    roles = (
+        (config.engine,) if isinstance(config, SupervisedConfig) else (config.actor_rollout_ref.actor, config.critic)
+    )
+    return any(role.strategy == "megatron" for role in roles)
 
 
 def _choose(config: C, given: Collection[str], arguments: Arguments) -> tuple[Mapping[str, object], str]:

@@ -25,7 +25,7 @@ from rlsys.fleet.external.settings import settings_of
 from rlsys.rollout.versions import SGLANG, VLLM
 from rlsys.telemetry.trackers import flat_settings
 from rlsys.utils.errors import ConfigError, raised_as
-from rlsys.utils.gpus import ELSEWHERE
+from rlsys.utils.gpus import OTHER_GPUS
 from rlsys.utils.hub import download_config, is_hub_id
 
 TABLES = {"vllm": VLLM, "sglang": SGLANG}
@@ -41,23 +41,23 @@ MODELS = ("actor_rollout_ref.model.path", "actor_rollout_ref.ref.model.path", "c
 ANSWER_S, SMI_S = 2.0, 20.0
 
 
-def check_machine(config: JobConfig, *, dry_run: bool, elsewhere: bool = False) -> list[str]:
+def check_machine(config: JobConfig, *, dry_run: bool, here: bool = True) -> list[str]:
     """Notes on what a run here would lack; ConfigError for an engine, a device, a model or a server that is not there.
 
-    A run `elsewhere` is only compared with the arguments of an engine that is installed here, and with models. Models
-    by name, servers and the Ray cluster to join are only looked for in a dry run; a run waits for servers and downloads
-    models itself, but for a reward model, whose config.json is read first.
+    A run that is not `here` is only compared with models and with the arguments of an engine that is installed here.
+    Models by name, servers and the Ray cluster to join are only looked for in a dry run; a run waits for servers and
+    downloads models itself, but for a reward model, whose config.json is read first.
     """
     notes: list[str] = []
     if isinstance(config, PPOConfig | EvalConfig):
         name = config.actor_rollout_ref.rollout.name
-        if name in TABLES and not elsewhere and _has_our_packages(config):
+        if name in TABLES and here and _has_our_packages(config):
             with raised_as(ConfigError, f"actor_rollout_ref.rollout.name = {name}", ConfigError):
                 TABLES[name].installed_features()
         notes += check_engine_arguments(config)
-    if not elsewhere and not _joins_a_cluster(config):
+    if here and not _joins_a_cluster(config):
         notes += _capacity(config)
-    elif not elsewhere and dry_run:
+    elif here and dry_run:
         _check_cluster(config)
     settings = flat_settings(config.model_dump())
     teachers = [key for key in settings if key.startswith("distillation.") and key.endswith(".model_path")]
@@ -67,7 +67,7 @@ def check_machine(config: JobConfig, *, dry_run: bool, elsewhere: bool = False) 
             folder = download_config(name, key=key)
             if key in MODELS and (problems := check(replaced(config, {key: str(folder)}))[0]):
                 raise ConfigError("\n".join(problems).replace(shown(str(folder)), name))
-    if dry_run and not elsewhere and isinstance(config, PPOConfig) and resolve_pools(config).external:
+    if dry_run and here and isinstance(config, PPOConfig) and resolve_pools(config).external:
         _check_servers(config)
     return notes
 
@@ -135,7 +135,7 @@ def _capacity(config: JobConfig) -> Iterator[str]:
     run, num_gpus = config.trainer, visible_gpus()
     if run.device == "cuda" and not num_gpus:
         why = "no GPU is visible on this machine (nvidia-smi, CUDA_VISIBLE_DEVICES)"
-        fix = f"set trainer.device=cpu, or start the job where GPUs are; {ELSEWHERE}"
+        fix = f"set trainer.device=cpu, or start the job where GPUs are; {OTHER_GPUS}"
         raise ConfigError(f"trainer.device = cuda: {why}; {fix}")
     if run.nnodes > 1:
         why = "start Ray on all nodes and set ray_kwargs.ray_init.address=auto"
@@ -149,7 +149,7 @@ def _capacity(config: JobConfig) -> Iterator[str]:
         left = room - num_processes + run.n_gpus_per_node
         fix = f"set trainer.n_gpus_per_node={left}" if left > 0 else "lower trainer.rollout_workers"
         needs = f"{num_processes} processes, trainer.n_gpus_per_node={run.n_gpus_per_node} of them for training"
-        more = "" if on_gpus else f"; {ELSEWHERE}"
+        more = "" if on_gpus else f"; {OTHER_GPUS}"
         yield f"the run needs {needs}, and this machine has {kind}: {fix}, or join a larger Ray cluster{more}"
 
 

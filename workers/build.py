@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from rlsys.config import DPOConfig, RMConfig, SFTConfig
+from rlsys.config import DPOConfig, PPOConfig, RMConfig, SFTConfig
 from rlsys.config.schema.actor import ActorConfig, ActorRolloutRefConfig, CriticConfig
 from rlsys.config.schema.algorithm import RewardModelConfig
+from rlsys.config.schema.jobs import SupervisedConfig
 from rlsys.config.schema.megatron import MegatronShardConfig
 from rlsys.config.schema.model import ModelConfig, PolicyModelConfig, ShardConfig
 from rlsys.config.schema.types import MicroBatches
@@ -89,6 +90,23 @@ def check_model(key: str, model: ModelConfig, section: ShardConfig | MegatronSha
             built = build(config, head=head, packed=packed, trust_remote_code=model.trust_remote_code)
             if section.tensor_parallel_size > 1:
                 tensor_parallel_plan(built, model, section.tensor_parallel_size)
+
+
+def check_models(config: PPOConfig | SupervisedConfig) -> None:
+    """ConfigError, before any worker starts, for a model that its engine cannot train as configured."""
+    if isinstance(config, SupervisedConfig):
+        head: Head = "scalar" if isinstance(config, RMConfig) else "lm"
+        check_model("engine", config.model, config.engine.shard, head=head)
+        return
+    policy, critic = config.actor_rollout_ref, config.critic
+    section = "megatron" if policy.actor.strategy == "megatron" else "fsdp_config"
+    check_model(f"actor_rollout_ref.actor.{section}", policy.model, policy.actor.shard)
+    frozen = [(policy.reference_model, policy)] * config.use_reference
+    for model, settings in [*frozen, *((teacher, config.teacher_policy) for teacher in config.teachers.values())]:
+        check_model(f"actor_rollout_ref.ref.{section}", model, settings.ref_shard)
+    if config.use_critic:
+        section = "megatron" if critic.strategy == "megatron" else "fsdp"
+        check_model(f"critic.{section}", critic.model, critic.shard, head="scalar")
 
 
 def _trained(
