@@ -51,10 +51,11 @@ def check_machine(config: JobConfig, *, dry_run: bool, here: bool = True) -> lis
     notes: list[str] = []
     if isinstance(config, PPOConfig | EvalConfig):
         name = config.actor_rollout_ref.rollout.name
-        if name in TABLES and here and _has_our_packages(config):
+        has_ours = not set(OWN_ENVIRONMENT) & set(config.ray_kwargs.ray_init.runtime_env)
+        if name in TABLES and here and has_ours:
             with raised_as(ConfigError, f"actor_rollout_ref.rollout.name = {name}", ConfigError):
                 TABLES[name].installed_features()
-        notes += check_engine_arguments(config)
+        notes += _check_arguments(config, is_here=has_ours)
     if here and not _joins_a_cluster(config):
         notes += _capacity(config)
     elif here and dry_run:
@@ -72,41 +73,31 @@ def check_machine(config: JobConfig, *, dry_run: bool, here: bool = True) -> lis
     return notes
 
 
-def _has_our_packages(config: JobConfig) -> bool:
-    return not set(OWN_ENVIRONMENT) & set(config.ray_kwargs.ray_init.runtime_env)
-
-
-def check_engine_arguments(config: PPOConfig | EvalConfig) -> Iterator[str]:
-    """ConfigError for names in engine_kwargs that the installed engine lacks, and a note where none is installed."""
+def _check_arguments(config: PPOConfig | EvalConfig, *, is_here: bool) -> Iterator[str]:
+    """ConfigError for names in engine_kwargs that the workers' engine lacks, and a note where it is not here."""
     name = config.actor_rollout_ref.rollout.name
-    key, given = f"actor_rollout_ref.rollout.engine_kwargs.{name}", config.actor_rollout_ref.rollout.engine_kwargs
-    asked = getattr(given, name) if name in TABLES else {}
-    known = argument_names(name) if asked and _has_our_packages(config) else []
+    asked = getattr(config.actor_rollout_ref.rollout.engine_kwargs, name, {})
+    key, known = f"actor_rollout_ref.rollout.engine_kwargs.{name}", argument_names(name) if asked and is_here else []
     if asked and not known:
         yield f"{key}: the workers' {name} is not installed here, so names of its arguments are not checked"
-        return
-    problems = []
-    for one in asked.keys() - {*known}:
-        near = " or ".join(get_close_matches(one.replace("-", "_"), known))
-        fix = f"set {near} instead" if near else "remove it"
-        problems.append(f"{key}.{one}: {name} {TABLES[name].installed()} has no such argument; {fix}")
-    if problems:
-        raise ConfigError("\n".join(sorted(problems)))
+    elif unknown := sorted(asked.keys() - {*known}):
+        near = {one: " or ".join(get_close_matches(one.replace("-", "_"), known)) for one in unknown}
+        fixes = {one: f"set {names} instead" if names else "remove it" for one, names in near.items()}
+        why = f"{name} {TABLES[name].installed()} has no such argument"
+        raise ConfigError("\n".join(f"{key}.{one}: {why}; {fix}" for one, fix in fixes.items()))
 
 
 def argument_names(engine: str) -> list[str]:
     """The fields of an installed engine's arguments, read from its source without importing it; else none."""
-    trees = [
-        (ast.parse(file.read_text(encoding="utf-8")), wanted)
-        for folder in getattr(find_spec(engine), "submodule_search_locations", None) or ()
-        for pattern, wanted in ARGUMENTS[engine]
-        for file in Path(folder).glob(pattern)
-    ]
-    owners = (node for tree, wanted in trees for node in tree.body if fnmatch(getattr(node, "name", ""), wanted))
-    fields = (field for owner in owners if isinstance(owner, ast.ClassDef) for field in owner.body)
-    return [
-        field.target.id for field in fields if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-    ]
+    names, folders = list[str](), getattr(find_spec(engine), "submodule_search_locations", None) or ()
+    for pattern, wanted in ARGUMENTS[engine]:
+        for file in (file for folder in folders for file in Path(folder).glob(pattern)):
+            nodes = ast.parse(file.read_text(encoding="utf-8")).body
+            kinds = [node for node in nodes if isinstance(node, ast.ClassDef) and fnmatch(node.name, wanted)]
+            fields = [field for kind in kinds for field in kind.body]
+            targets = [field.target for field in fields if isinstance(field, ast.AnnAssign)]
+            names += [target.id for target in targets if isinstance(target, ast.Name)]
+    return names
 
 
 def _joins_a_cluster(config: JobConfig) -> bool:

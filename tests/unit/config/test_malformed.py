@@ -269,12 +269,12 @@ FOREIGN = [
     ),
     bad(
         [f"{R}.name=vllm", f"{M}.path=seven", "trainer.n_gpus_per_node=3", f"{R}.tensor_model_parallel_size=3"],
-        f"{R}.tensor_model_parallel_size = 3: 28 attention heads, 4 key-value heads and 18944 channels of MLPs",
+        f"{R}.tensor_model_parallel_size = 3: 28 attention heads, 4 key-value heads, 18944 MLP channels",
         "3 equal parts; set one of 1, 2, 4\n",
     ),
     bad(
         [f"{R}.name=sglang", f"{M}.path=sparse", "trainer.n_gpus_per_node=6", f"{R}.tensor_model_parallel_size=6"],
-        "32 attention heads, 4 key-value heads cannot be cut into 6 equal parts; set one of 1, 2, 4, 8, 16, 32",
+        "32 attention heads, 4 key-value heads: these cannot be cut into 6 equal parts; set one of 1, 2, 4, 8, 16, 32",
         schema=EvalConfig,
     ),
     bad(

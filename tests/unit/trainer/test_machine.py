@@ -155,7 +155,10 @@ def test_a_model_by_name_must_be_in_the_cache_or_on_the_hub(tmp_path: Path) -> N
         assert cut.returncode == 2
         planned = dry_run(hub, tmp_path, "org/model", "--gpu=H100")
         assert (planned.returncode, planned.stdout.count("  memory ")) == (0, 1), planned.stderr
-        assert "6 attention heads, 2 key-value heads cannot be cut into 4 equal parts; set one of 1, 2, 6" in cut.stderr
+        assert (
+            "6 attention heads, 2 key-value heads: these cannot be cut into 4 equal parts; set one of 1, 2, 6"
+            in cut.stderr
+        )
         mistyped = dry_run(hub, tmp_path, "models/qwen")
         assert mistyped.returncode == 2
         assert f"there is no folder {tmp_path}/models/qwen" in mistyped.stderr
