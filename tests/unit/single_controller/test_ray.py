@@ -237,7 +237,7 @@ for options in (
 def test_a_cluster_that_does_not_answer_and_wrong_arguments_are_refused_in_one_line() -> None:
     limit_s = f"{scaled_s(2.0):g}"
     done = subprocess.run(
-        [sys.executable, "-c", REFUSED, limit_s], capture_output=True, text=True, timeout=scaled_s(60)
+        [sys.executable, "-c", REFUSED, limit_s], capture_output=True, text=True, timeout=scaled_s(15)
     )
     unreachable, silent, nonsense, client, unknown, missing = done.stdout.splitlines()
     assert unreachable.startswith("no Ray cluster listens at 127.0.0.1:0 (")
