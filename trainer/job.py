@@ -82,11 +82,11 @@ def _check(config: C, arguments: Arguments) -> tuple[list[str], dict[str, str]]:
     if arguments.dry_run and isinstance(config, PPOConfig | SupervisedConfig) and _on_megatron(config):
         from workers.build import check_models  # torch, where a model may be refused
 
-        check_models(config)
+        check_models(config, all_here=False)
     notes = check_machine(config, dry_run=arguments.dry_run, here=arguments.gpu is None)
     gpu, machine = arguments.gpu, _machine(config, arguments) if isinstance(config, PPOConfig) else None
     if gpu is not None and not (machine and machine.actor):
-        raise errors.ConfigError("--gpu plans PPO jobs whose model's config.json is on this machine; remove it")
+        raise errors.ConfigError("--gpu plans PPO jobs whose model's config.json is here or on the hub; remove it")
     if not isinstance(config, PPOConfig) or machine is None:
         return notes, facts
     from rlsys.planning.advice import memory_line, time_facts
@@ -98,10 +98,9 @@ def _check(config: C, arguments: Arguments) -> tuple[list[str], dict[str, str]]:
 
 
 def _on_megatron(config: PPOConfig | SupervisedConfig) -> bool:
-    roles = (
-        (config.engine,) if isinstance(config, SupervisedConfig) else (config.actor_rollout_ref.actor, config.critic)
-    )
-    return any(role.strategy == "megatron" for role in roles)
+    if isinstance(config, SupervisedConfig):
+        return config.engine.strategy == "megatron"
+    return "megatron" in (config.actor_rollout_ref.actor.strategy, config.critic.strategy)
 
 
 def _choose(config: C, given: Collection[str], arguments: Arguments) -> tuple[Mapping[str, object], str]:
