@@ -28,7 +28,7 @@ from trainer.run_folder import run_folder
 from trainer.steps import teacher_numbers
 from trainer.weight_push import drops_weights_on_sleep
 from workers.actor import ActorWorker
-from workers.build import EngineRun, check_model
+from workers.build import EngineRun, check_models
 from workers.critic import CriticWorker
 from workers.megatron import MegatronPPOWorker
 from workers.reference import ReferenceWorker, TeacherWorker
@@ -87,7 +87,7 @@ def prepare(config: PPOConfig) -> PreparedRun:
     critic_model = {"critic.model": config.critic.model} if plan.critic is not None else {}
     libraries = import_external_libs({"actor_rollout_ref.model": policy.model, **critic_model})
     reward_manager_class(config.reward)
-    check_models(config, plan)
+    check_models(config)
     tokenizer = load_tokenizer(policy.model, policy.rollout.padding)
     check_vocabularies(config, tokenizer)
     agents = load_agents(config, tokenizer)
@@ -161,19 +161,6 @@ def _check_vocabulary(key: str, model: ServedModelConfig, tokenizer: PreTrainedT
         if theirs.get(token) != number:
             why = f"its tokenizer differs from the policy's: {token!r} is {theirs.get(token)}, not {number}"
             raise ConfigError(f"{key}={model.path}: {why}; {fix}")
-
-
-def check_models(config: PPOConfig, plan: BatchPlan) -> None:
-    """ConfigError, before any worker starts, for a model that its engine cannot train as configured."""
-    policy, critic = config.actor_rollout_ref, config.critic
-    section = "megatron" if policy.actor.strategy == "megatron" else "fsdp_config"
-    check_model(f"actor_rollout_ref.actor.{section}", policy.model, policy.actor.shard)
-    frozen = [(policy.reference_model, policy)] * plan.use_reference
-    for model, settings in [*frozen, *((teacher, config.teacher_policy) for teacher in config.teachers.values())]:
-        check_model(f"actor_rollout_ref.ref.{section}", model, settings.ref_shard)
-    if plan.critic is not None:
-        section = "megatron" if critic.strategy == "megatron" else "fsdp"
-        check_model(f"critic.{section}", critic.model, critic.shard, head="scalar")
 
 
 def place_roles(config: PPOConfig, plan: BatchPlan, node_size: int) -> tuple[dict[Role, str], dict[str, list[int]]]:

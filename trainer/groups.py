@@ -198,6 +198,6 @@ def start_groups(
 
 def start_group(backend: WorkerBackend, run: RunConfig, role: str, worker: type, *args: object) -> Any:
     """The group of a job with one role, on all its processes; `args` build each `worker`."""
-    manager = backend.make_manager({role: [run.n_gpus_per_node] * run.nnodes}, {role: role})
+    manager = backend.make_manager({"train": [run.n_gpus_per_node] * run.nnodes}, {role: "train"})
     workers = {role: backend.worker_cls(worker, *args)}
     return start_groups(workers, manager, group_cls=backend.group_cls, deadlines=run.deadlines)[role]

@@ -20,10 +20,12 @@ from typing import TYPE_CHECKING, TextIO, TypeVar
 
 from rlsys.config import DPOConfig, EvalConfig, PPOConfig, RMConfig, SFTConfig, main_config
 from rlsys.config.arguments import Arguments
+from rlsys.config.introspect import replaced
+from rlsys.config.schema.jobs import SupervisedConfig
 from rlsys.telemetry.log import FILE_ONLY, get_logger, setup_logging
 from rlsys.utils import errors
 from rlsys.utils.gpus import GPUS
-from rlsys.utils.hub import is_hub_id
+from rlsys.utils.hub import download_config, is_hub_id
 from trainer.machine import SERVING, check_machine, device_memory, installed_engines
 from trainer.summary import summary_lines
 
@@ -77,15 +79,14 @@ def _check(config: C, arguments: Arguments) -> tuple[list[str], dict[str, str]]:
             from trainer.episodes import load_agents
 
             load_agents(config)
-    policy = config.actor_rollout_ref if arguments.dry_run and isinstance(config, PPOConfig) else None
-    if policy and policy.model.path and not is_hub_id(policy.model.path) and policy.actor.strategy == "megatron":
-        from workers.build import check_model  # torch, where a model may be refused
+    if arguments.dry_run and isinstance(config, PPOConfig | SupervisedConfig) and _on_megatron(config):
+        from workers.build import check_models  # torch, where a model may be refused
 
-        check_model("actor_rollout_ref.actor.megatron", policy.model, policy.actor.shard)
-    notes = check_machine(config, dry_run=arguments.dry_run) if arguments.gpu is None else []
+        check_models(config, all_here=False)
+    notes = check_machine(config, dry_run=arguments.dry_run, here=arguments.gpu is None)
     gpu, machine = arguments.gpu, _machine(config, arguments) if isinstance(config, PPOConfig) else None
     if gpu is not None and not (machine and machine.actor):
-        raise errors.ConfigError("--gpu plans PPO jobs whose model's config.json is on this machine; remove it")
+        raise errors.ConfigError("--gpu plans PPO jobs whose model's config.json is here or on the hub; remove it")
     if not isinstance(config, PPOConfig) or machine is None:
         return notes, facts
     from rlsys.planning.advice import memory_line, time_facts
@@ -94,6 +95,12 @@ def _check(config: C, arguments: Arguments) -> tuple[list[str], dict[str, str]]:
     if gpu is not None:
         facts |= time_facts(config, machine, GpuCluster(GPUS[gpu], config.trainer.n_gpus_per_node))
     return notes, facts | {"memory": memory_line(config, machine)}
+
+
+def _on_megatron(config: PPOConfig | SupervisedConfig) -> bool:
+    if isinstance(config, SupervisedConfig):
+        return config.engine.strategy == "megatron"
+    return "megatron" in (config.actor_rollout_ref.actor.strategy, config.critic.strategy)
 
 
 def _choose(config: C, given: Collection[str], arguments: Arguments) -> tuple[Mapping[str, object], str]:
@@ -111,8 +118,10 @@ def _choose(config: C, given: Collection[str], arguments: Arguments) -> tuple[Ma
 def _machine(config: PPOConfig, arguments: Arguments) -> "Machine":
     from rlsys.planning.advice import facts_of
 
+    key, path = "actor_rollout_ref.model.path", config.actor_rollout_ref.model.path
     if arguments.gpu is not None:
-        return facts_of(config, "cuda", GPUS[arguments.gpu].memory_bytes)
+        here = replaced(config, {key: str(download_config(path, key=key))}) if path and is_hub_id(path) else config
+        return facts_of(here, "cuda", GPUS[arguments.gpu].memory_bytes)
     return facts_of(config, *device_memory(config))
 
 

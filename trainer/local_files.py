@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlsys.config import PPOConfig
-from rlsys.config.checks.files import check_files
+from rlsys.config.checks.all import check
 from rlsys.config.introspect import replaced
 from rlsys.config.schema.base import Section
 from rlsys.config.schema.model import ModelConfig
@@ -59,7 +59,7 @@ def with_local_files(config: ConfigT) -> ConfigT:
             if name in WITH_WEIGHTS:
                 read_config(ModelConfig(path=settings[name], trust_remote_code=settings["trust_remote_code"]))
     resolved: Any = config.model_validate(tree)
-    if resolved != config and (problems := list(check_files(resolved))):
+    if resolved != config and (problems := check(resolved)[0]):
         raise ConfigError("\n".join(problems))
     return resolved
 

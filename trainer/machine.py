@@ -1,5 +1,6 @@
 """Whether this machine can run a job: packages, GPUs, processes, models by name, servers. Nothing heavy is imported."""
 
+import ast
 import glob
 import os
 import socket
@@ -7,23 +8,34 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from difflib import get_close_matches
+from fnmatch import fnmatch
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
 import psutil
 
 from rlsys.config import EvalConfig, PPOConfig
-from rlsys.config.checks.files import no_score_head
+from rlsys.config.checks.all import check
+from rlsys.config.introspect import replaced, shown
 from rlsys.config.pools import min_nodes, process_pools, resolve_pools
 from rlsys.config.schema.jobs import JobConfig
 from rlsys.fleet.external.settings import settings_of
 from rlsys.rollout.versions import SGLANG, VLLM
 from rlsys.telemetry.trackers import flat_settings
 from rlsys.utils.errors import ConfigError, raised_as
+from rlsys.utils.gpus import OTHER_GPUS
 from rlsys.utils.hub import download_config, is_hub_id
 
 SERVING = {"vllm": VLLM, "sglang": SGLANG}
 """Serving engines, the one to choose first, and the versions of each that work."""
+ARGUMENTS = {
+    "vllm": (("engine/arg_utils.py", "EngineArgs"),),
+    "sglang": (("srt/server_args.py", "ServerArgs"), ("srt/arg_groups/fields/*.py", "*")),
+}
+"""Files of an engine's package, and the classes in them, whose fields are its arguments."""
 OWN_ENVIRONMENT = ("pip", "uv", "conda", "py_executable", "container", "image_uri")
 """Fields of Ray's runtime_env that give workers other packages than this process has."""
 GRADER = "reward.reward_model.model_path"
@@ -31,21 +43,24 @@ MODELS = ("actor_rollout_ref.model.path", "actor_rollout_ref.ref.model.path", "c
 ANSWER_S, SMI_S = 2.0, 20.0
 
 
-def check_machine(config: JobConfig, *, dry_run: bool) -> list[str]:
+def check_machine(config: JobConfig, *, dry_run: bool, here: bool = True) -> list[str]:
     """Notes on what a run here would lack; ConfigError for an engine, a device, a model or a server that is not there.
 
+    A run that is not `here` is only compared with models and with the arguments of an engine that is installed here.
     Models by name, servers and the Ray cluster to join are only looked for in a dry run; a run waits for servers and
     downloads models itself, but for a reward model, whose config.json is read first.
     """
     notes: list[str] = []
     if isinstance(config, PPOConfig | EvalConfig):
         name = config.actor_rollout_ref.rollout.name
-        if name in SERVING and not set(OWN_ENVIRONMENT) & set(config.ray_kwargs.ray_init.runtime_env):
+        has_ours = not set(OWN_ENVIRONMENT) & set(config.ray_kwargs.ray_init.runtime_env)
+        if name in SERVING and here and has_ours:
             with raised_as(ConfigError, f"actor_rollout_ref.rollout.name = {name}", ConfigError):
                 SERVING[name].installed_features()
-    if not _joins_a_cluster(config):
+        notes += _check_arguments(config, is_here=has_ours)
+    if here and not _joins_a_cluster(config):
         notes += _capacity(config)
-    elif dry_run:
+    elif here and dry_run:
         _check_cluster(config)
     settings = flat_settings(config.model_dump())
     teachers = [key for key in settings if key.startswith("distillation.") and key.endswith(".model_path")]
@@ -53,9 +68,9 @@ def check_machine(config: JobConfig, *, dry_run: bool) -> list[str]:
     for key in (*MODELS, *teachers) if dry_run else (GRADER,) * is_scored:
         if (name := settings.get(key)) and is_hub_id(name):
             folder = download_config(name, key=key)
-            if key == GRADER and is_scored and (why := no_score_head(folder)):
-                raise ConfigError(f"{key} = {name}: {why}")
-    if dry_run and isinstance(config, PPOConfig) and resolve_pools(config).external:
+            if key in MODELS and (problems := check(replaced(config, {key: str(folder)}))[0]):
+                raise ConfigError("\n".join(problems).replace(shown(str(folder)), name))
+    if dry_run and here and isinstance(config, PPOConfig) and resolve_pools(config).external:
         _check_servers(config)
     return notes
 
@@ -66,6 +81,33 @@ def installed_engines() -> Iterator[str]:
         with suppress(ConfigError):
             table.installed_features()
             yield name
+
+
+def _check_arguments(config: PPOConfig | EvalConfig, *, is_here: bool) -> Iterator[str]:
+    """ConfigError for names in engine_kwargs that the workers' engine lacks, and a note where it is not here."""
+    name = config.actor_rollout_ref.rollout.name
+    asked = getattr(config.actor_rollout_ref.rollout.engine_kwargs, name, {})
+    key, known = f"actor_rollout_ref.rollout.engine_kwargs.{name}", argument_names(name) if asked and is_here else []
+    if asked and not known:
+        yield f"{key}: the workers' {name} is not installed here, so names of its arguments are not checked"
+    elif unknown := sorted(asked.keys() - {*known}):
+        near = {one: " or ".join(get_close_matches(one.replace("-", "_"), known)) for one in unknown}
+        fixes = {one: f"set {names} instead" if names else "remove it" for one, names in near.items()}
+        why = f"{name} {SERVING[name].installed()} has no such argument"
+        raise ConfigError("\n".join(f"{key}.{one}: {why}; {fix}" for one, fix in fixes.items()))
+
+
+def argument_names(engine: str) -> list[str]:
+    """The fields of an installed engine's arguments, read from its source without importing it; else none."""
+    names, folders = list[str](), getattr(find_spec(engine), "submodule_search_locations", None) or ()
+    for pattern, wanted in ARGUMENTS[engine]:
+        for file in (file for folder in folders for file in Path(folder).glob(pattern)):
+            nodes = ast.parse(file.read_text(encoding="utf-8")).body
+            kinds = [node for node in nodes if isinstance(node, ast.ClassDef) and fnmatch(node.name, wanted)]
+            fields = [field for kind in kinds for field in kind.body]
+            targets = [field.target for field in fields if isinstance(field, ast.AnnAssign)]
+            names += [target.id for target in targets if isinstance(target, ast.Name)]
+    return names
 
 
 def _joins_a_cluster(config: JobConfig) -> bool:
@@ -80,7 +122,7 @@ def _check_cluster(config: JobConfig) -> None:
     from rlsys.single_controller import ray as on_ray
 
     run = config.trainer
-    with on_ray.connect({"address": config.ray_kwargs.ray_init.address}):
+    with on_ray.connect({"address": config.ray_kwargs.ray_init.address}, deadline_s=run.deadlines.start_s):
         has_gpus = any(node.num_gpus for node in on_ray.cluster_nodes())
         use_gpu = run.device == "cuda" or (run.device == "auto" and has_gpus)
         pools, least = {"train": [run.n_gpus_per_node] * run.nnodes}, dict[str, int]()
@@ -94,7 +136,8 @@ def _capacity(config: JobConfig) -> Iterator[str]:
     run, num_gpus = config.trainer, visible_gpus()
     if run.device == "cuda" and not num_gpus:
         why = "no GPU is visible on this machine (nvidia-smi, CUDA_VISIBLE_DEVICES)"
-        raise ConfigError(f"trainer.device = cuda: {why}; set trainer.device=cpu, or start the job where GPUs are")
+        fix = f"set trainer.device=cpu, or start the job where GPUs are; {OTHER_GPUS}"
+        raise ConfigError(f"trainer.device = cuda: {why}; {fix}")
     if run.nnodes > 1:
         why = "start Ray on all nodes and set ray_kwargs.ray_init.address=auto"
         yield f"trainer.nnodes = {run.nnodes}: a job without a Ray cluster to join has this machine only; {why}"
@@ -104,8 +147,11 @@ def _capacity(config: JobConfig) -> Iterator[str]:
     room = num_gpus if on_gpus else config.ray_kwargs.ray_init.num_cpus or os.cpu_count() or 1
     if num_processes > room:
         kind = f"{room} GPUs" if on_gpus else f"no GPUs, and {room} CPUs for one process each"
-        why = "lower trainer.n_gpus_per_node or trainer.rollout_workers, or join a larger Ray cluster"
-        yield f"the run needs {num_processes} processes, and this machine has {kind}: {why}"
+        left = room - num_processes + run.n_gpus_per_node
+        fix = f"set trainer.n_gpus_per_node={left}" if left > 0 else "lower trainer.rollout_workers"
+        needs = f"{num_processes} processes, trainer.n_gpus_per_node={run.n_gpus_per_node} of them for training"
+        more = "" if on_gpus else f"; {OTHER_GPUS}"
+        yield f"the run needs {needs}, and this machine has {kind}: {fix}, or join a larger Ray cluster{more}"
 
 
 def visible_gpus() -> int:
@@ -124,7 +170,7 @@ def device_memory(config: PPOConfig) -> tuple[Literal["cuda", "cpu"], int]:
     """
     device = config.trainer.device
     if device == "cpu" or (device == "auto" and not visible_gpus() and not _joins_a_cluster(config)):
-        return "cpu", psutil.virtual_memory().total // max(1, resolve_pools(config).total_ranks)
+        return "cpu", psutil.virtual_memory().total * config.trainer.nnodes // max(1, resolve_pools(config).total_ranks)
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SMI_S, check=True)

@@ -22,7 +22,7 @@ from trainer.local_files import with_local_files
 from trainer.loop import CheckpointedLoop, completed
 from trainer.reporting import Reporter
 from trainer.run_folder import run_folder
-from workers.build import EngineRun, check_model
+from workers.build import EngineRun, check_models
 from workers.sft import SupervisedWorker
 
 Config = SFTConfig | RMConfig | DPOConfig
@@ -81,8 +81,7 @@ class SupervisedTrainer(CheckpointedLoop):
         self.cfg = config
         self.group: SupervisedGroup | None = None
         self.external_libs = import_external_libs({"model": config.model})
-        head = "scalar" if isinstance(config, RMConfig) else "lm"
-        check_model("engine", config.model, config.engine.shard, head=head)
+        check_models(config)
         self.tokenizer = load_tokenizer(config.model)
         self.train_rows, self.val_rows = load_rows(config, self.tokenizer)
         rows, num_rows, size = self.train_rows, len(self.train_rows), data.train_batch_size

@@ -1,14 +1,16 @@
 """From sections of the configuration to engines and loss settings: the one place where workers read both."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from rlsys.config import DPOConfig, RMConfig, SFTConfig
+from rlsys.config import DPOConfig, PPOConfig, RMConfig, SFTConfig
 from rlsys.config.schema.actor import ActorConfig, ActorRolloutRefConfig, CriticConfig
 from rlsys.config.schema.algorithm import RewardModelConfig
+from rlsys.config.schema.jobs import SupervisedConfig
 from rlsys.config.schema.megatron import MegatronShardConfig
 from rlsys.config.schema.model import ModelConfig, PolicyModelConfig, ShardConfig
 from rlsys.config.schema.types import MicroBatches
@@ -22,7 +24,7 @@ from rlsys.models.hf import Head, build, read_config
 from rlsys.models.megatron.family import decoder_family
 from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
 from rlsys.utils.errors import ConfigError, raised_as
-from rlsys.utils.hub import ensure_downloaded
+from rlsys.utils.hub import ensure_downloaded, is_hub_id
 from rlsys.utils.plugins import import_libraries
 from workers.mfu import MfuMeter
 
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from rlsys.engines.megatron.engine import MegatronEngine
 
     Engine = FSDPEngine | MegatronEngine
+Shard = ShardConfig | MegatronShardConfig
 
 
 @dataclass(frozen=True)
@@ -56,9 +59,7 @@ def make_mfu_meter(model: ModelConfig, engine: TrainEngine, run: EngineRun, *, l
     return MfuMeter(read_config(model), peak, lm_head)
 
 
-def _engine(
-    model: ModelConfig, section: ShardConfig | MegatronShardConfig, run: EngineRun, *, sp_size: int, **options: Any
-) -> "Engine":
+def _engine(model: ModelConfig, section: Shard, run: EngineRun, *, sp_size: int, **options: Any) -> "Engine":
     """The engine that `section` belongs to, once this process has joined the process group and is seeded; `options` are
     what both engines take. `full_determinism` of a section goes for all that the process computes from then on."""
     import_libraries(run.external_libs)
@@ -75,7 +76,7 @@ def _engine(
     return FSDPEngine(model, device=run.device, shard=section, sp_size=sp_size, **options)
 
 
-def check_model(key: str, model: ModelConfig, section: ShardConfig | MegatronShardConfig, *, head: Head = "lm") -> None:
+def check_model(key: str, model: ModelConfig, section: Shard, *, head: Head = "lm") -> None:
     """ConfigError that names `key` unless the engine of `section` trains the model as configured; reads config.json
     only."""
     assert model.path is not None, "the start model is resolved before workers start"
@@ -88,6 +89,32 @@ def check_model(key: str, model: ModelConfig, section: ShardConfig | MegatronSha
             built = build(config, head=head, packed=packed, trust_remote_code=model.trust_remote_code)
             if section.tensor_parallel_size > 1:
                 tensor_parallel_plan(built, model, section.tensor_parallel_size)
+
+
+def check_models(config: PPOConfig | SupervisedConfig, *, all_here: bool = True) -> None:
+    """ConfigError, before any worker starts, for a model that its engine cannot train as configured.
+
+    Unless they are `all_here`, those that are not set or not downloaded yet are left out.
+    """
+    for key, model, section, head in _models(config):
+        if all_here or not (model.path is None or is_hub_id(model.path)):
+            check_model(key, model, section, head=head)
+
+
+def _models(config: PPOConfig | SupervisedConfig) -> Iterator[tuple[str, ModelConfig, Shard, Head]]:
+    """The models on training engines, with the keys and sections of these and their heads."""
+    if isinstance(config, SupervisedConfig):
+        yield "engine", config.model, config.engine.shard, "scalar" if isinstance(config, RMConfig) else "lm"
+        return
+    policy, critic = config.actor_rollout_ref, config.critic
+    section = "megatron" if policy.actor.strategy == "megatron" else "fsdp_config"
+    yield f"actor_rollout_ref.actor.{section}", policy.model, policy.actor.shard, "lm"
+    frozen = [(policy.reference_model, policy)] * config.use_reference
+    for model, settings in [*frozen, *((teacher, config.teacher_policy) for teacher in config.teachers.values())]:
+        yield f"actor_rollout_ref.ref.{section}", model, settings.ref_shard, "lm"
+    if config.use_critic:
+        section = "megatron" if critic.strategy == "megatron" else "fsdp"
+        yield f"critic.{section}", critic.model, critic.shard, "scalar"
 
 
 def _trained(

@@ -8,6 +8,7 @@ from importlib.metadata import version
 from typing import TypeVar
 
 from rlsys.config.arguments import Arguments, parse_arguments
+from rlsys.config.derive import MODE, RANKS
 from rlsys.config.introspect import default_of, leaves, nest, shown, value_at
 from rlsys.config.load import Loaded, load
 from rlsys.config.plan import plan_text
@@ -51,7 +52,9 @@ def main_config(
         print(f"rlsys: note: {note}", file=sys.stderr, flush=True)
     if arguments.print_config:
         _print_and_exit(as_yaml(loaded))
-    text = "\n".join(filter(None, (f"rlsys: {loaded.headline}", plan_text(loaded.config, {**facts, "sizes": sizes}))))
+    is_default = {MODE, RANKS}.isdisjoint(loaded.settings)
+    facts = {**facts, "sizes": sizes, "processes": f"{RANKS} is not set; verl's default is 8" if is_default else ""}
+    text = "\n".join(filter(None, (f"rlsys: {loaded.headline}", plan_text(loaded.config, facts))))
     if arguments.dry_run:
         _print_and_exit(f"{text}\nrlsys: --dry-run: nothing was started")
     print(text, flush=True)

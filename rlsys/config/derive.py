@@ -25,7 +25,7 @@ DYNAMIC, GRADER = f"{_POLICY}.actor.use_dynamic_bsz", "reward.reward_model"
 MICRO_BATCHES = {DYNAMIC: f"{_POLICY}.actor.ppo_micro_batch_size_per_gpu"}
 MICRO_BATCHES |= {f"{GRADER}.use_dynamic_bsz": f"{GRADER}.micro_batch_size_per_gpu"}
 BUDGET = "data.max_token_len_per_gpu"
-_NODES, _RANKS = "trainer.nnodes", "trainer.n_gpus_per_node"
+_NODES, RANKS = "trainer.nnodes", "trainer.n_gpus_per_node"
 _ADAPTED = ("cluster.n_nodes", "cluster.n_gpus_per_node", "actor.mb_spec.max_tokens_per_mb")
 """What AReaL's files say of the cluster and of packs of tokens: other keys may ask for other values."""
 
@@ -118,7 +118,7 @@ def _from_allocation(
     values: Mapping[str, Any], given: Mapping[str, Given], engines: Iterable[str]
 ) -> tuple[dict[str, Given], list[str]]:
     """The counts of an allocation, also of one in two parts; counts that are also set must agree with it."""
-    text, nnodes, node_size = values.get(MODE) or "+".join(engines) or None, values[_NODES], values[_RANKS]
+    text, nnodes, node_size = values.get(MODE) or "+".join(engines) or None, values[_NODES], values[RANKS]
     if not isinstance(text, str) or not is_count(nnodes) or not is_count(node_size):
         return {}, []
     if _NODES not in given or given[_NODES].spelling not in _ADAPTED:

@@ -78,6 +78,13 @@ def rollout_backend(name: str) -> RolloutBackend:
     return _BACKENDS.get(name) or RolloutBackend(name, None, "process", "dtep", ENGINE_SETTINGS, batch_invariant=True)
 
 
+def decoder_sizes(hf_config: Mapping[str, object]) -> dict[str, int]:
+    """The whole numbers of a config.json, those of the decoder of a vision-language model among them."""
+    text = hf_config.get("text_config")
+    both = {**hf_config, **(text if isinstance(text, dict) else {})}
+    return {name: value for name, value in both.items() if isinstance(value, int)}
+
+
 def float8_block(hf_config: Mapping[str, object], rollout: "GenerationConfig", *, is_pushed: bool = True) -> int:
     """The largest block that divides the widths of all layers as a rank of an engine holds them.
 
@@ -85,9 +92,7 @@ def float8_block(hf_config: Mapping[str, object], rollout: "GenerationConfig", *
     none does, or, where weights are not pushed, not the one that vLLM makes of a checkpoint. Source: vLLM's
     `per_token_group_quant_fp8` and `validate_fp8_block_shape`.
     """
-    text, tp = hf_config.get("text_config"), rollout.tensor_model_parallel_size
-    both = {**hf_config, **(text if isinstance(text, dict) else {})}
-    size = {name: value for name, value in both.items() if isinstance(value, int)}.get
+    size, tp = decoder_sizes(hf_config).get, rollout.tensor_model_parallel_size
     hidden, heads, expert = size("hidden_size", 0), size("num_attention_heads", 1), size("moe_intermediate_size", 0)
     mlps = (
         size("intermediate_size", 0),

@@ -104,11 +104,11 @@ def plan_text(cfg: Section, facts: Mapping[str, str] = MappingProxyType({})) -> 
     """The plan of any job as people read it, a line for each subject.
 
     `facts` are what no setting says: "data" and "validation", and of a PPO job "memory", "time",
-    "layouts" and the "sizes" that were chosen.
+    "layouts" and the "sizes" that were chosen; "processes" says where their number is from.
     """
     lines = [(name, facts.get(name, "")) for name in ("data", "validation")]
     if isinstance(cfg, PPOConfig | SupervisedConfig):
-        lines += _ppo_lines(cfg, facts) if isinstance(cfg, PPOConfig) else _supervised_lines(cfg)
+        lines += _ppo_lines(cfg, facts) if isinstance(cfg, PPOConfig) else _supervised_lines(cfg, facts)
         lines.append(("output", str(Path(cfg.trainer.default_local_dir).absolute())))
     return "\n".join(f"  {name:<11}{words}" for name, words in lines if words)
 
@@ -129,20 +129,20 @@ def _ppo_lines(cfg: PPOConfig, facts: Mapping[str, str]) -> list[tuple[str, str]
         ("teachers", ", ".join(model.path or "" for model in cfg.teachers.values())),
         ("advantages", f"{cfg.algorithm.adv_estimator}; loss {cfg.actor_rollout_ref.actor.policy_loss.loss_mode}"),
         ("length", _length_words(trainer, data.train_batch_size)),
-        ("workers", _worker_words(trainer, plan.pools)),
+        ("workers", _worker_words(trainer, facts, plan.pools)),
         *((name, facts.get(name, "")) for name in ("memory", "sizes", "time", "layouts")),
         ("weights", _weights_words(trainer.max_staleness, trainer.sync_freq) + by),
     ]
 
 
-def _supervised_lines(cfg: SupervisedConfig) -> list[tuple[str, str]]:
+def _supervised_lines(cfg: SupervisedConfig, facts: Mapping[str, str]) -> list[tuple[str, str]]:
     data, trainer, rows = cfg.data, cfg.trainer, cfg.data.train_batch_size
     dp = trainer.nnodes * trainer.n_gpus_per_node // shared_by(cfg.engine)
     role = RolePlan(samples=rows, mini_batch_samples=rows, dp_size=dp, epochs=1, size=data.training)
     return [
         ("step", f"{rows} rows of {data.max_length} tokens at most; {_rank_words(role)}"),
         ("length", _length_words(trainer, rows)),
-        ("workers", _worker_words(trainer)),
+        ("workers", _worker_words(trainer, facts)),
     ]
 
 
@@ -170,7 +170,7 @@ def _length_words(run: TrainingConfig, batch: int) -> str:
     return epochs if steps is None else _many(steps, "step")
 
 
-def _worker_words(trainer: RunConfig, pools: Pools | None = None) -> str:
+def _worker_words(trainer: RunConfig, facts: Mapping[str, str], pools: Pools | None = None) -> str:
     where = {"auto": "GPU where there is one, else CPU", "cpu": "CPU", "cuda": "GPU"}[trainer.device]
     more = ""
     if pools:
@@ -180,7 +180,7 @@ def _worker_words(trainer: RunConfig, pools: Pools | None = None) -> str:
         more += f", {pools.teacher_ranks} for the teachers" if pools.teacher_ranks else ""
     backend = "Ray actors" if trainer.backend == "ray" else "in this process"
     processes = f"{_many(trainer.nnodes, 'node')} x {_many(trainer.n_gpus_per_node, 'process')}"
-    return f"{processes} for training{more} ({where}; {backend})"
+    return f"{processes} for training{more} ({'; '.join(filter(None, (where, backend, facts.get('processes'))))})"
 
 
 def _weights_words(max_staleness: int, sync_freq: int) -> str:

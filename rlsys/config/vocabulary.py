@@ -29,6 +29,8 @@ TRACKERS = {"console": "", "tensorboard": "trackers", "trackio": "trackers", "wa
 """Trackers, and the extra of rlsys that installs the library of the same name (empty: none needed)."""
 ALWAYS_WRITTEN = ("file", "jsonl")
 """Names in trainer.logger for the JSONL file, which is always written."""
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""What a config.json calls the number of routed experts."""
 ROW_FILES = (".parquet", ".json", ".jsonl", ".csv")
 GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """Vision-language models (model_type) that cut images of any size into a grid; positions have three axes (M-RoPE)."""

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from rlsys.config.vocabulary import EXPERTS
 from rlsys.models.hf import auto_model
 from rlsys.models.vision import is_tower
 from rlsys.utils.gpus import GPUS, find_by_name
@@ -28,8 +29,6 @@ DENSE_PEAK = {name: gpu.flops for name, gpu in GPUS.items()} | {
     "RTX 4090": 165e12,
 }
 """Dense bf16 FLOP/s (V100: fp16) from the makers' data sheets, by words of the device name; most words win."""
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""What a config.json calls the number of routed experts."""
 
 
 class ModelFlops:

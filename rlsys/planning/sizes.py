@@ -25,6 +25,7 @@ from rlsys.planning.memory import Machine, MemoryPlan, plan_memory, width_of
 from rlsys.planning.roles import Bytes
 from rlsys.types import LARGEST_IMAGE
 from rlsys.utils.errors import ConfigError
+from rlsys.utils.gpus import OTHER_GPUS
 
 GIB = 1 << 30
 MOST_TOKENS = {"cuda": 65536, "cpu": 4096}
@@ -184,6 +185,7 @@ def choose_sizes(
 def _refusal(what: str, needs: Mapping[str, int], machine: Machine, key: str) -> ConfigError:
     parts = " + ".join(f"{owner} {one / GIB:.1f}" for owner, one in needs.items() if one)
     room = f"tensors have {machine.room_bytes / GIB:.1f} of {machine.device_bytes / GIB:.1f}"
+    room += f", a process's share of this machine's memory ({OTHER_GPUS})" if machine.device == "cpu" else ""
     return ConfigError(
         f"{what} does not fit: it needs {sum(needs.values()) / GIB:.1f} GiB ({parts}), and {room}; "
         f"docs/oom.md says what needs less, or set {key} to try it"

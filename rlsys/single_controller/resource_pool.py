@@ -6,7 +6,9 @@ Pure arithmetic; `rlsys.single_controller.ray` places it on a cluster.
 import copy
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import product
+from math import prod
 from typing import Any, Self, TypeVar
 
 from rlsys.utils.errors import ConfigError
@@ -89,6 +91,10 @@ def merge_resource_pool(first: P, second: P) -> P:
     return first.with_slots((*first.slots, *second.slots))
 
 
+SECTIONS = {"train": "trainer", "reward_model": "reward.reward_model", "teacher": "distillation"}
+"""Where the configuration has the nodes of a pool."""
+
+
 @dataclass(frozen=True)
 class NodeCapacity:
     """The resources of a node of the cluster."""
@@ -108,7 +114,13 @@ class PoolNeed:
 
 
 def check_capacity(needs: Sequence[PoolNeed], nodes: Sequence[NodeCapacity]) -> None:
-    """ConfigError, with what to change, unless every pool's nodes fit on the cluster's together (largest first)."""
+    """ConfigError, with what to change, unless every pool's nodes fit on the cluster's together."""
+    if not _fit(needs, nodes):
+        raise ConfigError(_no_room(needs, nodes))
+
+
+def _fit(needs: Sequence[PoolNeed], nodes: Sequence[NodeCapacity]) -> bool:
+    """Place the largest nodes of pools first, each on the node with the least room that suffices."""
     free = [[node.num_cpus, node.num_gpus] for node in nodes]
     wanted = [
         (count * need.gpus_per_process, count * need.cpus_per_process)
@@ -118,22 +130,44 @@ def check_capacity(needs: Sequence[PoolNeed], nodes: Sequence[NodeCapacity]) -> 
     for gpus, cpus in sorted(wanted, reverse=True):
         fitting = [node for node in free if node[1] >= gpus - 1e-6 and node[0] >= cpus - 1e-6]
         if not fitting:
-            raise ConfigError(_no_room(needs, nodes))
+            return False
         tightest = min(fitting, key=lambda node: (node[1], node[0]))
         tightest[0] -= cpus
         tightest[1] -= gpus
+    return True
 
 
 def _no_room(needs: Sequence[PoolNeed], nodes: Sequence[NodeCapacity]) -> str:
     has = f"{sum(n.num_cpus for n in nodes):g} CPUs and {sum(n.num_gpus for n in nodes):g} GPUs on {len(nodes)} node(s)"
+    has += f" (at most {max(n.num_cpus for n in nodes):g} and {max(n.num_gpus for n in nodes):g} on one)"
     cpus = sum(sum(need.process_on_nodes) * need.cpus_per_process for need in needs)
     gpus = sum(sum(need.process_on_nodes) * need.gpus_per_process for need in needs)
-    pools = "; ".join(f"pool '{need.name}' {list(need.process_on_nodes)} processes" for need in needs)
-    key = "trainer.n_gpus_per_node or trainer.nnodes"
+    pools = "; ".join(_asked(need) for need in needs)
     return (
-        f"the cluster has {has}, the plan needs {cpus:g} CPUs and {gpus:g} GPUs ({pools}; an entry is one node); "
-        f"lower {key}, use trainer.device=cpu if there are no GPUs, or give Ray more with ray_kwargs.ray_init.num_cpus"
+        f"the cluster has {has}, the plan needs {cpus:g} CPUs and {gpus:g} GPUs ({pools}); "
+        f"{_smaller(needs, nodes)}, use trainer.device=cpu if there are no GPUs, or give Ray more with "
+        "ray_kwargs.ray_init.num_cpus"
     )
+
+
+def _asked(need: PoolNeed) -> str:
+    """The keys that a pool of `rlsys.config.pools` is from, with their values."""
+    counts = need.process_on_nodes
+    if section := SECTIONS.get(need.name):
+        return f"{section}.nnodes={len(counts)} {section}.n_gpus_per_node={counts[0]}"
+    key = "trainer.rollout_workers=" if need.name == "rollout" else f"pool '{need.name}': "
+    return f"{key}{sum(counts)}, by node {list(counts)}"
+
+
+def _smaller(needs: Sequence[PoolNeed], nodes: Sequence[NodeCapacity]) -> str:
+    """The most processes of one pool with which all pools fit."""
+    for need in (need for need in needs if need.name in SECTIONS):
+        sizes = product(range(len(need.process_on_nodes), 0, -1), range(need.process_on_nodes[0], 0, -1))
+        for count, size in sorted(sizes, key=lambda pair: (prod(pair), pair[1]), reverse=True):
+            fewer = replace(need, process_on_nodes=(size,) * count)
+            if _fit([fewer if one is need else one for one in needs], nodes):
+                return f"set {_asked(fewer)}"
+    return "lower trainer.rollout_workers or the processes of others"
 
 
 @dataclass

@@ -35,6 +35,7 @@ GPUS = {
     "MI300X": Gpu(1307e12, 2615e12, 192.0, 5.3e12, 448e9),
 }
 """GPUs of servers, by the makers' data sheets."""
+OTHER_GPUS = "to plan for GPUs that are not here add --dry-run --gpu=H100"
 
 
 def find_by_name(table: Mapping[str, T], device_name: str) -> T | None:

@@ -47,4 +47,6 @@ def test_a_dry_run_asks_the_cluster_that_it_would_join(head: Head) -> None:
     ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=scaled_s(60), check=True)
     fits, too_large = ended.stdout.splitlines()
     assert fits == "[]"
-    assert too_large.startswith("the cluster has 4 CPUs and 0 GPUs on 1 node(s), the plan needs 8 CPUs")
+    assert too_large.startswith(
+        "the cluster has 4 CPUs and 0 GPUs on 1 node(s) (at most 4 and 0 on one), the plan needs 8 CPUs"
+    )

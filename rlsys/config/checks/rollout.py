@@ -3,10 +3,18 @@
 from collections.abc import Iterator
 
 from rlsys.config.checks.files import model_facts
-from rlsys.config.checks.findings import note, wrong
-from rlsys.config.engines import ENGINE_SETTINGS, QUANTIZATION, float8_block, rollout_backend
+from rlsys.config.checks.findings import cuts, note, wrong
+from rlsys.config.engines import (
+    ENGINE_SETTINGS,
+    IN_JOB_ENGINES,
+    QUANTIZATION,
+    decoder_sizes,
+    float8_block,
+    rollout_backend,
+)
 from rlsys.config.introspect import leaves
 from rlsys.config.schema.jobs import EvalConfig, PPOConfig
+from rlsys.config.vocabulary import EXPERTS
 from rlsys.utils.errors import ConfigError
 
 KEY = "actor_rollout_ref.rollout"
@@ -26,6 +34,8 @@ def check_rollout(cfg: PPOConfig | EvalConfig, ranks: int) -> Iterator[str]:
         why = f"data.max_prompt_length + data.max_response_length is {longest}"
         yield wrong(cfg, f"{KEY}.max_model_len", why, longest)
     yield from [*_parallel_sizes(cfg, name)] or _replicas(cfg, name, ranks)
+    if name in IN_JOB_ENGINES and "t" in rollout_backend(name).dims:
+        yield from _model_sizes(cfg, name)
     yield from _aligned(cfg, name)
     yield from _quantised(cfg, name)
     yield from _idle(cfg, name)
@@ -61,12 +71,35 @@ def _parallel_sizes(cfg: PPOConfig | EvalConfig, name: str) -> Iterator[str]:
         elif cut == "data" and rollout.expert_parallel_size == 1:
             why = f"without experts to share each is a whole copy of the model: set 1, or {KEY}.expert_parallel_size"
             yield wrong(cfg, key, f"{why}={rollout.replica_size}")
-        elif cut == "pipeline_model":
-            layers = model_facts(cfg.actor_rollout_ref.model.path).get("num_hidden_layers")
-            if rollout.enable_rollout_routing_replay:
-                yield wrong(cfg, key, "stages return the experts of their own layers; use router_replay.mode=R2", 1)
-            if isinstance(layers, int) and size > layers:
-                yield wrong(cfg, key, "each stage needs a layer", layers)
+        elif cut == "pipeline_model" and rollout.enable_rollout_routing_replay:
+            yield wrong(cfg, key, "stages return the experts of their own layers; use router_replay.mode=R2", 1)
+
+
+def _model_sizes(cfg: PPOConfig | EvalConfig, name: str) -> Iterator[str]:
+    """Whether the engine can cut the model of this config.json: heads and MLPs into equal parts, whole experts.
+
+    Key-value heads may also be repeated. Source: `verify_with_parallel_config` and the layers of vLLM's models.
+    """
+    rollout, sizes = cfg.actor_rollout_ref.rollout, decoder_sizes(model_facts(cfg.actor_rollout_ref.model.path))
+    size = sizes.get
+    heads, layers = size("num_attention_heads", 0), size("num_hidden_layers", 0)
+    experts = next(filter(None, map(size, EXPERTS)), 0)
+    channels = 0 if experts else size("intermediate_size", 0)
+    groups = (not size("kv_lora_rank") and size("num_key_value_heads")) or heads
+    tp, stages, ep = (getattr(rollout, f"{cut}_parallel_size") for cut in ("tensor_model", "pipeline_model", "expert"))
+    if heads and str(tp) not in (fitting := cuts(heads, channels, groups=groups)):
+        parts = f"{heads} attention heads, {groups} key-value heads" + f", {channels} MLP channels" * bool(channels)
+        why = f"{parts}: these cannot be cut into {tp} equal parts"
+        yield wrong(cfg, f"{KEY}.tensor_model_parallel_size", f"{why}; set one of {', '.join(fitting)}")
+    if stages > layers > 0:
+        why = f"the model has {layers} layers, and each stage needs one"
+        yield wrong(cfg, f"{KEY}.pipeline_model_parallel_size", why, layers)
+    sharing = ep if name == "sglang" else rollout.replica_size // stages
+    if ep > 1 and sizes and not any("expert" in name for name in sizes):
+        yield wrong(cfg, f"{KEY}.expert_parallel_size", "the model has no experts", 1)
+    elif ep > 1 and experts % sharing:
+        why = f"{experts} experts cannot be divided evenly among the {sharing} processes that share them"
+        yield wrong(cfg, f"{KEY}.expert_parallel_size", f"{why}; use one of {', '.join(cuts(experts))} processes")
 
 
 def _replicas(cfg: PPOConfig | EvalConfig, name: str, ranks: int) -> Iterator[str]:

@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 
 from rlsys.config.engines import QUANTIZATION
 from rlsys.config.schema.rollout import GenerationConfig
-from rlsys.models.flops import EXPERTS
+from rlsys.config.vocabulary import EXPERTS
 from rlsys.models.hf import dtype_name
 from rlsys.models.quantized import block_settings
 from rlsys.models.vision import has_images

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,9 +33,10 @@ from rlsys.utils.errors import ConfigError
 
 T = TypeVar("T")
 NAMESPACE = "rlsys"
-ANSWER_S = 15.0
 ASK = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1])"
 """A client that exits with an error if the cluster at its argument refuses it, in a process that can be given up."""
+RAY_WAITS = "RAY_py_gcs_connect_timeout_s"
+"""How long such a client waits for an answer, in whole seconds."""
 _SOURCE_ROOT = str(Path(__file__).resolve().parents[3])
 _log = logging.getLogger(__name__)
 
@@ -66,11 +68,14 @@ class Cluster:
         self.close()
 
 
-def connect(ray_init: Mapping[str, Any] | None = None, *, timeline_json_file: str | None = None) -> Cluster:
+def connect(
+    ray_init: Mapping[str, Any] | None = None, *, timeline_json_file: str | None = None, deadline_s: float = 300.0
+) -> Cluster:
     """Use the Ray that is there (initialised, RAY_ADDRESS, a submitted job, `address` in ray_init) or start one here.
 
     `ray_init` goes to ray.init. A cluster started here listens on the loopback interface only, has no dashboard and
-    sends no usage statistics; its workers' children end with them. ConfigError for one that does not answer.
+    sends no usage statistics; its workers' children end with them. ConfigError for one that does not answer within
+    `deadline_s`.
     """
     options = dict(ray_init or {})
     address = options.pop("address", None) or os.environ.get("RAY_ADDRESS")
@@ -82,8 +87,8 @@ def connect(ray_init: Mapping[str, Any] | None = None, *, timeline_json_file: st
         for name in ("num_cpus", "num_gpus", "resources", "object_store_memory", "include_dashboard"):
             if options.pop(name, None) is not None:
                 _log.warning("ray_init.%s has no meaning on the existing cluster %s and is left out", name, address)
-        _check_answers(address)
         _log.info("connecting to Ray at %s", address)
+        _check_answers(address, deadline_s)
         _init(address, env, options)
         return _checked(Cluster(cluster_address(), True, timeline_json_file))
     _set_defaults_for_local_cluster()
@@ -133,8 +138,8 @@ def _log_first_lines(data: Mapping[str, Any], ignore_prefix: bool) -> None:
         _log.warning("Ray: %s", text.partition("\n")[0])
 
 
-def _check_answers(address: str) -> None:
-    """ConfigError, within ANSWER_S for each question, unless a Ray cluster that takes our token answers at host:port.
+def _check_answers(address: str, deadline_s: float) -> None:
+    """ConfigError, within `deadline_s`, unless a Ray cluster that takes our token answers at host:port.
 
     For "auto" that is the address that Ray finds, which may be of a cluster that has ended.
     """
@@ -149,15 +154,17 @@ def _check_answers(address: str) -> None:
     host, _, port = address.rpartition(":")
     if not (host and port.isdecimal()):
         raise ConfigError(f"the Ray address {address!r} is not host:port{set_another}")
+    end_s = time.monotonic() + deadline_s
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=deadline_s).close()
+        left_s, environ = end_s - time.monotonic(), os.environ | {RAY_WAITS: str(int(deadline_s) + 1)}
+        asked = [sys.executable, "-c", ASK, address]
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=left_s, env=environ)
+    except (TimeoutError, subprocess.TimeoutExpired) as error:
+        problem = f"what is at {address} did not answer as a Ray cluster within {deadline_s:g} s at stage 'connect'"
+        raise ConfigError(f"{problem} (trainer.deadlines.start_s){set_another}") from error
     except (OSError, OverflowError) as error:
         raise ConfigError(f"no Ray cluster listens at {address} ({error}){set_another}") from error
-    try:
-        done = subprocess.run([sys.executable, "-c", ASK, address], capture_output=True, text=True, timeout=ANSWER_S)
-    except subprocess.TimeoutExpired as error:
-        problem = f"what listens at {address} did not answer as a Ray cluster within {ANSWER_S:g} s: a wrong port?"
-        raise ConfigError(f"{problem}{set_another}") from error
     if "AuthenticationError" in done.stderr:
         raise ConfigError(
             f"the Ray cluster at {address} refuses our token: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or "

@@ -25,6 +25,13 @@ ODD_MODELS = {
     "flat": {"hidden_size": 0},
     "endless": {"vocab_size": 9, "eos_token_id": [3, 9]},
     "narrow": {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 1536},
+    "seven": {
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+    },
+    "sparse": {"text_config": {"num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128}},
     "uneven": {"hidden_size": 512, "num_attention_heads": 8, "intermediate_size": 1120},
 }
 
@@ -259,6 +266,32 @@ FOREIGN = [
         ],
         f"{R}.expert_parallel_size",
         "kernels of vllm for CPUs",
+    ),
+    bad(
+        [f"{R}.name=vllm", f"{M}.path=seven", "trainer.n_gpus_per_node=3", f"{R}.tensor_model_parallel_size=3"],
+        f"{R}.tensor_model_parallel_size = 3: 28 attention heads, 4 key-value heads, 18944 MLP channels",
+        "3 equal parts; set one of 1, 2, 4\n",
+    ),
+    bad(
+        [f"{R}.name=sglang", f"{M}.path=sparse", "trainer.n_gpus_per_node=6", f"{R}.tensor_model_parallel_size=6"],
+        "32 attention heads, 4 key-value heads: these cannot be cut into 6 equal parts; set one of 1, 2, 4, 8, 16, 32",
+        schema=EvalConfig,
+    ),
+    bad(
+        [f"{R}.name=vllm", f"{M}.path=seven", *(f"{R}.{size}_parallel_size=2" for size in ("tensor_model", "expert"))],
+        f"{R}.expert_parallel_size = 2: the model has no experts; set {R}.expert_parallel_size=1",
+    ),
+    bad(
+        [
+            *(f"{R}.name=vllm", f"{M}.path=sparse", "trainer.n_gpus_per_node=6", f"{R}.expert_parallel_size=6"),
+            *(f"{R}.tensor_model_parallel_size=2", f"{R}.data_parallel_size=3"),
+        ],
+        f"{R}.expert_parallel_size = 6: 128 experts cannot be divided evenly among the 6 processes that share them",
+        "use one of 1, 2, 4, 8, 16, 32, 64, 128 processes",
+    ),
+    bad(
+        [f"{R}.name=vllm", f"{M}.path=seven", "trainer.n_gpus_per_node=29", f"{R}.pipeline_model_parallel_size=29"],
+        f"{R}.pipeline_model_parallel_size = 29: the model has 28 layers, and each stage needs one; set",
     ),
     bad("data.sampler.class_name=Mine", "data.sampler.class_path=<file>", "its file is not set"),
     *(
@@ -755,6 +788,22 @@ def check_words(text: str, says: tuple[str, ...]) -> None:
         assert word in text, text
     for jargon in ("Traceback", "pydantic", "https://", "omegaconf", "input_type", "Input should"):
         assert jargon not in text, text
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [f"{M}.path=seven", "trainer.n_gpus_per_node=4", f"{R}.tensor_model_parallel_size=4"],
+        [f"{M}.path=seven", "trainer.n_gpus_per_node=28", f"{R}.pipeline_model_parallel_size=28"],
+        [
+            *(f"{M}.path=sparse", "trainer.n_gpus_per_node=8"),
+            *(f"{R}.tensor_model_parallel_size=8", f"{R}.expert_parallel_size=8"),
+        ],
+    ],
+)
+def test_parallel_sizes_that_suit_the_model_are_taken(argv: list[str]) -> None:
+    sizes = [f"{R}.name=vllm", "trainer.device=cuda", "data.train_batch_size=1792", "critic.ppo_mini_batch_size=1792"]
+    assert load_config([*argv, *sizes, f"{A}.ppo_mini_batch_size=1792", "data.train_files=null"])
 
 
 def test_the_table_is_long_enough() -> None:

@@ -71,13 +71,40 @@ def test_capacity_counts_whole_nodes() -> None:
     nodes = [NodeCapacity(32, 8), NodeCapacity(32, 8)]
     check_capacity([PoolNeed("a", (8,), 1, 1), PoolNeed("b", (4, 4), 1, 1)], nodes)
     check_capacity([PoolNeed("small", (2,), 1, 1), PoolNeed("large", (8, 6), 1, 1)], nodes)
-    with pytest.raises(
-        ConfigError, match=r"64 CPUs and 16 GPUs on 2 node.*12 CPUs and 12 GPUs.*trainer\.n_gpus_per_node"
-    ):
+    with pytest.raises(ConfigError, match=r"64 CPUs and 16 GPUs on 2 node\(s\) \(at most 32 and 8 on one\).*12 CPUs"):
         check_capacity([PoolNeed("wide", (12,), 1, 1)], nodes)
     with pytest.raises(ConfigError, match="pool 'b'"):
         check_capacity([PoolNeed("a", (8, 8), 1, 1), PoolNeed("b", (1,), 1, 1)], nodes)
     check_capacity([PoolNeed("fractions", (4,), 0.5, 0)], [NodeCapacity(2, 0)])
+
+
+@pytest.mark.parametrize(
+    ("needs", "says"),
+    [
+        (
+            {"train": (8,) * 4},
+            ["(trainer.nnodes=4 trainer.n_gpus_per_node=8); set trainer.nnodes=2 trainer.n_gpus_per_node=8"],
+        ),
+        (
+            {"train": (16,)},
+            ["(trainer.nnodes=1 trainer.n_gpus_per_node=16); set trainer.nnodes=1 trainer.n_gpus_per_node=8"],
+        ),
+        (
+            {"train": (8, 8), "rollout": (1,) * 4},
+            ["trainer.rollout_workers=4,", "set trainer.nnodes=2 trainer.n_gpus_per_node=6"],
+        ),
+        (
+            {"rollout": (8, 8), "teacher": (4,)},
+            ["distillation.nnodes=1 distillation.n_gpus_per_node=4", "lower trainer.rollout"],
+        ),
+    ],
+)
+def test_a_refused_plan_names_the_keys_and_what_would_fit(needs: dict[str, tuple[int, ...]], says: list[str]) -> None:
+    nodes = [NodeCapacity(32, 8), NodeCapacity(32, 8)]
+    with pytest.raises(ConfigError) as refused:
+        check_capacity([PoolNeed(name, counts, 1, 1) for name, counts in needs.items()], nodes)
+    for words in says:
+        assert words in str(refused.value)
 
 
 def test_the_manager_gives_roles_their_pools() -> None:

@@ -1,14 +1,16 @@
 """How a job ends: exit codes and messages."""
 
 import io
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from rlsys.config import PPOConfig
+from rlsys.config import PPOConfig, SFTConfig
 from rlsys.utils.errors import ConfigError, DataError
+from tests.contracts.train_engine import MODELS
 from tests.timing import scaled_s
 from trainer.job import checked_config, report_errors
 
@@ -143,6 +145,46 @@ def test_a_dry_run_plans_the_ranks_that_split_matrices(tmp_path: Path, capsys: p
         checked_config([*split, f"actor_rollout_ref.model.path={tmp_path}"], PPOConfig)
     key = "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size"
     assert f"{key} = 2: does not divide num_key_value_heads=3; set {key}=1" in capsys.readouterr().err
+
+
+def test_a_dry_run_refuses_what_megatron_cannot_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["qwen2-tied"]))
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "response": "b"}\n' * 6)
+    three = [f"data.train_files={tmp_path}/rows.jsonl", "data.train_batch_size=6", "trainer.n_gpus_per_node=3"]
+    critic = [f"critic.model.path={tmp_path}", "critic.strategy=megatron", "critic.ppo_mini_batch_size=6"]
+    critic += ["data.train_files=null", "actor_rollout_ref.actor.ppo_mini_batch_size=6", "algorithm.adv_estimator=gae"]
+    for schema, role, settings in (
+        (PPOConfig, "critic", ["--config-name=quickstart", *three, *critic]),
+        (SFTConfig, "engine", [f"model.path={tmp_path}", "engine.strategy=megatron", *three]),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            checked_config(["--dry-run", *settings, f"{role}.megatron.pipeline_model_parallel_size=3"], schema)
+        assert "2 layers cannot be split over pipeline_model_parallel_size=3" in (err := capsys.readouterr().err)
+        assert f"rlsys: {role}" in err
+
+
+def test_what_does_not_fit_a_machine_without_gpus_says_how_to_plan_for_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    sizes = {"hidden_size": 16384, "intermediate_size": 65536, "num_hidden_layers": 1000, "num_attention_heads": 128}
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["qwen2-tied"] | sizes))
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 6)
+    argv = ["--dry-run", f"actor_rollout_ref.model.path={tmp_path}", f"data.train_files={tmp_path}/rows.jsonl"]
+    argv += ["data.val_files=null", "data.train_batch_size=6"]
+    with pytest.raises(SystemExit, match="2"):
+        checked_config(argv, PPOConfig)
+    share = "a process's share of this machine's memory (to plan for GPUs that are not here add --dry-run --gpu=H100)"
+    assert share in capsys.readouterr().err
+
+
+def test_the_plan_says_where_the_number_of_processes_is_from(capsys: pytest.CaptureFixture[str]) -> None:
+    for more, count in ([], 1), (["trainer.n_gpus_per_node=1"], 0), (["trainer.allocation_mode=hf:d1|fsdp:d1"], 0):
+        with pytest.raises(SystemExit, match="0"):
+            checked_config(["--dry-run", "--config-name=quickstart", *more], PPOConfig)
+        printed = capsys.readouterr().out
+        assert "1 node x 1 process for training" in printed
+        assert printed.count("trainer.n_gpus_per_node is not set; verl's default is 8") == count
 
 
 TOOLS = """

@@ -33,7 +33,7 @@ def notes(*argv: str, dry_run: bool = True) -> list[str]:
 
 
 def test_a_missing_engine_is_refused_unless_workers_have_packages_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(machine.TABLES, "vllm", replace(VLLM, distributions=("no-such-package",)))
+    monkeypatch.setitem(machine.SERVING, "vllm", replace(VLLM, distributions=("no-such-package",)))
     argv = [f"{ROLLOUT}.name=vllm", "ray_kwargs.ray_init.num_cpus=8"]
     for dry_run in (True, False):
         with pytest.raises(ConfigError, match=r"rollout.name = vllm: .* is not installed: pip install"):
@@ -41,8 +41,43 @@ def test_a_missing_engine_is_refused_unless_workers_have_packages_of_their_own(m
     assert notes(*argv, "ray_kwargs.ray_init.runtime_env={pip: [vllm]}") == []
 
 
+NOT_RUN = "raise AssertionError('the package is read, not run')\n"
+
+
+def install(root: Path, engine: str, version: str, files: dict[str, str]) -> None:
+    """A package with source that fails if anything of it is executed."""
+    info = root / f"{engine}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {engine}\nVersion: {version}\n")
+    for name, source in {"__init__.py": "", **files}.items():
+        path = root / engine / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(NOT_RUN + source)
+
+
+ENGINE_ARGS = "class Other:\n    nonsense: int\nclass EngineArgs:\n    swap_space: float = 4\n    made = 1\n"
+
+
+def test_arguments_of_an_engine_are_checked_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, "vllm", "0.33.0", {"engine/arg_utils.py": ENGINE_ARGS})
+    fields = "class Moe:\n    moe_runner_backend: str = 'auto'\n"
+    files = {"srt/server_args.py": "class ServerArgs:\n    trust: bool\n", "srt/arg_groups/fields/exec_.py": fields}
+    install(tmp_path, "sglang", "0.5.23", files)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    vllm = [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.engine_kwargs.vllm.swap_space=8"]
+    arguments = f"{ROLLOUT}.engine_kwargs.sglang"
+    assert notes(*vllm) == []
+    assert notes(f"{ROLLOUT}.name=sglang", f"{arguments}.moe_runner_backend=triton", f"{arguments}.trust=true") == []
+    for name, fix in (("swap-spaces", "set swap_space instead"), ("nonsense", "remove it"), ("made", "remove it")):
+        for dry_run in (True, False):
+            with pytest.raises(ConfigError, match=rf"\.vllm\.{name}: vllm 0\.33\.0 has no such argument; {fix}"):
+                notes(*vllm, f"{ROLLOUT}.engine_kwargs.vllm.{name}=1", dry_run=dry_run)
+    (note,) = notes(*vllm, "ray_kwargs.ray_init.runtime_env={pip: [vllm]}")
+    assert "the workers' vllm is not installed here, so names of its arguments are not checked" in note
+
+
 def test_a_gpu_that_is_asked_for_must_be_visible() -> None:
-    with pytest.raises(ConfigError, match=r"trainer\.device = cuda: no GPU is visible"):
+    with pytest.raises(ConfigError, match=r"trainer\.device = cuda: no GPU is visible .*add --dry-run --gpu="):
         notes("trainer.device=cuda")
     joined = ["ray_kwargs.ray_init.address=10.0.0.1:6379", "trainer.nnodes=4", "trainer.n_gpus_per_node=8"]
     assert notes("trainer.device=cuda", *joined, dry_run=False) == []
@@ -56,7 +91,8 @@ def test_gpus_are_counted_without_torch(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert visible_gpus() == 4
     (note,) = notes("trainer.n_gpus_per_node=3", "trainer.rollout_workers=2", "trainer.max_staleness=1")
-    assert note.startswith("the run needs 5 processes, and this machine has 4 GPUs")
+    assert note.startswith("the run needs 5 processes, trainer.n_gpus_per_node=3 of them for training, and")
+    assert "this machine has 4 GPUs: set trainer.n_gpus_per_node=2, or join a larger Ray cluster" in note
 
 
 @pytest.mark.parametrize(
@@ -109,9 +145,20 @@ def dry_run(hub: Hub, home: Path, name: str, *overrides: str, **more: str) -> su
 
 
 def test_a_model_by_name_must_be_in_the_cache_or_on_the_hub(tmp_path: Path) -> None:
-    with Hub({"org/model": {"config.json": b"{}"}}).served() as hub:
+    sizes = b'{"num_attention_heads": 6, "num_key_value_heads": 2, "num_hidden_layers": 4}'
+    with Hub({"org/model": {"config.json": sizes}}).served() as hub:
         known = dry_run(hub, tmp_path, "org/model")
         assert (known.returncode, known.stderr.count("no folder")) == (0, 0), known.stderr
+        install(tmp_path, "vllm", "0.33.0", {"engine/arg_utils.py": ENGINE_ARGS})
+        vllm = (f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=4", "trainer.n_gpus_per_node=4")
+        cut = dry_run(hub, tmp_path, "org/model", *vllm, PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}")
+        assert cut.returncode == 2
+        planned = dry_run(hub, tmp_path, "org/model", "--gpu=H100")
+        assert (planned.returncode, planned.stdout.count("  memory ")) == (0, 1), planned.stderr
+        assert (
+            "6 attention heads, 2 key-value heads: these cannot be cut into 4 equal parts; set one of 1, 2, 6"
+            in cut.stderr
+        )
         mistyped = dry_run(hub, tmp_path, "models/qwen")
         assert mistyped.returncode == 2
         assert f"there is no folder {tmp_path}/models/qwen" in mistyped.stderr
