@@ -161,6 +161,11 @@ def take_rows(tensor: Tensor | np.ndarray, rows: Tensor) -> Tensor | np.ndarray:
     return torch.index_select(tensor, 0, rows, out=_memory(len(rows), [tensor]))
 
 
+def copy_rows(tensor: Tensor) -> Tensor:
+    """A contiguous copy."""
+    return join_rows([tensor])
+
+
 def join_rows(parts: Sequence[Tensor]) -> Tensor:
     """The rows of all parts one after the other."""
     return torch.cat(list(parts), out=_memory(sum(map(len, parts)), parts))

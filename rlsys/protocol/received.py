@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from tensordict import TensorDict
 
-from rlsys.protocol.columns import join_rows
+from rlsys.protocol.columns import copy_rows
 
 _COPYING = threading.Lock()
 
@@ -26,8 +26,7 @@ class OwnBatch:
         if isinstance(vars(rows)["batch"], ReceivedBatch):
             with _COPYING:
                 if isinstance(received := vars(rows)["batch"], ReceivedBatch):
-                    copied = cache(lambda tensor: join_rows([tensor]))  # one with two names once
-                    vars(rows)["batch"] = received.tensors.apply(copied)
+                    vars(rows)["batch"] = received.tensors.apply(cache(copy_rows))  # one with two names once
         return vars(rows)["batch"]
 
     def __set__(self, rows: object, batch: TensorDict | ReceivedBatch | None) -> None:
