@@ -8,26 +8,31 @@ from functools import partial
 from torch.utils.data import Sampler
 from transformers import PreTrainedTokenizerBase
 
+from rlsys.agent.endpoint import Endpoint
+from rlsys.agent.session import Session, SessionSettings
+from rlsys.agent.template import ChatTemplate
 from rlsys.algorithms.kl import KLController
 from rlsys.algorithms.stages import filter_groups
 from rlsys.config import PPOConfig, plan_batches
 from rlsys.config.pools import generates_ahead
 from rlsys.config.schema.megatron import MegatronConfig
 from rlsys.config.schema.model import FSDPConfig
+from rlsys.config.schema.rollout import AgentConfig, MultiTurnConfig
 from rlsys.data.collate import collate_answers
 from rlsys.data.dataset import PromptDataset
 from rlsys.fleet.elastic import ElasticFleet
 from rlsys.fleet.fleet import RolloutFleet
 from rlsys.fleet.group import group_fleet
 from rlsys.interfaces import ExperienceSource
+from rlsys.types import SamplingParams
+from rlsys.utils.daemon_threads import LoopThread
 from trainer.async_source import AsyncSource
 from trainer.backend import load_tokenizer
 from trainer.episodes import EpisodeRollout, OpenEpisodes, graded_rollout
 from trainer.epochs import EpochSource, check_repeatable
 from trainer.evaluation import OnValidation, Validation
 from trainer.generation import GradedRollout
-from trainer.groups import EngineGroup, Role, WorkerGroups
-from trainer.judge import serve_judge
+from trainer.groups import EngineGroup, Role, RolloutGroup, WorkerGroups
 from trainer.parity import ParityProbe, Scorer
 from trainer.prompt_groups import OpenAnswers, PromptGroups
 from trainer.prompts import num_steps, training_prompts
@@ -39,6 +44,8 @@ from trainer.staleness_advice import StalenessAdvisor
 from trainer.staleness_window import StalenessWindow
 from trainer.steps import Steps
 from trainer.weight_push import WeightPush, connect_servers, connect_weights, drops_weights_on_sleep
+
+JUDGE_START_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -183,3 +190,24 @@ def _offloaded(role: FSDPConfig | MegatronConfig) -> tuple[str, ...]:
     """The parts of a trained role that leave the device while another role runs."""
     grads = isinstance(role, MegatronConfig) and role.grad_offload
     return ("params",) * role.param_offload + ("grads",) * grads + ("optimizer",) * role.optimizer_offload
+
+
+def serve_judge(cfg: PPOConfig, group: RolloutGroup, stack: ExitStack) -> str:
+    """HOST:PORT on loopback of a chat completions server over a generative reward model's engines; `stack` ends it."""
+    grader, rollout = cfg.reward.reward_model, cfg.reward.reward_model.rollout
+    restartable = grader.enable_resource_pool
+    num_rows = cfg.data.train_batch_size * cfg.actor_rollout_ref.rollout.n
+    fleet = group_fleet(group, rollout.generation, cfg.trainer.deadlines, num_rows=num_rows, restartable=restartable)
+    stack.callback(fleet.close)
+    settings = SessionSettings(
+        fleet.sample,
+        ChatTemplate(load_tokenizer(grader.model)),
+        SamplingParams(max_new_tokens=rollout.response_length),
+        rollout.prompt_length,
+        rollout.response_length,
+        AgentConfig(),
+        MultiTurnConfig(),
+    )
+    thread, endpoint = LoopThread("judge"), Endpoint(partial(Session, settings))
+    stack.callback(lambda: thread.close(endpoint.close(), wait_s=JUDGE_START_S))
+    return thread.start(endpoint.start()).result(JUDGE_START_S)

@@ -110,9 +110,8 @@ def _choose(config: C, given: Collection[str], arguments: Arguments) -> tuple[Ma
     from rlsys.planning.sizes import choose_sizes
 
     engines = SERVING if arguments.gpu else installed_engines()
-    if config.actor_rollout_ref.model.path is None:
-        engines = ()  # the start model is trained before a serving engine has started
-    return choose_sizes(config, given, _machine(config, arguments), engines=engines)
+    is_start_model = config.actor_rollout_ref.model.path is None  # trained before a serving engine has started
+    return choose_sizes(config, given, _machine(config, arguments), engines=() if is_start_model else engines)
 
 
 def _machine(config: PPOConfig, arguments: Arguments) -> "Machine":

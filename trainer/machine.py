@@ -147,11 +147,9 @@ def _capacity(config: JobConfig) -> Iterator[str]:
     room = num_gpus if on_gpus else config.ray_kwargs.ray_init.num_cpus or os.cpu_count() or 1
     if num_processes > room:
         kind = f"{room} GPUs" if on_gpus else f"no GPUs, and {room} CPUs for one process each"
-        left = room - num_processes + run.n_gpus_per_node
-        fix = f"set trainer.n_gpus_per_node={left}" if left > 0 else "lower trainer.rollout_workers"
         needs = f"{num_processes} processes, trainer.n_gpus_per_node={run.n_gpus_per_node} of them for training"
-        more = "" if on_gpus else f"; {OTHER_GPUS}"
-        yield f"the run needs {needs}, and this machine has {kind}: {fix}, or join a larger Ray cluster{more}"
+        fix = "lower trainer.n_gpus_per_node or trainer.rollout_workers, or join a larger Ray cluster"
+        yield f"the run needs {needs}, and this machine has {kind}: {fix}{'' if on_gpus else f'; {OTHER_GPUS}'}"
 
 
 def visible_gpus() -> int:

@@ -126,9 +126,6 @@ class Stage:
     def total(self) -> int:
         return sum(self.bytes.values())
 
-    def sum_of(self, *owners: str) -> int:
-        return sum(self.bytes.get(owner, 0) for owner in owners)
-
 
 @dataclass(frozen=True)
 class MemoryPlan:

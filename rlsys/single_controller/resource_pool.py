@@ -6,9 +6,7 @@ Pure arithmetic; `rlsys.single_controller.ray` places it on a cluster.
 import copy
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import product
-from math import prod
+from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
 from rlsys.utils.errors import ConfigError
@@ -114,13 +112,7 @@ class PoolNeed:
 
 
 def check_capacity(needs: Sequence[PoolNeed], nodes: Sequence[NodeCapacity]) -> None:
-    """ConfigError, with what to change, unless every pool's nodes fit on the cluster's together."""
-    if not _fit(needs, nodes):
-        raise ConfigError(_no_room(needs, nodes))
-
-
-def _fit(needs: Sequence[PoolNeed], nodes: Sequence[NodeCapacity]) -> bool:
-    """Place the largest nodes of pools first, each on the node with the least room that suffices."""
+    """ConfigError, with what to change, unless every pool's nodes fit on the cluster's together (largest first)."""
     free = [[node.num_cpus, node.num_gpus] for node in nodes]
     wanted = [
         (count * need.gpus_per_process, count * need.cpus_per_process)
@@ -130,11 +122,10 @@ def _fit(needs: Sequence[PoolNeed], nodes: Sequence[NodeCapacity]) -> bool:
     for gpus, cpus in sorted(wanted, reverse=True):
         fitting = [node for node in free if node[1] >= gpus - 1e-6 and node[0] >= cpus - 1e-6]
         if not fitting:
-            return False
+            raise ConfigError(_no_room(needs, nodes))
         tightest = min(fitting, key=lambda node: (node[1], node[0]))
         tightest[0] -= cpus
         tightest[1] -= gpus
-    return True
 
 
 def _no_room(needs: Sequence[PoolNeed], nodes: Sequence[NodeCapacity]) -> str:
@@ -142,11 +133,10 @@ def _no_room(needs: Sequence[PoolNeed], nodes: Sequence[NodeCapacity]) -> str:
     has += f" (at most {max(n.num_cpus for n in nodes):g} and {max(n.num_gpus for n in nodes):g} on one)"
     cpus = sum(sum(need.process_on_nodes) * need.cpus_per_process for need in needs)
     gpus = sum(sum(need.process_on_nodes) * need.gpus_per_process for need in needs)
-    pools = "; ".join(_asked(need) for need in needs)
+    asked = "; ".join(_asked(need) for need in needs)
     return (
-        f"the cluster has {has}, the plan needs {cpus:g} CPUs and {gpus:g} GPUs ({pools}); "
-        f"{_smaller(needs, nodes)}, use trainer.device=cpu if there are no GPUs, or give Ray more with "
-        "ray_kwargs.ray_init.num_cpus"
+        f"the cluster has {has}, the plan needs {cpus:g} CPUs and {gpus:g} GPUs ({asked}); "
+        f"ask for less, use trainer.device=cpu if there are no GPUs, or give Ray more with ray_kwargs.ray_init.num_cpus"
     )
 
 
@@ -157,17 +147,6 @@ def _asked(need: PoolNeed) -> str:
         return f"{section}.nnodes={len(counts)} {section}.n_gpus_per_node={counts[0]}"
     key = "trainer.rollout_workers=" if need.name == "rollout" else f"pool '{need.name}': "
     return f"{key}{sum(counts)}, by node {list(counts)}"
-
-
-def _smaller(needs: Sequence[PoolNeed], nodes: Sequence[NodeCapacity]) -> str:
-    """The most processes of one pool with which all pools fit."""
-    for need in (need for need in needs if need.name in SECTIONS):
-        sizes = product(range(len(need.process_on_nodes), 0, -1), range(need.process_on_nodes[0], 0, -1))
-        for count, size in sorted(sizes, key=lambda pair: (prod(pair), pair[1]), reverse=True):
-            fewer = replace(need, process_on_nodes=(size,) * count)
-            if _fit([fewer if one is need else one for one in needs], nodes):
-                return f"set {_asked(fewer)}"
-    return "lower trainer.rollout_workers or the processes of others"
 
 
 @dataclass

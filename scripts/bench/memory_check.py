@@ -107,7 +107,11 @@ def rows_of(
             ]
             if records:
                 measured = max(r.after.cuda_peak_bytes if kept is None else r.after.cuda_bytes for r in records)
-                yield where + stage.name, stage.total if kept is None else stage.sum_of(*kept), measured
+                yield (
+                    where + stage.name,
+                    stage.total if kept is None else sum(stage.bytes.get(owner, 0) for owner in kept),
+                    measured,
+                )
 
 
 def _belongs(record: memory.MemoryRecord, stage: str, where: str, *, rollout_apart: bool) -> bool:

@@ -4,14 +4,7 @@ from collections.abc import Iterator
 
 from rlsys.config.checks.files import model_facts
 from rlsys.config.checks.findings import cuts, note, wrong
-from rlsys.config.engines import (
-    ENGINE_SETTINGS,
-    IN_JOB_ENGINES,
-    QUANTIZATION,
-    decoder_sizes,
-    float8_block,
-    rollout_backend,
-)
+from rlsys.config.engines import ENGINE_SETTINGS, QUANTIZATION, decoder_sizes, float8_block, rollout_backend
 from rlsys.config.introspect import leaves
 from rlsys.config.schema.jobs import EvalConfig, PPOConfig
 from rlsys.config.vocabulary import EXPERTS
@@ -34,7 +27,7 @@ def check_rollout(cfg: PPOConfig | EvalConfig, ranks: int) -> Iterator[str]:
         why = f"data.max_prompt_length + data.max_response_length is {longest}"
         yield wrong(cfg, f"{KEY}.max_model_len", why, longest)
     yield from [*_parallel_sizes(cfg, name)] or _replicas(cfg, name, ranks)
-    if name in IN_JOB_ENGINES and "t" in rollout_backend(name).dims:
+    if (backend := rollout_backend(name)).worker and "t" in backend.dims:
         yield from _model_sizes(cfg, name)
     yield from _aligned(cfg, name)
     yield from _quantised(cfg, name)
@@ -94,12 +87,11 @@ def _model_sizes(cfg: PPOConfig | EvalConfig, name: str) -> Iterator[str]:
     if stages > layers > 0:
         why = f"the model has {layers} layers, and each stage needs one"
         yield wrong(cfg, f"{KEY}.pipeline_model_parallel_size", why, layers)
-    sharing = ep if name == "sglang" else rollout.replica_size // stages
     if ep > 1 and sizes and not any("expert" in name for name in sizes):
         yield wrong(cfg, f"{KEY}.expert_parallel_size", "the model has no experts", 1)
-    elif ep > 1 and experts % sharing:
-        why = f"{experts} experts cannot be divided evenly among the {sharing} processes that share them"
-        yield wrong(cfg, f"{KEY}.expert_parallel_size", f"{why}; use one of {', '.join(cuts(experts))} processes")
+    elif name == "sglang" and experts % ep:
+        why = f"{experts} experts cannot be divided evenly among {ep} processes; set one of {', '.join(cuts(experts))}"
+        yield wrong(cfg, f"{KEY}.expert_parallel_size", why)
 
 
 def _replicas(cfg: PPOConfig | EvalConfig, name: str, ranks: int) -> Iterator[str]:

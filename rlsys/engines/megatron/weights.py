@@ -5,7 +5,7 @@ data-parallel rank writes the elements whose optimizer state it holds, and nothi
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -20,20 +20,20 @@ from rlsys.engines.megatron.optim import OptimizerRange
 from rlsys.engines.mesh import gather_json
 from rlsys.engines.optimizer import MOMENTS
 from rlsys.engines.tensor_files import read_tensor_index, saved_tensors
-from rlsys.models.hf import TensorSource
+from rlsys.models.hf import TensorSource, differing_tensors, fill_shards
 from rlsys.models.lora import LoraSettings, hf_name, is_adapter
 from rlsys.models.megatron.adapter_factors import EXPERTS, AdapterPlan, Factors, factors_of, plan_adapters
 from rlsys.models.megatron.adapters import merged_weight
 from rlsys.models.megatron.build import TokenGPT
-from rlsys.models.megatron.convert import load_shards
 from rlsys.models.megatron.family import Family, Head
 from rlsys.models.megatron.parallel import RankPlace
-from rlsys.models.megatron.rules import by_local
+from rlsys.models.megatron.rules import by_local, extents
 from rlsys.models.megatron.spec import HAS_TRANSFORMER_ENGINE
 from rlsys.models.vision import is_tower
 from rlsys.telemetry.jsonl import JsonObject
 from rlsys.types import Box, HFConfig, Shard, WeightLayout
 from rlsys.utils.boxes import buckets, overlap, relative, slices
+from rlsys.utils.errors import CheckpointError
 from rlsys.utils.hosts import host_id
 
 
@@ -314,3 +314,26 @@ def flat_boxes(start: int, stop: int, shape: Sequence[int]) -> Iterator[tuple[tu
         for first, size, offset in flat_boxes(column, column + end, shape[1:]):
             yield (row, *first), (1, *size), at - start + offset
         at += end
+
+
+def load_shards(source: TensorSource, shards: Sequence[Shard], local_tensors: Mapping[str, Tensor]) -> None:
+    """Fill a rank's tensors, in place and in their own dtype, with the boxes of its shards.
+
+    Only the rank's boxes are read. Elements no shard covers, padding of the vocabulary, become zero. CheckpointError,
+    before anything is changed, unless the local tensors are exactly those of the shards.
+    """
+    needed = extents(shards)
+    there = {
+        name: needed[name] if name in needed and _fits(needed[name], tensor.shape) else tuple(tensor.shape)
+        for name, tensor in local_tensors.items()
+    }
+    if differences := differing_tensors(needed, there, whose="the table's"):
+        raise CheckpointError(f"Megatron's model is not that of the family's table: {differences}")
+    with torch.no_grad():
+        for name, own in by_local(shards).items():
+            fill_shards(local_tensors[name].detach(), own, source)
+
+
+def _fits(extent: Sequence[int], shape: Sequence[int]) -> bool:
+    """Padding is only at the end of the first dimension, and less than a row a part: other sizes are equal."""
+    return len(extent) == len(shape) and extent[0] <= shape[0] and tuple(extent[1:]) == tuple(shape[1:])

@@ -12,7 +12,6 @@ from operator import add
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Literal
 
-from rlsys.config.checks.findings import cuts
 from rlsys.models.megatron import blocks
 from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
 from rlsys.models.megatron.rules import Dims, Rule, ShardFn, ShardIndex, extents, padded_rows, whole
@@ -275,11 +274,10 @@ def _rule_shards(rule: Rule, local: str, hf: str, index: ShardIndex, te: bool) -
 
 def _stage_layers(count: int, sizes: ParallelSizes) -> list[int]:
     """How many layers each pipeline stage holds."""
-    even = ", ".join(stages for stages in cuts(count) if not count // int(stages) % sizes.vp)
     if sizes.pp * sizes.vp > count:
         raise ConfigError(
             f"{count} layers cannot be split over pipeline_model_parallel_size={sizes.pp} stages"
-            f" of {sizes.vp} chunks each: set one of {even}"
+            f" of {sizes.vp} chunks each: each needs a layer"
         )
     fixed = {0: sizes.first_layers, sizes.pp - 1: sizes.last_layers}
     given = {stage: n for stage, n in fixed.items() if n is not None}
@@ -291,7 +289,7 @@ def _stage_layers(count: int, sizes: ParallelSizes) -> list[int]:
         raise ConfigError(
             f"{count} layers do not split evenly over pipeline_model_parallel_size={sizes.pp}"
             f" and {sizes.vp} virtual chunks: set num_layers_in_first_pipeline_stage or"
-            f" num_layers_in_last_pipeline_stage so that the rest does, or one of {even}"
+            f" num_layers_in_last_pipeline_stage so that the rest does"
         )
     return stages
 
@@ -306,17 +304,12 @@ def _indivisible(dims: Dims, place: RankPlace) -> list[str]:
         ("expert_ffn", "channels of an expert", place.sizes.expert_tp, "expert_tensor_parallel_size"),
     )
     odd = [
-        f"{dims[name]} {what} are not divisible by {key}={by}"
+        f"{dims[name]} {what} are not divisible by {key}={by}: set a divisor"
         for name, what, by, key in names
         if dims.get(name, 0) % by
     ]
     if groups % tp and tp % groups:
         odd.append(f"{groups} key-value heads are neither a multiple nor a divisor of tensor_model_parallel_size={tp}")
-    fitting = cuts(*(dims.get(name, 0) for name in ("heads", "ffn", "shared_ffn")), groups=groups)
-    if str(tp) not in fitting:
-        odd.append(f"set tensor_model_parallel_size to one of {', '.join(fitting)}")
-    if dims.get("experts", 0) % place.sizes.ep:
-        odd.append(f"set expert_model_parallel_size to one of {', '.join(cuts(dims['experts']))}")
     if ceil(dims["vocab"] / tp) * (tp - 1) >= dims["vocab"]:
         odd.append(f"a vocabulary of {dims['vocab']} leaves nothing to some of {tp} tensor-parallel ranks")
     if place.sizes.vp > 1 and place.sizes.pp == 1:

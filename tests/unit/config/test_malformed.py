@@ -32,6 +32,7 @@ ODD_MODELS = {
         "num_hidden_layers": 28,
     },
     "sparse": {"text_config": {"num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128}},
+    "six": {"text_config": {"num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 6}},
     "uneven": {"hidden_size": 512, "num_attention_heads": 8, "intermediate_size": 1120},
 }
 
@@ -283,11 +284,10 @@ FOREIGN = [
     ),
     bad(
         [
-            *(f"{R}.name=vllm", f"{M}.path=sparse", "trainer.n_gpus_per_node=6", f"{R}.expert_parallel_size=6"),
-            *(f"{R}.tensor_model_parallel_size=2", f"{R}.data_parallel_size=3"),
+            *(f"{R}.name=sglang", f"{M}.path=six", "trainer.n_gpus_per_node=4", "trainer.device=cuda"),
+            *(f"{R}.expert_parallel_size=4", f"{R}.tensor_model_parallel_size=4"),
         ],
-        f"{R}.expert_parallel_size = 6: 128 experts cannot be divided evenly among the 6 processes that share them",
-        "use one of 1, 2, 4, 8, 16, 32, 64, 128 processes",
+        f"{R}.expert_parallel_size = 4: 6 experts cannot be divided evenly among 4 processes; set one of 1, 2, 3, 6",
     ),
     bad(
         [f"{R}.name=vllm", f"{M}.path=seven", "trainer.n_gpus_per_node=29", f"{R}.pipeline_model_parallel_size=29"],

@@ -40,6 +40,10 @@ FILES = ("data.train_files=null", "data.val_files=null", "actor_rollout_ref.mode
 ACTOR = "actor_rollout_ref.actor"
 
 
+def sum_of(stage: Stage, *owners: str) -> int:
+    return sum(stage.bytes.get(owner, 0) for owner in owners)
+
+
 def config(*settings: str, preset: str = "quickstart") -> PPOConfig:
     return load_config(["--config-name", preset, *FILES, *settings])
 
@@ -79,10 +83,8 @@ def test_critic_and_reference_share_the_device_and_leave_it_where_offloaded() ->
     roles = ("algorithm.adv_estimator=gae", f"{ACTOR}.use_kl_loss=true")
     both = stages(planned(config(*roles), SHAPES["tiny"]))
     value = N + 64 + 1
-    assert (
-        both["start"].sum_of("parameters") == 4 * (2 * N) + 4 * fp.decoder_of(SHAPES["tiny"], head="value").parameters
-    )
-    assert both["start"].sum_of("optimizer") == 8 * N + 8 * fp.decoder_of(SHAPES["tiny"], head="value").parameters
+    assert both["start"].bytes["parameters"] == 4 * (2 * N) + 4 * fp.decoder_of(SHAPES["tiny"], head="value").parameters
+    assert both["start"].bytes["optimizer"] == 8 * N + 8 * fp.decoder_of(SHAPES["tiny"], head="value").parameters
     assert fp.decoder_of(SHAPES["tiny"], head="value").parameters == value
     away = (
         f"{ACTOR}.fsdp_config.param_offload=true",
@@ -92,10 +94,10 @@ def test_critic_and_reference_share_the_device_and_leave_it_where_offloaded() ->
         "actor_rollout_ref.ref.fsdp_config.param_offload=true",
     )
     alone = stages(planned(config(*roles, *away), SHAPES["tiny"]))
-    assert alone["rollout"].sum_of("parameters", "optimizer") == 0
-    assert alone["ref"].sum_of("parameters", "optimizer") == 4 * N
-    assert alone["update_critic"].sum_of("parameters", "optimizer") == 12 * value
-    assert alone["update_weights"].sum_of("parameters", "optimizer") == 4 * N
+    assert sum_of(alone["rollout"], "parameters", "optimizer") == 0
+    assert sum_of(alone["ref"], "parameters", "optimizer") == 4 * N
+    assert sum_of(alone["update_critic"], "parameters", "optimizer") == 12 * value
+    assert sum_of(alone["update_weights"], "parameters", "optimizer") == 4 * N
 
 
 def test_ranks_that_split_matrices_share_what_a_pass_makes_of_them() -> None:
@@ -116,7 +118,7 @@ def test_adapters_have_moments_and_the_base_has_none() -> None:
     adapters = 4 * fp.decoder_of(SHAPES["tiny"]).adaptable
     assert lora["start"].bytes["parameters"] == 4 * (N + adapters)
     assert lora["start"].bytes["optimizer"] == 8 * adapters
-    assert lora["update_actor"].sum_of("gradients") <= 4 * adapters
+    assert lora["update_actor"].bytes["gradients"] <= 4 * adapters
     assert lora["update_weights"].bytes["staging"] >= 4 * N
 
 
@@ -134,7 +136,7 @@ def test_ranks_that_share_sequences_share_their_activations_and_one_optimizer() 
         for size in (1, 2)
     )
     assert shared["update_weights"].bytes == apart["update_weights"].bytes
-    ours, theirs = (plan["update_actor"].sum_of("activations") for plan in (shared, apart))
+    ours, theirs = (plan["update_actor"].bytes["activations"] for plan in (shared, apart))
     assert ours == pytest.approx(theirs / 2, rel=0.01)
 
 
@@ -162,7 +164,7 @@ def test_a_rollout_of_its_own_has_its_own_table() -> None:
 def test_vllm_takes_its_share() -> None:
     name = ("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.gpu_memory_utilization=0.5")
     rollout = stages(planned(config(*name), SHAPES["tiny"], device_bytes=10 * GIB))["rollout"]
-    assert rollout.sum_of("rollout weights", "cache") == 5 * GIB
+    assert sum_of(rollout, "rollout weights", "cache") == 5 * GIB
     for frees, cache in ((True, 0), (False, 5 * GIB - 2 * N)):
         kept = planned(
             config(*name, f"actor_rollout_ref.rollout.free_cache_engine={frees}"),
@@ -217,10 +219,10 @@ def test_stages_share_layers_with_their_weights_and_their_cache() -> None:
 def test_sglang_takes_its_share_of_what_the_actor_leaves() -> None:
     names = ("actor_rollout_ref.rollout.name=sglang", "actor_rollout_ref.rollout.gpu_memory_utilization=0.5")
     by_name = stages(planned(config(*names, "trainer.n_gpus_per_node=1"), SHAPES["tiny"], device_bytes=10 * GIB))
-    assert by_name["rollout"].sum_of("rollout weights", "cache") == (10 * GIB - 3 * 4 * N) // 2
+    assert sum_of(by_name["rollout"], "rollout weights", "cache") == (10 * GIB - 3 * 4 * N) // 2
     apart = config(*names, "trainer.n_gpus_per_node=1", "trainer.rollout_workers=1")
     (_, serving, _) = planned(apart, SHAPES["tiny"], device_bytes=10 * GIB).rollout
-    assert serving.sum_of("rollout weights", "cache") == 5 * GIB
+    assert sum_of(serving, "rollout weights", "cache") == 5 * GIB
 
 
 def test_7b_beside_vllm_that_keeps_its_memory_on_two_h200() -> None:

@@ -21,13 +21,13 @@ from workers.build import check_model
         (
             "qwen2-tied",
             {"tensor_model_parallel_size": 3},
-            "4 attention heads .* set tensor.* to one of 1, 2, 4",
+            "4 attention heads are not divisible by tensor_model_parallel_size=3: set a divisor",
         ),
-        ("qwen2-tied", {"pipeline_model_parallel_size": 4}, "2 layers cannot be split .* set one of 1, 2$"),
+        ("qwen2-tied", {"pipeline_model_parallel_size": 4}, "2 layers cannot be split .*: each needs a layer$"),
         (
             "qwen3-moe",
             {"expert_model_parallel_size": 3},
-            "4 experts .* set expert.* to one of 1, 2, 4",
+            "4 experts are not divisible by expert_model_parallel_size=3: set a divisor",
         ),
     ],
 )

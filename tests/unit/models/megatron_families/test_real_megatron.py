@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
+from rlsys.engines.megatron.weights import load_shards
 from rlsys.models.hf import check_names, in_memory, open_model_dir
 from rlsys.models.megatron import build
 from rlsys.models.megatron.build import build_chunks
-from rlsys.models.megatron.convert import load_shards
 from rlsys.models.megatron.family import family_of
 from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
 from tests.contracts.train_engine import megatron_section

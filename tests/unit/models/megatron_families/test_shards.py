@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoConfig
 
+from rlsys.engines.megatron.weights import load_shards
 from rlsys.models.hf import in_memory
-from rlsys.models.megatron.convert import load_shards
 from rlsys.models.megatron.family import Family, family_of
 from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
 from rlsys.planning.footprint import decoder_of
