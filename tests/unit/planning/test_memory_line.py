@@ -116,7 +116,7 @@ def test_an_unplannable_model_is_reported_and_a_missing_one_leaves_the_line_out(
     )
     with pytest.raises(SystemExit):
         checked_config(["--config-name=quickstart", "--dry-run", "--gpu=H100", "data.train_files=null"], PPOConfig)
-    assert "config.json is on this machine" in capsys.readouterr().err
+    assert "config.json is here or on the hub" in capsys.readouterr().err
 
 
 def test_a_dry_run_plans_without_torch(tmp_path: Path) -> None:
