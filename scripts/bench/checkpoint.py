@@ -33,16 +33,6 @@ from scripts.model_shapes import SHAPES
 
 INTERVAL = 100
 """Steps between two saves, for the last figure."""
-SMOLLM2 = {
-    "model_type": "llama",
-    "hidden_size": 576,
-    "num_hidden_layers": 30,
-    "intermediate_size": 1536,
-    "vocab_size": 49152,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "tie_word_embeddings": True,
-}
 
 
 def make_rows(rows: int, tokens: int, vocab: int) -> DataProto:
@@ -107,14 +97,14 @@ def save_beside(engine: FSDPEngine, rows: DataProto, path: Path, plain_s: float)
 def main() -> None:
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=["135M", *SHAPES], default="0.5B" if cuda else "135M")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="0.5B" if cuda else "135M")
     parser.add_argument("--saves", type=int, default=2, help="saves beside steps")
     parser.add_argument("--steps", type=int, default=10 if cuda else 3, help="steps without a save")
     parser.add_argument("--rows", type=int, default=64 if cuda else 4)
     parser.add_argument("--tokens", type=int, default=512 if cuda else 128)
     parser.add_argument("--folder", type=Path, help="where checkpoints are written; the system's temporary folder")
     args = parser.parse_args()
-    shape = SMOLLM2 if args.shape == "135M" else SHAPES[args.shape]
+    shape = SHAPES[args.shape]
     model = ModelConfig(override_config=shape, enable_gradient_checkpointing=False)
     training, device = MicroBatches(max_tokens=16384 if cuda else 2048), "cuda" if cuda else "cpu"
     engine = FSDPEngine(model, device=device, optim=OptimConfig(lr=1e-5), training=training)
@@ -131,6 +121,8 @@ def main() -> None:
     print(
         f"{args.shape} on {where}: a step takes {plain_s:.3f} s ({min(steps_s):.3f} to {max(steps_s):.3f})", flush=True
     )
+    if args.folder is not None:
+        args.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         at_once, beside = Path(folder) / "at_once", Path(folder) / "beside"
         save_s = seconds(lambda: engine.save(at_once, "resume"))
