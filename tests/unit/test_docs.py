@@ -166,6 +166,17 @@ def test_commands_exist(document: Path) -> None:
     assert not wrong
 
 
+BENCHES = [path for path in sorted((ROOT / "scripts/bench").glob("*.py")) if "add_argument" in path.read_text()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", [path for path in BENCHES if path.name != "trl_job.py"], ids=lambda path: path.stem)
+def test_benches_start_from_the_folder_of_the_repository(path: Path) -> None:
+    done = subprocess.run([sys.executable, str(path), "--help"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "usage:" in done.stdout
+
+
 JOB_OF = {"train": "main_ppo", "sft": "main_sft", "rm": "main_rm", "dpo": "main_dpo", "eval": "main_eval"}
 SCHEMAS = dict(zip(JOB_OF.values(), (PPOConfig, SFTConfig, RMConfig, DPOConfig, EvalConfig), strict=True))
 MODEL = "actor_rollout_ref.model.path=model"
