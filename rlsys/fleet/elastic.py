@@ -137,9 +137,10 @@ class ElasticFleet(RolloutFleet):
         """Let a replica serve that has or gets the weights of the last push, or let it wait for the next one."""
         reasons = list[str]()
         with self._transfer:
-            for bring in (self._check_version, self.on_restart, self._copy_from_peer):
+            for bring in (None, self.on_restart, self._copy_from_peer):
                 try:
-                    bring(entry.replica)
+                    if bring is not None:
+                        bring(entry.replica)
                     self._check_version(entry.replica)
                 except Exception as error:
                     reasons.append(str(error))

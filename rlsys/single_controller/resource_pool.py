@@ -136,7 +136,7 @@ def _no_room(needs: Sequence[PoolNeed], nodes: Sequence[NodeCapacity]) -> str:
     asked = "; ".join(_asked(need) for need in needs)
     return (
         f"the cluster has {has}, the plan needs {cpus:g} CPUs and {gpus:g} GPUs ({asked}); "
-        f"ask for less, use trainer.device=cpu if there are no GPUs, or give Ray more with ray_kwargs.ray_init.num_cpus"
+        "ask for less, use trainer.device=cpu if there are no GPUs, or give Ray more with ray_kwargs.ray_init.num_cpus"
     )
 
 

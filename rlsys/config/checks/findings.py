@@ -1,7 +1,6 @@
 """How problems and notes are worded."""
 
 from collections.abc import Iterable
-from math import gcd
 
 from rlsys.config.introspect import shown, value_at
 from rlsys.config.schema.base import Section
@@ -22,12 +21,6 @@ def wrong(cfg: Section, key: str, why: str, to: object = "", *, value: object = 
 def note(cfg: Section, key: str, why: str) -> Note:
     """As `wrong`, for a finding that does not stop the run."""
     return Note(wrong(cfg, key, why))
-
-
-def cuts(*counts: int, groups: int = 1) -> list[str]:
-    """The numbers of equal parts of all counts at once, those that divide `groups` or are multiples of it."""
-    whole = gcd(*counts)
-    return [str(n) for n in range(1, whole + 1) if not (whole % n or (groups % n and n % groups))]
 
 
 def ignored(keys: Iterable[str], why: str) -> Note:

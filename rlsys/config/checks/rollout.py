@@ -1,9 +1,10 @@
 """Whether the settings of the rollout engine suit it, and whether sampling gives answers to learn from and compare."""
 
 from collections.abc import Iterator
+from math import gcd
 
 from rlsys.config.checks.files import model_facts
-from rlsys.config.checks.findings import cuts, note, wrong
+from rlsys.config.checks.findings import note, wrong
 from rlsys.config.engines import ENGINE_SETTINGS, QUANTIZATION, decoder_sizes, float8_block, rollout_backend
 from rlsys.config.introspect import leaves
 from rlsys.config.schema.jobs import EvalConfig, PPOConfig
@@ -80,7 +81,7 @@ def _model_sizes(cfg: PPOConfig | EvalConfig, name: str) -> Iterator[str]:
     channels = 0 if experts else size("intermediate_size", 0)
     groups = (not size("kv_lora_rank") and size("num_key_value_heads")) or heads
     tp, stages, ep = (getattr(rollout, f"{cut}_parallel_size") for cut in ("tensor_model", "pipeline_model", "expert"))
-    if heads and str(tp) not in (fitting := cuts(heads, channels, groups=groups)):
+    if heads and str(tp) not in (fitting := _cuts(heads, channels, groups=groups)):
         parts = f"{heads} attention heads, {groups} key-value heads" + f", {channels} MLP channels" * bool(channels)
         why = f"{parts}: these cannot be cut into {tp} equal parts"
         yield wrong(cfg, f"{KEY}.tensor_model_parallel_size", f"{why}; set one of {', '.join(fitting)}")
@@ -90,8 +91,14 @@ def _model_sizes(cfg: PPOConfig | EvalConfig, name: str) -> Iterator[str]:
     if ep > 1 and sizes and not any("expert" in name for name in sizes):
         yield wrong(cfg, f"{KEY}.expert_parallel_size", "the model has no experts", 1)
     elif name == "sglang" and experts % ep:
-        why = f"{experts} experts cannot be divided evenly among {ep} processes; set one of {', '.join(cuts(experts))}"
+        why = f"{experts} experts cannot be divided evenly among {ep} processes; set one of {', '.join(_cuts(experts))}"
         yield wrong(cfg, f"{KEY}.expert_parallel_size", why)
+
+
+def _cuts(*counts: int, groups: int = 1) -> list[str]:
+    """The numbers of equal parts of all counts at once, those that divide `groups` or are multiples of it."""
+    whole = gcd(*counts)
+    return [str(n) for n in range(1, whole + 1) if not (whole % n or (groups % n and n % groups))]
 
 
 def _replicas(cfg: PPOConfig | EvalConfig, name: str, ranks: int) -> Iterator[str]:

@@ -137,12 +137,17 @@ def test_a_peer_that_sent_is_connected_again_though_the_newcomer_is_lost() -> No
         assert weights.connected == [(0,), (0,)]
 
 
+def join_without_weights(fleet: ElasticFleet, weights: Weights, late: Elastic) -> None:
+    """Find a place for a newcomer after the first push, and see it wait for the second."""
+    weights.push(fleet, 1)
+    late.placed = True
+    assert wait_until(lambda: fleet.metrics()["rollout/waited_for_push"], 10)
+
+
 def test_a_newcomer_that_no_peer_can_send_to_serves_from_the_next_push() -> None:
     here, late, weights = Elastic(0), Elastic(1, running=False), Weights(copies=False)
     with elastic([here, late], weights) as fleet:
-        weights.push(fleet, 1)
-        late.placed = True
-        assert wait_until(lambda: fleet.metrics()["rollout/waited_for_push"], 10)
+        join_without_weights(fleet, weights, late)
         assert (late.version, late.calls, ready(fleet)) == (-100, 0, 1)
         weights.push(fleet, 2)
         assert (ready(fleet), fleet.metrics()["rollout/joined"]) == (2, 1)
@@ -152,9 +157,7 @@ def test_a_newcomer_that_no_peer_can_send_to_serves_from_the_next_push() -> None
 def test_a_newcomer_that_is_lost_before_its_first_push_does_not_take_part() -> None:
     here, late, weights = Elastic(0), Elastic(1, running=False), Weights(copies=False)
     with elastic([here, late], weights) as fleet:
-        weights.push(fleet, 1)
-        late.placed = True
-        assert wait_until(lambda: fleet.metrics()["rollout/waited_for_push"], 10)
+        join_without_weights(fleet, weights, late)
         late.placed = late.alive = False
         weights.push(fleet, 2)
         assert weights.connected[-1] == (0,)
