@@ -22,7 +22,7 @@ from pathlib import Path
 from shlex import quote
 
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15")
-TAKE_TOKEN = "IFS= read -r RAY_AUTH_TOKEN && export RAY_AUTH_TOKEN RAY_AUTH_MODE=token"
+TAKE_TOKEN = "IFS= read -r RAY_AUTH_TOKEN && export RAY_AUTH_TOKEN RAY_AUTH_MODE=token RAY_worker_niceness=0"
 
 
 def read_hosts(path: Path) -> list[str]:

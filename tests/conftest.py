@@ -13,6 +13,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # no worker that only waits for work
+os.environ.setdefault("RAY_worker_niceness", "0")  # as in clusters that rlsys starts
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
 

@@ -12,7 +12,7 @@ set -euo pipefail
 # shellcheck disable=SC1091
 source .venv/bin/activate
 RAY_AUTH_TOKEN=$(python -c "import secrets; print(secrets.token_hex(32))")
-export RAY_AUTH_TOKEN RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0 # srun hands the environment on
+export RAY_AUTH_TOKEN RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0 RAY_worker_niceness=0 # srun hands the environment on
 
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 head=${nodes[0]}

@@ -193,7 +193,8 @@ def _checked(cluster: Cluster) -> Cluster:
 def _set_defaults_for_local_cluster() -> None:
     """What Ray's own processes read from the environment; a variable that is set is not changed.
 
-    Ray enables token authentication for local clusters and warns about it; the warning is of no use here.
+    Ray enables token authentication for local clusters and warns about it; the warning is of no use here. By Ray's own
+    default workers have niceness 15: beside any other busy process they would get a thirtieth of its time.
     """
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     defaults = {
@@ -201,6 +202,7 @@ def _set_defaults_for_local_cluster() -> None:
         "RUNTIME_ENV_RETRY_TIMES": "1",
         "RAY_process_group_cleanup_enabled": "1",
         "RAY_kill_worker_timeout_milliseconds": "1000",
+        "RAY_worker_niceness": "0",
     }
     if "RAY_AUTH_TOKEN_PATH" not in os.environ and not (Path.home() / ".ray" / "auth_token").exists():
         defaults["RAY_AUTH_TOKEN"] = uuid4().hex * 2
