@@ -18,7 +18,7 @@ from rlsys.config.arguments import Arguments, parse_arguments
 from rlsys.config.checks.all import check
 from rlsys.config.checks.rules import unknown_names, unused_settings
 from rlsys.config.compat.reader import prefixes
-from rlsys.config.derive import CHOICE, CHOSEN, DERIVED, derived_settings
+from rlsys.config.derive import CHOICE, CHOSEN, DERIVED, ENGINE, derived_settings
 from rlsys.config.introspect import allowed, choices, default_of, leaves, nest, shown
 from rlsys.config.merge import Given, Layers
 from rlsys.config.presets import default_preset, model_key, read_preset
@@ -68,6 +68,7 @@ def load(arguments: Arguments, schema: type[S], *, chosen: Mapping[str, object] 
     layers.add_overrides(arguments.overrides)
     if schema is PPOConfig:
         is_auto = {key for key, one in layers.given.items() if one.value == "auto" and key.endswith(CHOSEN)}
+        is_auto |= {key for key, one in layers.given.items() if one.value is None and key == ENGINE}
         layers.given = {key: one for key, one in layers.given.items() if key not in is_auto}
     layers.given |= {key: Given(value, CHOICE, key) for key, value in (chosen or {}).items()}
     values = layers.resolve()

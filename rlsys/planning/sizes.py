@@ -148,21 +148,21 @@ def choose_sizes(
 ) -> tuple[dict[str, object], str]:
     """Values of keys that are not `given`, and what the plan says of them.
 
-    `engines` are those that can be had on a GPU, the best first. None for a GPU whose memory, or a model whose sizes,
-    are not known. ConfigError with the arithmetic if an update does not fit at all.
+    `engines` are those that can be had on a GPU, best first; for a GPU whose memory, or a model whose sizes, are not
+    known that is all. ConfigError with the arithmetic if an update does not fit at all.
     """
     try:
         plan_memory(cfg, machine)
     except (ConfigError, KeyError, TypeError, ValueError, ArithmeticError):
         machine = replace(machine, actor={})
-    if machine.device == "cuda" and not (machine.actor and machine.device_bytes):
-        return {}, ""
-    policy, critic, grader, plan = cfg.actor_rollout_ref, cfg.critic, cfg.reward.reward_model, plan_batches(cfg)
-    longest, scored = cfg.data.max_prompt_length + cfg.data.max_response_length, f"log_prob_{_TOKENS}"
-    least, of_critic = -(-longest // sequence_ranks(policy.actor)), -(-longest // sequence_ranks(critic))
     sizes = _Sizes(cfg, given, machine)
     if machine.device == "cuda":
         sizes.choose_engine(engines)
+    if machine.device == "cuda" and not (machine.actor and machine.device_bytes):
+        return sizes.values, ", ".join(sizes.words)
+    policy, critic, grader, plan = cfg.actor_rollout_ref, cfg.critic, cfg.reward.reward_model, plan_batches(cfg)
+    longest, scored = cfg.data.max_prompt_length + cfg.data.max_response_length, f"log_prob_{_TOKENS}"
+    least, of_critic = -(-longest // sequence_ranks(policy.actor)), -(-longest // sequence_ranks(critic))
     if machine.device == "cuda" and not cfg.trainer.reproducible:
         sizes.choose_compiled()
     sizes.choose_sequences()

@@ -211,6 +211,8 @@ def test_a_whole_share_in_one_micro_batch_is_reported() -> None:
         ((), "cuda", "vllm"),
         ((), "cpu", "hf"),
         ((f"{ENGINE}=auto",), "cuda", "vllm"),
+        ((f"{ENGINE}=null",), "cuda", "vllm"),
+        ((f"{ENGINE}=null",), "cpu", "hf"),
         ((f"{ENGINE}=hf",), "cuda", "hf"),
         (OLD_ANSWERS, "cuda", "hf"),  # for these runs serving engines need full_determinism
         ((*OLD_ANSWERS, f"{POLICY}.rollout.full_determinism=true"), "cuda", "vllm"),
@@ -226,3 +228,8 @@ def test_the_engine_is_the_first_on_a_gpu_that_works_with_the_settings(
     assert after.config.actor_rollout_ref.rollout.name == engine
     assert (SHARE in sizes) is (engine == "vllm")
     assert ("rollout.name=vllm" in text) is (engine == "vllm")
+    for unplanned in (Machine(device, int(79.2 * GIB), {}), Machine(device, 0, SHAPES["135M"])):
+        if device == "cuda":  # a model of the hub before its first download, or a login node
+            assert choose_sizes(job.config, job.settings.keys(), unplanned, engines=("vllm",)) == (
+                ({ENGINE: "vllm"}, "rollout.name=vllm") if engine == "vllm" else ({}, "")
+            )
