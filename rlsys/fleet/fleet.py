@@ -22,7 +22,7 @@ from functools import partial
 from rlsys.fleet.requests import FleetDeadlines, FleetRequest, Replica, ReplicaState, RequestBatch, WrongVersionError
 from rlsys.protocol import DataProto
 from rlsys.rollout.batch import from_responses, to_requests
-from rlsys.rollout.partial import EXCHANGE_WAIT_S, PartialResponse
+from rlsys.rollout.partial import BATCH_WAIT_S, EXCHANGE_WAIT_S, PartialResponse
 from rlsys.types import Finish, ModelRequest, ModelResponse, ResponseDelta
 from rlsys.utils.daemon_threads import in_daemon_thread
 from rlsys.utils.errors import DeadlineError, RolloutError, WeightTransferError
@@ -33,7 +33,6 @@ Work = Sequence[ModelRequest | PartialResponse]
 log = logging.getLogger(__name__)
 MAX_SESSIONS = 100_000
 TURN_S = 0.00002  # how long a thread of the controller keeps the others waiting, which torch does at every operation
-FIXED_WAITS = 10  # of EXCHANGE_WAIT_S: a fixed batch that runs alone answers at its reports and at its end, anyway
 IN_USE = ("ready", "joining")  # those that serve, and those that wait for the next push to do so
 EXCHANGED_S = 1.0  # a replica that answered an exchange in these seconds is healthy
 COUNTS = ("issued", "answered", "failures", "retries", "restarts", "refused_versions", "continued")
@@ -202,7 +201,7 @@ class RolloutFleet:
             are_fixed = [batch.fixed for _, batch in entry.running.values()]
         problem, deltas = None, []
         try:
-            wait_s = 0.0 if not any(are_fixed) else EXCHANGE_WAIT_S * (FIXED_WAITS if all(are_fixed) else 1)
+            wait_s = 0.0 if not any(are_fixed) else BATCH_WAIT_S if all(are_fixed) else EXCHANGE_WAIT_S
             deltas = entry.replica.exchange(new, cancel=cancel, wait_s=wait_s, deadline_s=self.deadlines.exchange_s)
             entry.exchanged_s = time.monotonic()
         except Exception as error:

@@ -11,6 +11,8 @@ from rlsys.types import Finish, ModelRequest, ModelResponse, ResponseDelta
 from rlsys.utils.errors import RolloutError, WeightTransferError
 
 EXCHANGE_WAIT_S = 0.05
+BATCH_WAIT_S = 0.5
+"""Of requests that are waited for together: the engine answers at its reports and at their end, anyway."""
 
 
 @dataclass
@@ -79,7 +81,7 @@ def complete(engine: RolloutEngine, requests: Sequence[ModelRequest]) -> list[Mo
     new, left = [partial.rest(rid) for rid, partial in partials.items()], set(partials)
     try:
         while left:
-            deltas, new = engine.exchange(new, wait_s=EXCHANGE_WAIT_S), []
+            deltas, new = engine.exchange(new, wait_s=BATCH_WAIT_S), []
             for delta in deltas:
                 partial = partials[delta.rid]
                 if delta.error:

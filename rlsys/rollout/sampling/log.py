@@ -46,8 +46,8 @@ class SampleLog:
         self._steps: deque[_Step] = deque()
         self._slots: dict[int, int] = {}
         self._free: list[int] = []
-        self._table = np.zeros((0, 0, FIELDS))
-        self._lengths = np.zeros(0, np.int64)
+        self._table = np.full((1, 1, FIELDS), np.nan)
+        self._lengths = np.zeros(1, np.int64)
 
     def add(self, numbers: Sequence[int], samples: Tensor) -> None:
         """Log a step: requests, and (N, 5) index in the completion, token, full, sampled, finite in float64."""
@@ -66,15 +66,14 @@ class SampleLog:
         engine's outputs, so its samples for requests that have ended are ignored.
         """
         self._store_arrived()
-        slots = [self._slots.get(number) for number in numbers]
-        parts = [
-            np.zeros((0, FIELDS)) if slot is None else self._table[slot, start : min(end, self._lengths[slot])]
-            for slot, start, end in zip(
-                slots, starts or [0] * len(slots), ends or [self._table.shape[1]] * len(slots), strict=True
-            )
-        ]
-        parts = [part[~np.isnan(part[:, 0])] for part in parts]
-        taken = np.array([len(part) for part in parts], np.int64), np.concatenate([np.zeros((0, FIELDS)), *parts])
+        slots = np.array([self._slots.get(number, -1) for number in numbers], np.int64)
+        lengths = np.where(slots >= 0, self._lengths[slots], 0)
+        lengths = lengths if ends is None else np.minimum(lengths, ends)
+        first, last = min(starts or [0]), lengths.max(initial=0)
+        table = self._table[slots, first:last]
+        index = np.arange(first, last)
+        kept = (index >= np.reshape(starts or 0, (-1, 1))) & (index < lengths[:, None]) & ~np.isnan(table[:, :, 0])
+        taken = kept.sum(1), table[kept]
         if starts is None:
             ended = set(numbers)
             for step in self._steps:

@@ -43,11 +43,11 @@ class SchedulerSampler:
 
     def force(self, logits: Tensor, rids: Sequence[str], last_positions: Tensor) -> None:
         """Change the logits (N, V) so that greedy decoding takes our samples after `last_positions` (N,)."""
-        rows = [spec for rid in rids if (spec := spec_of(rid)) is not None]
-        if len(rows) < len(rids):
-            return
         with self._lock:
             if rids != self._rids:
+                rows = [spec for rid in rids if (spec := spec_of(rid)) is not None]
+                if len(rows) < len(rids):
+                    return
                 self.rows.set_rows(rows)
                 self._rids = rids
             self.rows.force(logits, last_positions + 1)
