@@ -29,8 +29,9 @@ class EngineProcess:
 
     def _start(self) -> None:
         self.pipe, theirs = self.context.Pipe()
-        self.process = self.context.Process(target=_serve, args=(theirs, self.make_engine), daemon=True)
-        self.process.start()
+        process = self.context.Process(target=_serve, args=(theirs, self.make_engine), daemon=True)
+        process.start()
+        self.process = process
         theirs.close()
 
     def ask(self, deadline_s: float, method: str, *args: Any, **named: Any) -> Any:

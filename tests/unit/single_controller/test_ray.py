@@ -304,6 +304,7 @@ def test_a_killed_driver_leaves_no_process(tmp_path: Path) -> None:
         pids = [int(pid) for pid in pid_file.read_text().strip("[]").split(",")]
         family = _descendants(driver.pid)
         assert set(pids) <= set(family)
+        assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in pids} == {os.getpriority(os.PRIO_PROCESS, 0)}
     finally:
         driver.send_signal(signal.SIGKILL)
         driver.wait()
