@@ -68,7 +68,7 @@ class SampleLog:
         self._store_arrived()
         slots = np.array([self._slots.get(number, -1) for number in numbers], np.int64)
         lengths = np.where(slots >= 0, self._lengths[slots], 0)
-        lengths = lengths if ends is None else np.minimum(lengths, ends)
+        lengths = np.minimum(lengths, ends) if ends else lengths
         first, last = min(starts or [0]), lengths.max(initial=0)
         table = self._table[slots, first:last]
         index = np.arange(first, last)

@@ -55,6 +55,8 @@ def test_running_requests_are_read_from_an_index_on_and_stay() -> None:
         log.add([4, 6], torch.tensor([[at, 10 + at, -1, -2, 1], [at, 20 + at, -3, -4, 1]], dtype=torch.float64))
     cut, nothing = by_request(*log.take([6, 4], starts=[3, 0], ends=[4, 0]))
     assert (cut.tolist(), len(nothing)) == ([[23, -3, -4, 1]], 0)
+    none = log.take([], starts=[], ends=[])
+    assert [part.shape for part in none] == [(0,), (0, 4)]
     first, second, unknown = by_request(*log.take([6, 4, 9], starts=[3, 0, 0]))
     assert first.tolist() == [[23, -3, -4, 1], [24, -3, -4, 1]]
     assert (second[:, 0].tolist(), len(unknown)) == ([10, 11, 12, 13, 14], 0)
