@@ -82,8 +82,7 @@ def policy_loss(outputs: Mapping[str, Tensor], rows: TensorDict) -> LossSum:
     clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
     per_token = -torch.minimum(ratio * advantages, clipped * advantages)
     total, count = agg_loss(per_token, mask, "token-mean")
-    num_clipped = ((ratio != clipped) * mask).sum().item()
-    return LossSum(total, float(count), {"clip_fraction": (num_clipped, float(count))})
+    return LossSum(total, count, {"clip_fraction": (((ratio != clipped) * mask).sum(), count)})
 
 
 def train_step(

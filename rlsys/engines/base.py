@@ -99,7 +99,7 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
         if self.optimizer is None:
             raise ValueError("this engine has no optimizer: it only computes")
         rows = batch.tensors
-        names, numbers = list[str](), list[float | Tensor]()
+        pairs = list[tuple[str, tuple[float | Tensor, float | Tensor]]]()
 
         def loss_of(pack: Pack, compute: Compute) -> Tensor:
             token_outputs = compute(outputs, temperature, 0)
@@ -108,16 +108,14 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
                 return connected
             micro_rows = rows[pack.index].apply(partial(to_device, device=self.ranks.device), device=self.ranks.device)
             loss = loss_fn({name: pack.tokens.scatter(values) for name, values in token_outputs.items()}, micro_rows)
-            for name, pair in {"loss": (loss.total.detach(), loss.count), **loss.metrics}.items():
-                names.append(name)
-                numbers.extend(pair)
+            pairs.extend({"loss": (loss.total.detach(), loss.count), **loss.metrics}.items())
             return loss.total if loss.total.requires_grad else connected + loss.total
 
         with self._own_groups():
             counted = self._run(batch, self.training, loss_of, backward=True)
-            wide = [torch.as_tensor(number, dtype=torch.float64, device=self.ranks.device) for number in numbers]
-            values = torch.stack(wide).tolist() if wide else []
-            own = [{name: pair} for name, *pair in zip(names, values[::2], values[1::2], strict=True)]
+            wide = [x.to(self.ranks.device, torch.float64) for _, pair in pairs for x in pair if isinstance(x, Tensor)]
+            read = iter(torch.stack(wide).tolist() if wide else ())  # in one copy
+            own = [{name: [next(read) if isinstance(x, Tensor) else float(x) for x in pair]} for name, pair in pairs]
             sums = sum_over_ranks([*own, counted])
             totals = sum_over_ranks(gather_json(sums if self.ranks.reports_loss else {}, self.ranks.loss_group))
         self._count += totals["loss"][1] if "loss" in totals else 0.0

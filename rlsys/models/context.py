@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rlsys.models.packing import to_device
+
 
 class TokenSpan(NamedTuple):
     """Tokens `start` to `stop` of a pack, of the sequence that begins at token `first`."""
@@ -31,16 +33,11 @@ def own_spans(lengths: Sequence[int], rank: int, size: int) -> Iterator[TokenSpa
     """What `rank` holds, in its order; ValueError for a length that 2 `size` does not divide."""
     first = 0
     for length in lengths:
-        if size > 1 and length % (2 * size):
-            raise ValueError(
-                f"{size} ranks cannot share a sequence of {length} tokens: pad it to a multiple of {2 * size}"
-            )
-        if size == 1:
-            yield TokenSpan(first, first, first + length)
-        else:
-            chunk = length // (2 * size)
-            for number in (rank, 2 * size - 1 - rank):
-                yield TokenSpan(first, first + number * chunk, first + (number + 1) * chunk)
+        chunk, rest = divmod(length, 2 * size) if size > 1 else (length, 0)
+        if rest:
+            raise ValueError(f"{size} ranks cannot share a row of {length} tokens: pad it to a multiple of {2 * size}")
+        for number in (rank, 2 * size - 1 - rank) if size > 1 else (0,):
+            yield TokenSpan(first, first + number * chunk, first + (number + 1) * chunk)
         first += length
 
 
@@ -56,9 +53,18 @@ def whole_order(lengths: Sequence[int], size: int) -> Tensor:
 
 def own_among(places: Tensor, lengths: Sequence[int], rank: int, size: int) -> tuple[Tensor, Tensor]:
     """Which of the tokens at `places` of the pack (M,) a rank holds, as numbers of `places`, and where it has them."""
-    here = torch.full((sum(lengths),), -1)
-    mine = own_tokens(lengths, rank, size)
-    here[mine] = torch.arange(len(mine))
-    own = here.to(places.device)[places]
-    numbers = (own >= 0).nonzero()[:, 0]
-    return numbers, own[numbers]
+    share = sum(lengths) // size
+    here = whole_order(lengths, size)[places] - rank * share
+    numbers = ((here >= 0) & (here < share)).nonzero()[:, 0]
+    return numbers, here[numbers]
+
+
+class PackShare:
+    """What a rank holds of a pack, for layers that would have to ask the device for it: its spans, and on the device
+    the places of its tokens in the pack and in their sequences, and `whole_order` where there are several ranks."""
+
+    def __init__(self, lengths: Sequence[int], rank: int, size: int, device: torch.device) -> None:
+        self.total, self.spans = sum(lengths), list(own_spans(lengths, rank, size))
+        places = [torch.arange(span.start, span.stop) - torch.tensor([[0], [span.first]]) for span in self.spans]
+        self.tokens, self.positions = to_device(torch.cat(places, dim=1), device)
+        self.order = to_device(whole_order(lengths, size), device) if size > 1 else None

@@ -42,6 +42,8 @@ class TokenRows:
     """(M, K): the tokens beside each target whose log-probs are asked for."""
     images: PackedImages | None = None
     """Of a vision-language model, whose `position_ids` may be (3, N)."""
+    on_host: "TokenRows | None" = None
+    """The rows before they were moved, for what the host must know of them: it would wait for the device."""
 
     @property
     def num_tokens(self) -> int:
@@ -50,7 +52,7 @@ class TokenRows:
     def to(self, device: torch.device) -> "TokenRows":
         moved = {name: to_device(x, device) for name, x in vars(self).items() if isinstance(x, Tensor)}
         images = None if self.images is None else self.images.to(device, non_blocking=True)
-        return replace(self, images=images, **moved)
+        return replace(self, images=images, on_host=self, **moved)
 
     def scatter(self, values: Tensor) -> Tensor:
         """(M, ...) -> (B, R, ...), zero at padding; differentiable."""
@@ -141,11 +143,8 @@ def padded_each(rows: TokenRows, multiple: int) -> TokenRows:
 def left_aligned(rows: TokenRows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Rows (b, longest) padded on the right: ids, positions (also (3, b, longest)), mask, and each token's place in
     b*longest."""
-    device = rows.token_ids.device
-    lengths = torch.tensor(rows.lengths, device=device)
-    columns = torch.arange(max(rows.lengths), device=device)
-    mask = columns[None, :] < lengths[:, None]
-    ids, positions = (
-        x.new_zeros(*x.shape[:-1], *mask.shape).masked_scatter(mask, x) for x in (rows.token_ids, rows.position_ids)
-    )
-    return ids, positions, mask.long(), mask.flatten().nonzero()[:, 0]
+    mask = torch.arange(max(rows.lengths)) < torch.tensor(rows.lengths)[:, None]
+    places, shown = (to_device(x, rows.token_ids.device) for x in (mask.flatten().nonzero()[:, 0], mask.long()))
+    both = ((x, x.new_zeros(*x.shape[:-1], mask.numel())) for x in (rows.token_ids, rows.position_ids))
+    ids, positions = (flat.index_copy_(-1, places, x).unflatten(-1, mask.shape) for x, flat in both)
+    return ids, positions, shown, places

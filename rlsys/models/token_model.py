@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from rlsys.models.attention import Packing, sum_over
 from rlsys.models.logprobs import VocabularyPart, token_stats
-from rlsys.models.packing import TokenRows, left_aligned, padded_to
+from rlsys.models.packing import TokenRows, left_aligned, padded_to, to_device
 from rlsys.models.vision import embed
 from rlsys.utils.errors import ConfigError
 
@@ -98,23 +98,23 @@ def token_numbers(
     on all ranks of `group`; ValueError for outputs that the head does not give.
 
     `head` makes a scalar of each state, or is the weight of the vocabulary, which `token_stats` takes with `options`.
-    `own` gives which of some places in the pack this rank holds, and where. All ranks continue with the same loss,
-    so each takes the gradient of its own.
+    `own` gives which of some places in the pack this rank holds, and where, all on the host. All ranks continue with
+    the same loss, so each takes the gradient of its own.
     """
     known = LM_OUTPUTS if isinstance(head, Tensor) else SCALAR_OUTPUTS
     if unknown := [name for name in outputs if name not in known]:
         raise ValueError(f"this model gives {', '.join(known)}, not {', '.join(unknown)}")
 
-    def at(places: Tensor, compute: Callable[[Tensor, object], dict[str, Tensor]]) -> dict[str, Tensor]:
+    def at(name: str, compute: Callable[[Tensor, object], dict[str, Tensor]]) -> dict[str, Tensor]:
         if group is None:
-            return compute(states[places], slice(None))
-        numbers, here = own(places)
+            return compute(states[getattr(rows, name)], slice(None))
+        numbers, here = (to_device(x, states.device) for x in own(getattr(rows.on_host or rows, name)))
         made = compute(states[here], numbers)
-        spread = {name: x.new_zeros(len(places), *x.shape[1:]).index_copy(0, numbers, x) for name, x in made.items()}
+        spread = {name: x.new_zeros(len(rows.at), *x.shape[1:]).index_copy(0, numbers, x) for name, x in made.items()}
         return {name: sum_over(values, group) for name, values in spread.items()}
 
     if not isinstance(head, Tensor):
-        places = {"values": rows.before, "scores": rows.at}
+        places = {"values": "before", "scores": "at"}
         return {name: at(places[name], lambda x, _: {"it": head(x)})["it"] for name in outputs}
 
     def stats(here: Tensor, numbers: Any) -> dict[str, Tensor]:
@@ -122,4 +122,4 @@ def token_numbers(
         made = token_stats(here, head, rows.targets[numbers], outputs=outputs, topk_ids=ids, **options)
         return {name: made[name] for name in outputs}
 
-    return at(rows.before, stats)
+    return at("before", stats)

@@ -53,7 +53,7 @@ def make_rows(num: int, prompt: int, response: int, vocab: int) -> DataProto:
 
 def nll(outputs: Any, rows: Any) -> LossSum:
     mask = rows["response_mask"]
-    return LossSum(-(outputs["log_probs"] * mask).sum(), float(mask.sum()))
+    return LossSum(-(outputs["log_probs"] * mask).sum(), mask.sum())
 
 
 def engine_step(source: ModelConfig, args: argparse.Namespace, rows: DataProto) -> Callable[[], float]:

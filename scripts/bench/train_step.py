@@ -95,7 +95,7 @@ def rows_of(args: argparse.Namespace, vocab: int, dp: int) -> DataProto:
 
 def nll(outputs: Any, rows: Any) -> LossSum:
     mask = rows["response_mask"]
-    return LossSum(-(outputs["log_probs"] * mask).sum(), float(mask.sum()))
+    return LossSum(-(outputs["log_probs"] * mask).sum(), mask.sum())
 
 
 def kernels(step: Callable[[], object], rank: int, cuda: bool) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.contracts.train_engine import (
     EP2,
     EXPERT_CASES,
     MODELS,
+    ROWS,
     TEMPERATURE,
     TP2_SP,
     Case,
@@ -33,6 +35,7 @@ from tests.contracts.train_engine import (
     reference_model,
     results,
     share_of,
+    waits_of,
 )
 from tests.engine_gradients import gradients
 from tests.ranks import run_ranks
@@ -176,6 +179,26 @@ def test_an_optimizer_step_is_adamw_on_the_clipped_mean_gradient(engine: str, wo
             clear = g.abs() > 1e-6  # where Adam's first step, close to a sign, does not hang on the last digits
             assert clear.any()
             torch.testing.assert_close(rank["weights"][name][clear].double(), expected[clear], rtol=0, atol=2e-6)
+
+
+def waits(factory: Factory, model: str, case: Case) -> list[list[list[str]]]:
+    engines = [factory(MODELS[model], "lm", replace(case, rows=rows)) for rows in (ROWS, 2)]
+    return [waits_of(engine, my_rows(engine)) for engine in engines]
+
+
+@pytest.mark.parametrize(
+    ("engine", "case"),
+    [
+        ("fsdp", Case(sp_size=2, gradient_checkpointing=True)),
+        ("megatron", Case()),
+        ("megatron", Case(megatron=TP2_SP, gradient_checkpointing=True)),
+        ("megatron", Case(megatron=ParallelSizes(cp=2))),
+    ],
+)
+def test_no_micro_batch_waits_for_the_device(factory: Factory, case: Case) -> None:
+    for whole_batch, one_by_one in run_ranks(2, waits, factory, "qwen2-tied", case):
+        assert one_by_one == whole_batch
+        assert all("rlsys/engines/base.py" in place for called in whole_batch for place in called)
 
 
 def whole(engine: Any) -> dict[str, Tensor]:

@@ -23,6 +23,7 @@ from rlsys.models.megatron.parallel import ParallelSizes
 from rlsys.protocol import DataProto
 from rlsys.roles.lm import lm_loss
 from tests.engine_gradients import gradients
+from tests.host_waits import host_waits
 from tests.ranks import run_ranks
 
 VOCAB, PROMPT, RESPONSE, ROWS = 96, 5, 7, 8
@@ -460,15 +461,20 @@ def results(engine: str, world: int, name: str, head: str, *, slow: bool = False
     return {case: [rank[case] for rank in ranks] for case in cases}
 
 
-def waits_of(engine: Any, rows: DataProto) -> list[int]:
-    """How often the host waits for the GPU in log-probs and in an update."""
-    counts = []
+def waits_of(engine: Any, rows: DataProto) -> list[list[str]]:
+    """Where the host waits for the GPU, or on a CPU would wait for one, in log-probs and in an update."""
+    places = []
     for work in (partial(engine.forward, rows, ("log_probs",)), partial(engine.forward_backward, rows, lm_loss)):
         work()
-        torch.cuda.set_sync_debug_mode("warn")
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            work()
-        torch.cuda.set_sync_debug_mode("default")
-        counts.append(sum("synchronizing" in str(one.message) for one in caught))
-    return counts
+        if engine.ranks.device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("warn")
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                work()
+            torch.cuda.set_sync_debug_mode("default")
+            places.append([f"{one.filename}:{one.lineno}" for one in caught if "synchronizing" in str(one.message)])
+        else:
+            with host_waits(engine, rows) as seen:
+                work()
+            places.append(seen)
+    return places

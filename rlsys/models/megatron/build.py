@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlsys.config.schema.megatron import MegatronConfig, MegatronShardConfig
-from rlsys.models.context import own_among, own_tokens
+from rlsys.models.context import PackShare, own_among
 from rlsys.models.logprobs import VocabularyPart
 from rlsys.models.megatron import shim
 
@@ -27,7 +27,7 @@ from rlsys.models.megatron.family import Family, Head
 from rlsys.models.megatron.image_tower import ImagePacking, ImageTower
 from rlsys.models.megatron.parallel import ParallelSizes
 from rlsys.models.megatron.spec import HAS_TRANSFORMER_ENGINE, add_blocks, block_spec, hf_rope, mend_latent_attention
-from rlsys.models.packing import TokenRows, sequence_ends, to_device
+from rlsys.models.packing import TokenRows, sequence_ends
 from rlsys.models.token_model import token_numbers
 from rlsys.models.vision import feature_numbers
 from rlsys.types import HFConfig
@@ -218,7 +218,9 @@ class TokenGPT(GPTModel):
 
 def packed_arguments(rows: TokenRows, device: torch.device) -> dict[str, Any]:
     """What TokenGPT is called with for one pack (1, T), or for this rank's share of its tokens."""
+    group: Any = mpu.get_context_parallel_group()
     ends = sequence_ends(rows.lengths, device)
+    ends.share = PackShare(rows.lengths, group.rank(), group.size(), device)  # pyrefly: ignore
     longest = max(rows.lengths)
     packing = PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest
@@ -227,10 +229,10 @@ def packed_arguments(rows: TokenRows, device: torch.device) -> dict[str, Any]:
     if images is not None and len(images.places):
         numbers = feature_numbers(images, rows.num_tokens)
         packing = ImagePacking(**vars(packing), tensors=images.tensors, numbers=numbers)
-    group: Any = mpu.get_context_parallel_group()
     if group.size() > 1:
         packing.cu_seqlens_q_padded = packing.cu_seqlens_kv_padded = ends
-        own = to_device(own_tokens(rows.lengths, group.rank(), group.size()), device)
+        packing.pad_between_seqs = False  # pyrefly: ignore  # or Transformer Engine compares both bounds in each layer
+        own = ends.share.tokens  # pyrefly: ignore
         ids = ids[own]
         if isinstance(packing, ImagePacking):
             packing.numbers = packing.numbers[own]

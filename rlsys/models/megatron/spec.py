@@ -16,7 +16,6 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from rlsys.models.attention import causal_attention
-from rlsys.models.context import own_spans, whole_order
 from rlsys.models.megatron import shim
 from rlsys.models.megatron.blocks import SCALED_ROPE, Settings, rope_of
 from rlsys.models.megatron.family import Family
@@ -24,6 +23,7 @@ from rlsys.types import HFConfig
 
 # isort: split
 
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel import (
@@ -92,17 +92,15 @@ class PackedAttention(nn.Module):
         **options: object,
     ) -> Tensor:
         """query (T, N, D), key and value of as many or fewer heads -> (T, N * value size)."""
-        lengths, size = packed_seq_params.cu_seqlens_q.diff().tolist(), self.group.size()
-        if size > 1:
-            order = whole_order(lengths, size).to(query.device)
-            both = gather_from_sequence_parallel_region(torch.cat([key, value], dim=-1), group=self.group)[order]
+        share = packed_seq_params.cu_seqlens_q.share
+        if self.group.size() > 1:
+            both = gather_from_sequence_parallel_region(torch.cat([key, value], dim=-1), group=self.group)[share.order]
             key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
-        spans = list(own_spans(lengths, self.group.rank(), size))
-        parts = query.transpose(0, 1)[None].split([span.stop - span.start for span in spans], dim=2)
+        parts = query.transpose(0, 1)[None].split([span.stop - span.start for span in share.spans], dim=2)
         seen = [x.transpose(0, 1)[None] for x in (key, value)]
         outs = [
             self.attend(q, *(x[:, :, own.first : own.stop] for x in seen), sinks=self.softmax_offset)
-            for q, own in zip(parts, spans, strict=True)
+            for q, own in zip(parts, share.spans, strict=True)
         ]
         return torch.cat(outs, dim=2)[0].transpose(0, 1).flatten(1)
 
@@ -133,9 +131,8 @@ def block_spec(config: Any, *, vp_stage: int | None) -> Any:
     )
     if not HAS_TRANSFORMER_ENGINE:
         spec.layer_norm = RMSNorm
-    if replaced := _replaced(config):
-        for layer in spec.layer_specs:
-            _swap(layer, replaced)
+    for layer in spec.layer_specs:
+        _swap(layer, _replaced(config))
     for layer in spec.layer_specs if config.num_moe_experts and config.add_bias_linear else ():
         mlp = layer.submodules.mlp  # since 0.17 a partial
         getattr(mlp, "keywords", vars(mlp))["submodules"].experts = StackedExperts
@@ -184,6 +181,19 @@ def hf_rope(family: Family, hf_config: HFConfig) -> tuple[Tensor, float] | None:
 
 def _rotate(rotary: RotaryEmbedding, module: object, args: object, options: Settings) -> tuple[object, Settings]:
     return args, {**options, "rotary_pos_emb": rotary(len(options["rotary_pos_emb"]), packed_seq=True)}
+
+
+def _rotate_pack(t: Tensor, ends: Tensor, freqs: Tensor, *, cp_group: object = None, **options: float) -> Tensor:
+    """Megatron's unfused rotation of a pack, at places that the host knows: its own asks the device in each layer.
+
+    `freqs` are those of the longest sequence, or of each token of the pack.
+    """
+    share = ends.share  # pyrefly: ignore
+    places = share.tokens if len(freqs) == share.total else share.positions
+    return rope_utils._apply_rotary_pos_emb_bshd(t[:, None], freqs[places], **options)[:, 0]  # pyrefly: ignore
+
+
+rope_utils._apply_rotary_pos_emb_thd = _rotate_pack  # pyrefly: ignore
 
 
 def _is_windowed(config: Any, layer_number: int) -> bool:

@@ -85,7 +85,7 @@ def test_padded_packs_can_be_shared_and_predict_what_they_did(
 
 
 def test_a_length_that_cannot_be_shared_is_refused() -> None:
-    with pytest.raises(ValueError, match="2 ranks cannot share a sequence of 6 tokens: pad it to a multiple of 4"):
+    with pytest.raises(ValueError, match="2 ranks cannot share a row of 6 tokens: pad it to a multiple of 4"):
         list(own_spans([8, 6], 0, 2))
 
 

@@ -134,7 +134,8 @@ def _logits(chunks: list[Any], sizes: ParallelSizes, config: dict[str, Any]) -> 
 
 
 def _packed() -> dict[str, Any]:
-    ends = torch.arange(0, (ROWS + 1) * LENGTH, LENGTH, dtype=torch.int32)
+    ends: Any = torch.arange(0, (ROWS + 1) * LENGTH, LENGTH, dtype=torch.int32)
+    ends.share = build.PackShare([LENGTH] * ROWS, 0, 1, ends.device)
     packing = build.PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=LENGTH, max_seqlen_kv=LENGTH
     )
