@@ -105,10 +105,10 @@ class ElasticFleet(RolloutFleet):
         replica, rank = entry.replica, self._ranks[entry.replica.name]
         entry.cancelled = set()
         try:
-            self.places.vacate(rank)
-            while not self.places.is_placed(rank):
+            place = self.places.vacate(rank)
+            while not self.places.is_placed(place, POLL_S):
                 self._fail_if_all_are_down()
-                if self._closes_within(POLL_S):
+                if self._closed:
                     return
             self._placed_s[replica.name] = time.monotonic()
             log.info("starting %s", replica.name)
@@ -116,11 +116,8 @@ class ElasticFleet(RolloutFleet):
             self._bring_weights(entry)
         except Exception as error:
             log.warning("%s was not started: %s", replica.name, error)
-            self._closes_within(RETRY_S)
-
-    def _closes_within(self, seconds: float) -> bool:
-        with self._change:
-            return self._change.wait_for(lambda: self._closed, seconds)
+            with self._change:
+                self._change.wait_for(lambda: self._closed, RETRY_S)
 
     def _recover(self, entry: ReplicaState, problem: Exception, *, asked: bool = False) -> None:
         try:

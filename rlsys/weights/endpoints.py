@@ -53,7 +53,10 @@ class WeightEndpoint:
         return self._float8 or self.engine
 
     def weight_layout(self, float8: Mapping[str, tuple[int, ...]] | None = None) -> WeightLayout:
-        """The engine's layout with its device and digest, and staging for its loader's tensors; see WeightSender."""
+        """The engine's layout with its device and digest, and staging for its loader's tensors.
+
+        `float8` is what a WeightSender quantises; an engine gives what it holds, elements and scales as they are.
+        """
         device = device_of(self.engine.local_tensors()).type
         layout = replace(with_staging(self.held.weight_layout()), device=device, digest="")
         text = repr(replace(layout, rank=0, host="")).encode()

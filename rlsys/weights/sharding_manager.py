@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -80,8 +80,7 @@ class ShardingManager:
         self.destination = destination or self.destination
         with self._stage("connect") as remaining_s:
             engines = _by_group_rank(wait_all(self.destination.execute_all_async("weight_layout"), remaining_s))
-            float8 = [shapes] if (shapes := float8_shapes(engines)) else []
-            trainers = wait_all(self.source.execute_all_async("weight_layout", *float8), remaining_s)
+            trainers = wait_all(self.source.execute_all_async("weight_layout", float8_shapes(engines)), remaining_s)
             self._layouts = _by_group_rank(trainers), engines
             if self._is_auto:
                 self.executor = choose(*self._layouts)
@@ -124,12 +123,12 @@ class ShardingManager:
         if any(layout.loader for layout in self._layouts[1]):
             raise WeightTransferError("an engine whose own loader must place some tensors cannot send them")
         between = ShardingManager(peer, newcomer, executor="nccl", deadline_s=min(self.deadline_s, PEER_S))
-        between.connect()
-        between.push(self.version)
-        checks = between.validate() if self.validated else []
-        if changed := [check.name for check in checks if check.checksum != self.validated.get(check.name)]:
-            raise WeightTransferError(f"{len(changed)} tensors changed since they were pushed: {changed[:5]}")
-        between.close()
+        with closing(between):
+            between.connect()
+            between.push(self.version)
+            checks = between.validate() if self.validated else []
+            if changed := [check.name for check in checks if check.checksum != self.validated.get(check.name)]:
+                raise WeightTransferError(f"{len(changed)} tensors changed since they were pushed: {changed[:5]}")
 
     def validate(self) -> list[TensorCheck]:
         """Compare every tensor of every engine with the trainer's by checksum.
@@ -152,13 +151,15 @@ class ShardingManager:
         return checks
 
     def close(self) -> None:
-        """Leave the transfer on all ranks; shared memory goes with the last of them."""
-        transport, self._transport = self._transport, None
-        if transport is None:
-            return
-        with self._stage("close") as remaining_s:
-            for group in (self.destination, self.source):
-                wait_all(group.execute_all_async("close_weight_transfer"), remaining_s)
+        """Leave the transfer on all ranks that answer, and log the others; shared memory goes with the last of them."""
+        self._transport = None
+        end_s = time.monotonic() + self.deadline_s
+        sides = (self.destination, self.source)
+        for call in [call for side in sides for call in side.execute_all_async("close_weight_transfer")]:
+            try:
+                call.get(max(0.01, end_s - time.monotonic()))
+            except Exception as error:
+                log.warning("a rank did not leave the weight transfer: %s", error)
 
     def _connected(self) -> Executor:
         if self._transport is None:

@@ -162,9 +162,15 @@ class RolloutWorker(WeightReceiver, Worker):
 
         self.rollout.fault = fault if pid >= 0 else lambda: None
 
-    def damage(self) -> None:
-        """Change one value of the model, as a stray write would."""
-        self.rollout.model.model.norm.weight[3] += 1.0
+    def raise_in_update(self, message: str) -> None:
+        def fault() -> None:
+            raise RuntimeError(message)
+
+        self.rollout.fault = fault
+
+    def damage(self, by: float = 1.0) -> None:
+        """Change one value of the model, as a stray write would; its negative mends it."""
+        self.rollout.model.model.norm.weight[3] += by
 
     def damage_in_update(self) -> None:
         """In the middle of the next updates change one byte of what the trainer exports, as a stray write would."""
@@ -500,6 +506,12 @@ def joined_again(bench: Bench) -> tuple[OneRank, OneRank]:
     return OneRank(bench.rollouts, 0), OneRank(bench.rollouts, 1)
 
 
+def assert_left(*sides: OneRank) -> None:
+    for side in sides:
+        with pytest.raises(WeightTransferError, match="has not joined a weight transfer"):
+            side.all("weight_step", "renew")
+
+
 @pytest.mark.parametrize("executor", ["shm", "ipc over hosts"])
 def test_an_engine_that_joins_gets_the_weights_of_one_that_serves(executor: str) -> None:
     with bench_of(executor) as bench:
@@ -523,6 +535,10 @@ def test_weights_that_changed_since_they_were_validated_are_not_taken() -> None:
         peer.all("damage")
         with pytest.raises(WeightTransferError, match=r"1 tensors changed since .*'model\.norm\.weight'"):
             bench.manager.copy(peer, newcomer)
+        assert_left(peer, newcomer)
+        peer.all("damage", -1.0)
+        bench.manager.copy(peer, newcomer)
+        assert_serves(bench, 0, 4)
 
 
 @pytest.mark.parametrize("executor", ["shm", "ipc over hosts"])
@@ -535,6 +551,29 @@ def test_an_engine_that_is_lost_while_it_joins_leaves_the_other_serving(executor
             bench.manager.copy(peer, newcomer)
         assert "push of version 1" in str(raised.value.__notes__)
         assert serves_one_whole_version(bench, 0)
+        assert_left(peer)
+        newcomer.workers[0].kill()
+        newcomer.workers[0].start()
+        bench.manager.copy(peer, newcomer)
+        assert_serves(bench, 0, 1)
+        bench.trainers.all("arm", "nothing")
+        bench.manager.connect()
+        bench.manager.push(2)
+        assert_serves(bench, 1, 2)
+
+
+def test_an_engine_that_fails_while_it_joins_is_left_by_the_one_that_serves() -> None:
+    with bench_of("shm", deadline_s=8.0) as bench:
+        bench.manager.push(1)
+        peer, newcomer = joined_again(bench)
+        newcomer.all("raise_in_update", "out of memory")
+        with pytest.raises(RuntimeError, match="out of memory"):
+            bench.manager.copy(peer, newcomer)
+        assert_left(peer, newcomer)
+        assert serves_one_whole_version(bench, 0)
+        newcomer.all("kill_in_update", -1)
+        bench.manager.copy(peer, newcomer)
+        assert_serves(bench, 0, 1)
 
 
 def test_an_engine_that_does_not_send_is_named_at_the_deadline() -> None:

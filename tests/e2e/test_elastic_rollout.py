@@ -6,13 +6,17 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+from transformers import Qwen2Config
 
+from tests.e2e.conftest import Toy, with_model
 from tests.timing import scaled_s, wait_until
 
 STAGE_S = 240  # against hangs only: what a start takes beside other tests is mostly imports from a cold disk
@@ -42,14 +46,25 @@ JOB = (
     "trainer.test_freq=-1",
     "trainer.val_before_train=false",
     "trainer.device=cpu",
-    "trainer.n_gpus_per_node=2",
-    "trainer.rollout_workers=3",
     "trainer.max_staleness=2",
     "actor_rollout_ref.rollout.min_replicas=1",
     "actor_rollout_ref.rollout.validate_weight=true",
+)
+LARGE = (
+    "trainer.n_gpus_per_node=2",
+    "trainer.rollout_workers=3",
     "data.train_batch_size=12",
     "actor_rollout_ref.actor.ppo_mini_batch_size=12",
 )
+STILL = (
+    "trainer.rollout_workers=2",
+    "actor_rollout_ref.rollout.enforce_eager=true",
+    "actor_rollout_ref.actor.optim.lr=0",  # answers of any age have the trainer's log-probs
+)
+ENGINES = [
+    pytest.param(name, marks=[mark, pytest.mark.skipif(find_spec(name) is None, reason=f"needs {name}")])
+    for name, mark in (("vllm", pytest.mark.vllm), ("sglang", pytest.mark.sglang))
+]
 
 
 @dataclass
@@ -89,38 +104,98 @@ def steps_of(folder: Path) -> list[Mapping[str, float]]:
     return [line for line in map(json.loads, lines) if "rollout/replicas_ready" in line]
 
 
+@dataclass
+class Job:
+    """A job on a cluster, and what it has logged."""
+
+    process: subprocess.Popen[bytes]
+    folder: Path
+
+    @property
+    def steps(self) -> list[Mapping[str, float]]:
+        return steps_of(self.folder)
+
+    @property
+    def log(self) -> str:
+        return (self.folder / "log").read_text()
+
+    def wait_for(self, number: int, num_steps: int = 1) -> None:
+        """Wait until so many replicas have served for some steps."""
+
+        def serves() -> bool:
+            served = [step["rollout/replicas_ready"] for step in self.steps[-num_steps:]]
+            return self.process.poll() is not None or served == [number] * num_steps
+
+        assert wait_until(serves, STAGE_S), self.log
+        assert self.process.poll() is None, self.log
+
+    def end(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        assert self.process.wait(scaled_s(STAGE_S)) == 143, self.log
+
+
+@contextmanager
+def job_on(address: str, folder: Path, arguments: Sequence[str]) -> Iterator[Job]:
+    command = [sys.executable, "-m", "trainer.main_ppo", *arguments, f"ray_kwargs.ray_init.address={address}"]
+    with (folder / "log").open("w") as out, subprocess.Popen(command, stdout=out, stderr=out) as process:
+        try:
+            yield Job(process, folder)
+        finally:
+            process.kill()
+
+
+def counted_in(lines: Sequence[Mapping[str, float]]) -> Counter[str]:
+    """What was counted in each step, added up."""
+    counted = Counter[str]()
+    for line in lines:
+        counted.update(line)
+    return counted
+
+
 @pytest.mark.timeout(1200)
 def test_nodes_join_drain_and_die_under_a_run(cluster: tuple[Cluster, str], tmp_path: Path) -> None:
     nodes, address = cluster
-    command = [sys.executable, "-m", "trainer.main_ppo", *JOB, f"ray_kwargs.ray_init.address={address}"]
-    log = tmp_path / "log"
-    with (
-        log.open("w") as out,
-        subprocess.Popen([*command, f"trainer.default_local_dir={tmp_path}"], stdout=out, stderr=out) as job,
-    ):
-
-        def serves(number: int) -> bool:
-            steps = steps_of(tmp_path)[-1:]
-            return job.poll() is not None or [step["rollout/replicas_ready"] for step in steps] == [number]
-
-        try:
-            assert wait_until(lambda: serves(1), STAGE_S), log.read_text()
-            for changes, number in ((("add", "add"), 3), (("drain", "kill"), 1)):
-                for change in changes:
-                    nodes.do(change)
-                assert wait_until(lambda number=number: serves(number), STAGE_S), log.read_text()
-                assert job.poll() is None, log.read_text()
-            job.send_signal(signal.SIGTERM)
-            assert job.wait(scaled_s(STAGE_S)) == 143, log.read_text()
-        finally:
-            job.kill()
-    lines = steps_of(tmp_path)
+    with job_on(address, tmp_path, [*JOB, *LARGE, f"trainer.default_local_dir={tmp_path}"]) as job:
+        job.wait_for(1)
+        for changes, number in ((("add", "add"), 3), (("drain", "kill"), 1)):
+            for change in changes:
+                nodes.do(change)
+            job.wait_for(number)
+        job.end()
+    lines = job.steps
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
     assert lines[-1]["rollout/groups_issued"] == 12 * len(lines) + lines[-1]["rollout/groups_open"]
     assert max(line["training/staleness_max"] for line in lines) <= 2
     assert all(line["rollout/dropped"] == 0 for line in lines)
-    counted = Counter[str]()
-    for line in lines:  # what was counted in each step
-        counted.update(line)
+    counted = counted_in(lines)
     assert [counted[f"rollout/{name}"] for name in ("joined", "left", "waited_for_push")] == [2, 2, 0]
     assert counted["rollout/issued"] == counted["rollout/answered"] + counted["rollout/pending"]
+
+
+@pytest.fixture
+def wide(toy: Toy, tmp_path: Path) -> Toy:
+    """The toy with heads of 32, the smallest that vLLM's CPU attention has."""
+    sizes = {"hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 2}
+    return with_model(toy, tmp_path / "wide", Qwen2Config, num_attention_heads=4, num_key_value_heads=2, **sizes)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_engine_copies_the_weights_of_another_and_serves_in_its_place(
+    engine: str, wide: Toy, cluster: tuple[Cluster, str], tmp_path: Path
+) -> None:
+    nodes, address = cluster
+    more = (f"reward.custom_reward_function.path={wide.grader}", f"actor_rollout_ref.rollout.name={engine}")
+    with job_on(address, tmp_path, wide.overrides(tmp_path, *JOB, *STILL, *more)) as job:
+        job.wait_for(1)
+        nodes.do("add")
+        job.wait_for(2)
+        nodes.do("kill")
+        job.wait_for(1, num_steps=5)  # more than are answered ahead
+        job.end()
+    lines = job.steps
+    assert all(line["rollout/dropped"] == 0 for line in lines)
+    assert max(line["rollout_corr/log_ppl_abs_diff"] for line in lines) < 1e-3, "replicas have other weights"
+    counted = counted_in(lines)
+    assert [counted[f"rollout/{name}"] for name in ("joined", "left", "waited_for_push")] == [1, 1, 0]

@@ -12,7 +12,7 @@ from uuid import uuid4
 import ray
 from ray import exceptions as ray_exceptions
 from ray._private.state import state as ray_state
-from ray.util.placement_group import PlacementGroup, placement_group_table
+from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlsys.single_controller import diagnosis
@@ -136,17 +136,18 @@ class RayBackend(Backend):
     def diagnose(self, rank: int) -> str:
         return self._ask_node(rank, diagnosis.diagnose) or "it never reported where it runs"
 
-    def vacate(self, rank: int) -> None:
-        """End a rank and let the cluster find another place for it, where `restart` starts it once `is_placed`."""
+    def vacate(self, rank: int) -> ray.ObjectRef[object]:
+        """End a rank and ask for another place, where `restart` starts it; returns what `is_placed` waits for."""
         assert self._pool is not None
         self._end([rank])
         self._actors[rank] = None
-        self._options[rank]["scheduling_strategy"] = _in_bundle((self._pool.place_again(rank), 0))
+        placed = self._pool.place_again(rank)
+        self._options[rank]["scheduling_strategy"] = _in_bundle((placed, 0))
+        return placed.ready()
 
-    def is_placed(self, rank: int) -> bool:
-        """Whether the cluster has found a place for a rank that was vacated."""
-        placed = self._options[rank]["scheduling_strategy"].placement_group
-        return placement_group_table(placed)["state"] == "CREATED"
+    def is_placed(self, place: ray.ObjectRef[object], wait_s: float) -> bool:
+        """Whether the cluster finds the place that `vacate` asked for within some seconds."""
+        return bool(ray.wait([place], timeout=wait_s)[0])
 
     def kill(self, rank: int) -> None:
         """Kill the actor of a rank, if it has one, from any thread: a `restart` that waits for it fails."""
@@ -269,6 +270,7 @@ class RayHost(WorkerHost):
         diagnosis.dump_stacks_on_signal()
 
     def build(self, made: tuple[type, Sequence[object], Mapping[str, object]]) -> tuple[Header, None]:
+        gc.freeze()  # else the first collections would run over all that was imported
         gc.enable()
         setup_logging(role=made[0].__name__, rank=int(os.environ.get("RANK", 0)))
         return super().build(made)

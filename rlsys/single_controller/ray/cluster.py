@@ -226,13 +226,16 @@ def _loopback() -> Iterator[None]:
 
 
 def runtime_env(given: Mapping[str, Any]) -> dict[str, object]:
-    """Let workers import rlsys (and workers/, trainer/) from a checkout that is not installed."""
-    env_vars = dict(given.get("env_vars") or {})
-    installed = _SOURCE_ROOT in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
-    in_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
-    if not (installed or in_job or "PYTHONPATH" in env_vars):
-        env_vars["PYTHONPATH"] = os.pathsep.join(filter(None, [_SOURCE_ROOT, os.environ.get("PYTHONPATH", "")]))
-    return {**given, **({"env_vars": env_vars} if env_vars else {})}
+    """Let workers import rlsys (and workers/, trainer/) from a checkout that is not installed.
+
+    Ray's workers search the driver's folder themselves; an environment costs each the time of one more `import ray`.
+    """
+    env_vars = given.get("env_vars") or {}
+    own = os.environ.get("PYTHONPATH", "")
+    found_in = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), "" if own else os.getcwd())
+    if _SOURCE_ROOT in found_in or "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ or "PYTHONPATH" in env_vars:
+        return dict(given)
+    return {**given, "env_vars": {**env_vars, "PYTHONPATH": os.pathsep.join(filter(None, [_SOURCE_ROOT, own]))}}
 
 
 def import_options() -> dict[str, object]:

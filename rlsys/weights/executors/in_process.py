@@ -32,8 +32,7 @@ def reshard_local(
     update = EngineUpdate(rollout)
     tensors = update.begin()
     layout = update.layout
-    float8 = float8_shapes([layout])
-    trained = Fp8Weights(engine, float8) if float8 else engine
+    trained = Fp8Weights(engine, shapes) if (shapes := float8_shapes([layout])) else engine
     source = trained.weight_layout()
     names = resolve_names([source], [layout])
     dtypes = source_dtypes(names, [layout])

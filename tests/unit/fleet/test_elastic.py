@@ -47,14 +47,15 @@ class Nodes:
     def is_draining(self, rank: int) -> bool:
         return self.replicas[rank].draining
 
-    def vacate(self, rank: int) -> None:
+    def vacate(self, rank: int) -> int:
         self.replicas[rank].alive = self.replicas[rank].draining = False
+        return rank
 
     def kill(self, rank: int) -> None:
         self.replicas[rank].killed.set()
 
-    def is_placed(self, rank: int) -> bool:
-        return self.replicas[rank].placed
+    def is_placed(self, place: int, wait_s: float) -> bool:
+        return wait_until(lambda: self.replicas[place].placed, wait_s)
 
 
 class Weights:

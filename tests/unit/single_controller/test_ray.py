@@ -26,6 +26,7 @@ from rlsys.single_controller.ray import (
     merge_resource_pool,
     split_resource_pool,
 )
+from rlsys.single_controller.ray.cluster import runtime_env
 from rlsys.utils.errors import ConfigError, DeadlineError, WorkerError
 from tests.timing import scaled_s, wait_until
 from tests.unit.single_controller.crew import Calculator
@@ -176,6 +177,23 @@ def test_connect_takes_the_cluster_that_is_there(tmp_path: Path) -> None:
     assert isinstance(json.loads(timeline.read_text()), list)
     assert not again.connected_here
     assert again.address.startswith("127.0.0.1:")
+
+
+def test_workers_get_the_path_of_the_checkout_unless_the_driver_runs_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {"env_vars": {"A": "1"}}
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.chdir(ROOT)
+    assert (runtime_env({}), runtime_env(given)) == ({}, given)
+    monkeypatch.chdir(tmp_path)
+    assert runtime_env(given) == {"env_vars": {"A": "1", "PYTHONPATH": str(ROOT)}}
+    assert given == {"env_vars": {"A": "1"}}
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert runtime_env({}) == {"env_vars": {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}}
+    own = {"env_vars": {"PYTHONPATH": "/theirs"}}
+    assert runtime_env(own) == own
 
 
 NODE_DIES = """

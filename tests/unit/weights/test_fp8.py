@@ -16,6 +16,7 @@ from torch import Tensor
 from rlsys.models.quantized import SCALE, scale_shape
 from rlsys.rollout.engine_weights import EngineWeights
 from rlsys.types import Box, Shard, WeightLayout
+from rlsys.utils.errors import WeightTransferError
 from rlsys.weights.endpoints import WeightReceiver, WeightSender
 from rlsys.weights.executors.in_process import reshard_local
 from rlsys.weights.fp8 import Fp8Weights, MatrixBox, float8_shapes, prepared_quantiser
@@ -139,11 +140,15 @@ def test_the_loader_shows_which_matrices_are_float8(block: int) -> None:
     assert layout.loader == ()
 
 
+def pair_of(trainer: Trainer, engine: Engine) -> tuple[ThreadGroup, ThreadGroup]:
+    return ThreadGroup([WeightSender(trainer)]), ThreadGroup([WeightReceiver(engine)])  # pyrefly: ignore
+
+
 @BLOCKS
 @pytest.mark.parametrize("executor", ["shm", "ipc", "nccl", "disk", "gather"])
 def test_every_executor_brings_elements_and_scales(executor: ExecutorName, block: int, tmp_path: Path) -> None:
     trainer, engine = Trainer(), Engine(block)
-    ends = ThreadGroup([WeightSender(trainer)]), ThreadGroup([WeightReceiver(engine)])  # pyrefly: ignore
+    ends = pair_of(trainer, engine)
     disk = tmp_path if executor == "disk" else None
     manager = ShardingManager(*ends, executor=executor, disk_root=disk, deadline_s=scaled_s(60.0))
     manager.connect()
@@ -155,6 +160,42 @@ def test_every_executor_brings_elements_and_scales(executor: ExecutorName, block
         assert engine.version == version
         assert_serves(engine, full)
     manager.close()
+
+
+@BLOCKS
+def test_an_engine_that_joins_holds_the_elements_and_scales_of_one_that_serves(block: int) -> None:
+    trainer, engine, late = Trainer(), Engine(block), Engine(block)
+    trainers, peer = pair_of(trainer, engine)
+    _, newcomer = pair_of(trainer, late)
+    manager = ShardingManager(trainers, peer, executor="shm", deadline_s=scaled_s(60.0))
+    manager.connect()
+    for version in range(2):
+        trainer.take(full := model(version))
+        manager.push(version)
+        manager.validate()
+        trainer.take(model(version + 1))  # the trainer continues
+        manager.copy(peer, newcomer)
+        assert late.version == version
+        assert_serves(late, full)
+        manager.connect()
+    for name in ("qkv.scale", "out.weight"):
+        engine.parameters[name].view(torch.uint8)[0, 0] ^= 1
+        with pytest.raises(WeightTransferError, match=r"1 tensors changed since they were pushed"):
+            manager.copy(peer, newcomer)
+        engine.parameters[name].view(torch.uint8)[0, 0] ^= 1
+    manager.copy(peer, newcomer)
+    assert_serves(late, full)
+
+
+def test_an_engine_without_fp8_does_not_send_to_one_with_it() -> None:
+    trainer, late = Trainer(), Engine(128)
+    trainers, newcomer = pair_of(trainer, late)
+    wide = ThreadGroup([WeightReceiver(trainer)])  # pyrefly: ignore
+    manager = ShardingManager(trainers, newcomer, executor="shm", deadline_s=scaled_s(60.0))
+    manager.connect()
+    manager.push(0)
+    with pytest.raises(WeightTransferError, match="_scale_inv"):
+        manager.copy(wide, newcomer)
 
 
 def pushed_locally(seed: int) -> None:
