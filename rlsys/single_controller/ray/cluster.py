@@ -228,11 +228,13 @@ def _loopback() -> Iterator[None]:
 def runtime_env(given: Mapping[str, Any]) -> dict[str, object]:
     """Let workers import rlsys (and workers/, trainer/) from a checkout that is not installed.
 
-    Ray's workers search the driver's folder themselves; an environment costs each the time of one more `import ray`.
+    Ray's workers search the driver's folder themselves, unless a `working_dir` is uploaded; an environment costs each
+    the time of one more `import ray`.
     """
     env_vars = given.get("env_vars") or {}
     own = os.environ.get("PYTHONPATH", "")
-    found_in = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), "" if own else os.getcwd())
+    searched = "" if own or given.get("working_dir") else os.getcwd()
+    found_in = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), searched)
     if _SOURCE_ROOT in found_in or "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ or "PYTHONPATH" in env_vars:
         return dict(given)
     return {**given, "env_vars": {**env_vars, "PYTHONPATH": os.pathsep.join(filter(None, [_SOURCE_ROOT, own]))}}

@@ -186,6 +186,8 @@ def test_workers_get_the_path_of_the_checkout_unless_the_driver_runs_there(
     monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.chdir(ROOT)
     assert (runtime_env({}), runtime_env(given)) == ({}, given)
+    uploaded = {"working_dir": str(tmp_path)}
+    assert runtime_env(uploaded) == {**uploaded, "env_vars": {"PYTHONPATH": str(ROOT)}}
     monkeypatch.chdir(tmp_path)
     assert runtime_env(given) == {"env_vars": {"A": "1", "PYTHONPATH": str(ROOT)}}
     assert given == {"env_vars": {"A": "1"}}
