@@ -228,8 +228,7 @@ def test_the_engine_is_the_first_on_a_gpu_that_works_with_the_settings(
     assert after.config.actor_rollout_ref.rollout.name == engine
     assert (SHARE in sizes) is (engine == "vllm")
     assert ("rollout.name=vllm" in text) is (engine == "vllm")
-    for unplanned in (Machine(device, int(79.2 * GIB), {}), Machine(device, 0, SHAPES["135M"])):
-        if device == "cuda":  # a model of the hub before its first download, or a login node
-            assert choose_sizes(job.config, job.settings.keys(), unplanned, engines=("vllm",)) == (
-                ({ENGINE: "vllm"}, "rollout.name=vllm") if engine == "vllm" else ({}, "")
-            )
+    only_engine = ({ENGINE: engine}, f"rollout.name={engine}") if engine == "vllm" else ({}, "")
+    # a model of the hub before its first download, and a login node
+    for unplanned in (Machine("cuda", int(79.2 * GIB), {}), Machine("cuda", 0, SHAPES["135M"])) * (device == "cuda"):
+        assert choose_sizes(job.config, job.settings.keys(), unplanned, engines=("vllm",)) == only_engine

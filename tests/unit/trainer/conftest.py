@@ -1,9 +1,5 @@
-"""Exchanges without pauses, for engines that draw a few tokens at each of them."""
+"""Exchanges without pauses, as for tests of the fleet."""
 
-import pytest
+from tests.unit.fleet.conftest import quick_exchanges
 
-
-@pytest.fixture(autouse=True)
-def quick_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlsys.fleet.fleet.EXCHANGE_WAIT_S", 0.001)
-    monkeypatch.setattr("rlsys.fleet.fleet.BATCH_WAIT_S", 0.01)
+__all__ = ["quick_exchanges"]
