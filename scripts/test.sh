@@ -24,6 +24,8 @@ export -f run
 export log
 
 gpu=(
+  'tests/gpu/test_elastic_cuda.py -k vllm'
+  'tests/gpu/test_elastic_cuda.py -k sglang'
   'tests/gpu/test_fp8_cuda.py -k checkpoint[128]'
   'tests/gpu/test_fp8_cuda.py -k checkpoint[64]'
   'tests/gpu/test_fp8_cuda.py -k 128-sglang'
@@ -34,7 +36,8 @@ gpu=(
   'tests/gpu/test_fp8_cuda.py -k latent-sglang'
   'tests/gpu/test_fp8_cuda.py -k experts-vllm'
   'tests/gpu/test_fp8_cuda.py -k latent-vllm'
-  'tests/gpu/test_fp8_cuda.py -k (kernel)or(64-vllm)or(128-vllm)'
+  'tests/gpu/test_fp8_cuda.py -k 64-vllm'
+  'tests/gpu/test_fp8_cuda.py -k (kernel)or(128-vllm)'
   tests/gpu/test_vllm_cuda.py
   tests/gpu/test_vision_cuda.py
   'tests/e2e/test_experts.py -k gpt_oss'

@@ -1,7 +1,7 @@
 """Tokens per second of our engine around vLLM or SGLang, of the same SGLang used directly, and of the engine alone.
 
     python scripts/bench/decode.py sglang models/SmolLM2 --rows 512 --tokens 256
-    python scripts/bench/decode.py vllm 7B --fp8 --rows 64 256     # random weights of that shape, in FP8 and bfloat16
+    python scripts/bench/decode.py vllm 7B --fp8 --rows 64 256 --cases ours-2     # random weights, in FP8 and bfloat16
     python scripts/bench/decode.py vllm 0.5B --cases ours ours-2 alone inside inside-sync inside-2 --host-profile
 
 Eight answers to each prompt, sampled to their full length. Ours come with both log-probabilities, as DataProto rows;
@@ -73,8 +73,9 @@ def main() -> int:
     counts = sorted(args.rows)
     prompts = [tuple(draw.randrange(3, vocab_size) for _ in range(PROMPT_TOKENS)) for _ in range(counts[-1] // ANSWERS)]
     rows, rates = [prompt for prompt in prompts for _ in range(ANSWERS)], dict[str, float]()
-    engines: list[tuple[str, str, Literal["fp8"] | None]] = [("ours in FP8", "0", "fp8")] if args.fp8 else []
-    engines += [(name, runner, None) for name, runner in (("ours", "0"), ("ours-2", "1")) if name in args.cases]
+    engines: list[tuple[str, str, Literal["fp8"] | None]]
+    engines = [(name, runner, None) for name, runner in (("ours", "0"), ("ours-2", "1")) if name in args.cases]
+    engines += [(f"{name} in FP8", runner, "fp8") for name, runner, _ in engines if args.fp8]
     for name, runner, quantization in engines:
         os.environ[RUNNER] = runner
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
@@ -82,9 +83,9 @@ def main() -> int:
             measured = pool.submit(ours, name, args.engine, path, rows, sizes, args.host_profile)
             rates |= measured.result(args.deadline_s)
     os.environ.pop(RUNNER, None)
-    for count in counts if args.fp8 else ():
-        fp8, plain = rates[f"ours in FP8, {count} rows"], rates[f"ours, {count} rows"]
-        print(f"ours, {count} rows: FP8 {fp8:,.0f}, bfloat16 {plain:,.0f} tokens/s, {fp8 / plain:.2f}", flush=True)
+    for name in [f"{name}, {count} rows" for name, _, fp8 in engines if fp8 for count in counts]:
+        plain = rates[name.replace(" in FP8", "")]
+        print(f"{name}: {rates[name]:,.0f}, bfloat16 {plain:,.0f} tokens/s, {rates[name] / plain:.2f}", flush=True)
     work = {"model": str(path), "tp": 1, "rows": len(rows), "prompts": len(prompts), "cuda": cuda}
     work |= {"prompt_tokens": PROMPT_TOKENS, "answer_tokens": args.tokens, "max_num_seqs": len(rows)}
     work["vocab_size"] = vocab_size

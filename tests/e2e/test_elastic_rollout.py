@@ -25,11 +25,14 @@ import sys, time
 from ray._raylet import GcsClient
 from ray.cluster_utils import Cluster
 quick = {"health_check_period_ms": 1000}  # a killed node is known to be lost after 5 of them
-head = {"num_cpus": 2, "include_dashboard": False, "_system_config": quick}
-cluster, nodes = Cluster(initialize_head=True, head_node_args=head), []
+gpus, nodes = sys.argv[1:], []
+def node(**variables):
+    shown = {"CUDA_VISIBLE_DEVICES": gpus.pop(0)} if gpus else {}
+    return {"num_gpus": len(shown), "env_vars": {**shown, **variables}}
+head = {**node(), "num_cpus": 2, "include_dashboard": False, "_system_config": quick}
+cluster = Cluster(initialize_head=True, head_node_args=head)
 def add():
-    host = {"NCCL_HOSTID": f"host-{time.monotonic()}"}
-    nodes.append(cluster.add_node(num_cpus=1, env_vars=host))
+    nodes.append(cluster.add_node(num_cpus=1, **node(NCCL_HOSTID=f"host-{time.monotonic()}")))
 def kill():
     cluster.remove_node(nodes.pop(0), allow_graceful=False)
 def drain():
@@ -69,7 +72,10 @@ ENGINES = [
 
 @dataclass
 class Cluster:
-    """A head with 2 CPUs, where only the trainer fits, and nodes with a CPU each, all of them hosts of their own."""
+    """A head with 2 CPUs, where only the trainer fits, and nodes with a CPU each, all of them hosts of their own.
+
+    Ray puts the trainer on the head with GPUs too, since it takes the node that has most left.
+    """
 
     process: subprocess.Popen[str]
 
@@ -81,12 +87,13 @@ class Cluster:
         assert self.process.stdout.readline() == "done\n"
 
 
-@pytest.fixture
-def cluster() -> Iterator[tuple[Cluster, str]]:
+@contextmanager
+def cluster_of(*gpus: str) -> Iterator[tuple[Cluster, str]]:
+    """A cluster of the head and a node, and its address; with `gpus` the head has the first, each node the next."""
     with TemporaryDirectory(prefix="r", dir="/tmp") as folder:
         environment = {**os.environ, "RAY_TMPDIR": folder}
         with subprocess.Popen(
-            [sys.executable, "-c", CLUSTER],
+            [sys.executable, "-c", CLUSTER, *gpus],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -95,6 +102,12 @@ def cluster() -> Iterator[tuple[Cluster, str]]:
             assert process.stdout is not None
             yield Cluster(process), process.stdout.readline().strip()
             process.communicate()
+
+
+@pytest.fixture
+def cluster() -> Iterator[tuple[Cluster, str]]:
+    with cluster_of() as nodes:
+        yield nodes
 
 
 def steps_of(folder: Path) -> list[Mapping[str, float]]:
@@ -179,6 +192,21 @@ def wide(toy: Toy, tmp_path: Path) -> Toy:
     return with_model(toy, tmp_path / "wide", Qwen2Config, num_attention_heads=4, num_key_value_heads=2, **sizes)
 
 
+def serves_in_the_place_of_another(job: Job, nodes: Cluster) -> list[Mapping[str, float]]:
+    """A node joins the first, which is killed then: the steps, of which the last are answered by the second alone."""
+    job.wait_for(1)
+    nodes.do("add")
+    job.wait_for(2)
+    nodes.do("kill")
+    job.wait_for(1, num_steps=5)  # more than are answered ahead
+    job.end()
+    lines = job.steps
+    assert all(line["rollout/dropped"] == 0 for line in lines)
+    counted = counted_in(lines)
+    assert [counted[f"rollout/{name}"] for name in ("joined", "left", "waited_for_push")] == [1, 1, 0]
+    return lines
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("engine", ENGINES)
@@ -188,14 +216,5 @@ def test_an_engine_copies_the_weights_of_another_and_serves_in_its_place(
     nodes, address = cluster
     more = (f"reward.custom_reward_function.path={wide.grader}", f"actor_rollout_ref.rollout.name={engine}")
     with job_on(address, tmp_path, wide.overrides(tmp_path, *JOB, *STILL, *more)) as job:
-        job.wait_for(1)
-        nodes.do("add")
-        job.wait_for(2)
-        nodes.do("kill")
-        job.wait_for(1, num_steps=5)  # more than are answered ahead
-        job.end()
-    lines = job.steps
-    assert all(line["rollout/dropped"] == 0 for line in lines)
+        lines = serves_in_the_place_of_another(job, nodes)
     assert max(line["rollout_corr/log_ppl_abs_diff"] for line in lines) < 1e-3, "replicas have other weights"
-    counted = counted_in(lines)
-    assert [counted[f"rollout/{name}"] for name in ("joined", "left", "waited_for_push")] == [1, 1, 0]

@@ -88,7 +88,7 @@ def runner_arguments(hf_config: PretrainedConfig, config: GenerationConfig, *, r
     """
     text = hf_config.get_text_config()
     has_parts = has_images(hf_config) or any(getattr(text, name, None) for name in EXPERTS)
-    is_special = config.quantization or config.full_determinism or config.data_parallel_size > 1
+    is_special = config.full_determinism or config.data_parallel_size > 1
     os.environ[RUNNER] = ASKED_RUNNER or str(int(runs_ahead and not (has_parts or is_special)))
     return {} if os.environ[RUNNER] == "1" else {"logits_processors": [PROCESSOR]}
 
