@@ -73,9 +73,11 @@ def main() -> int:
     counts = sorted(args.rows)
     prompts = [tuple(draw.randrange(3, vocab_size) for _ in range(PROMPT_TOKENS)) for _ in range(counts[-1] // ANSWERS)]
     rows, rates = [prompt for prompt in prompts for _ in range(ANSWERS)], dict[str, float]()
-    engines: list[tuple[str, str, Literal["fp8"] | None]]
-    engines = [(name, runner, None) for name, runner in (("ours", "0"), ("ours-2", "1")) if name in args.cases]
-    engines += [(f"{name} in FP8", runner, "fp8") for name, runner, _ in engines if args.fp8]
+    engines: list[tuple[str, str, Literal["fp8"] | None]] = []
+    for name, runner in [case for case in (("ours", "0"), ("ours-2", "1")) if case[0] in args.cases]:
+        engines.append((name, runner, None))
+        if args.fp8:
+            engines.append((f"{name} in FP8", runner, "fp8"))
     for name, runner, quantization in engines:
         os.environ[RUNNER] = runner
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
