@@ -44,7 +44,7 @@ def server_arguments(
     With `full_determinism` logits are not rounded to the model's type, and on GPUs kernels are batch-invariant. CUDA
     graphs are captured for up to `max_num_seqs` sequences; SGLang's own limit is 256 on most GPUs.
     """
-    engine_kwargs, on_cpu = config.engine_kwargs.sglang, context.device == "cpu"
+    engine_kwargs, on_cpu, copies = config.engine_kwargs.sglang, context.device == "cpu", config.data_parallel_size
     dtype = dtype_name(config.dtype, context.device)
     gpu_arguments = {
         "mem_fraction_static": config.gpu_memory_utilization,
@@ -66,7 +66,7 @@ def server_arguments(
         "dtype": dtype,
         "device": "cpu" if on_cpu else "cuda",
         "random_seed": config.seed,
-        "max_running_requests": config.max_num_seqs,
+        "max_running_requests": config.max_replica_seqs,
         "chunked_prefill_size": config.max_num_batched_tokens if config.enable_chunked_prefill else -1,
         "max_prefill_tokens": config.max_num_batched_tokens,
         "context_length": max_model_len + SPARE_TOKENS,
@@ -79,6 +79,7 @@ def server_arguments(
         "log_level": "error" if config.disable_log_stats else "info",
         "enable_weights_cpu_backup": context.offload_on_sleep and not on_cpu,
         **({"ep_size": config.expert_parallel_size} if config.expert_parallel_size > 1 else {}),
+        **({"dp_size": copies, "enable_dp_attention": True, "enable_dp_lm_head": True} if copies > 1 else {}),
         **(parallel_arguments if replica.size > 1 else single_arguments),
         **(_cpu_arguments(path, dtype, config.kv_cache_gib) if on_cpu else gpu_arguments),
         **({"enable_fp32_lm_head": True} if config.full_determinism else {}),
