@@ -21,6 +21,10 @@ SPARE_TOKENS = 8
 """SGLang ends a request a few tokens before its context is full."""
 
 
+HEAD_ROWS = 64
+"""SGLang pads the rows of a head that is cut to a multiple of this, and of a copy's own head keeps the padding."""
+
+
 @dataclass(frozen=True)
 class ReplicaRank:
     """This rank of a replica of `size` ranks; its process groups meet at `address` (host:port).
@@ -44,7 +48,7 @@ def server_arguments(
     With `full_determinism` logits are not rounded to the model's type, and on GPUs kernels are batch-invariant. CUDA
     graphs are captured for up to `max_num_seqs` sequences; SGLang's own limit is 256 on most GPUs.
     """
-    engine_kwargs, on_cpu, copies = config.engine_kwargs.sglang, context.device == "cpu", config.data_parallel_size
+    engine_kwargs, on_cpu = config.engine_kwargs.sglang, context.device == "cpu"
     dtype = dtype_name(config.dtype, context.device)
     gpu_arguments = {
         "mem_fraction_static": config.gpu_memory_utilization,
@@ -79,7 +83,7 @@ def server_arguments(
         "log_level": "error" if config.disable_log_stats else "info",
         "enable_weights_cpu_backup": context.offload_on_sleep and not on_cpu,
         **({"ep_size": config.expert_parallel_size} if config.expert_parallel_size > 1 else {}),
-        **({"dp_size": copies, "enable_dp_attention": True, "enable_dp_lm_head": True} if copies > 1 else {}),
+        **(_attention_arguments(path, config) if config.data_parallel_size > 1 else {}),
         **(parallel_arguments if replica.size > 1 else single_arguments),
         **(_cpu_arguments(path, dtype, config.kv_cache_gib) if on_cpu else gpu_arguments),
         **({"enable_fp32_lm_head": True} if config.full_determinism else {}),
@@ -88,6 +92,12 @@ def server_arguments(
         **_weight_arguments(path, config, context),
         **engine_kwargs,
     }
+
+
+def _attention_arguments(path: str | Path, config: GenerationConfig) -> dict[str, object]:
+    """Copies of the attention, each with a head of its own where SGLang can put the head's parts together again."""
+    own_head = config.tensor_model_parallel_size == 1 or text_config(path).vocab_size % HEAD_ROWS == 0
+    return {"dp_size": config.data_parallel_size, "enable_dp_attention": True, "enable_dp_lm_head": own_head}
 
 
 def _weight_arguments(path: str | Path, config: GenerationConfig, context: EngineContext) -> dict[str, object]:
