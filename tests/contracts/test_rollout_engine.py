@@ -3,7 +3,7 @@
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache, partial
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
@@ -20,7 +20,7 @@ from rlsys.fleet.external.settings import RemoteSettings
 from rlsys.interfaces import RolloutEngine
 from rlsys.ipc.rpc import Method
 from rlsys.protocol import DataProto
-from rlsys.rollout.base import EngineContext, check_tags
+from rlsys.rollout.base import EngineContext, LoadFormat, check_tags
 from rlsys.rollout.hf.engine import HFRollout
 from rlsys.types import ModelRequest, ResponseDelta
 from rlsys.utils.errors import WeightTransferError
@@ -66,16 +66,23 @@ def fill_paddings(engine: object) -> dict[str, Method]:
     return {}
 
 
-def sglang_rank(folder: Path, config: GenerationConfig) -> RolloutEngine:
+def sglang_rank(
+    folder: Path,
+    config: GenerationConfig,
+    *,
+    methods: Callable[[Any], Mapping[str, Method]] = fill_paddings,
+    load_format: LoadFormat = "auto",
+) -> RolloutEngine:
     """This rank of an SGLang in several processes."""
     from rlsys.rollout.sglang.engine import SGLangRollout
 
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined] # it starts a process
     replica = replica_of(dist.get_rank(), config.replica_size, ranks_per_host=config.replica_size)
-    return SGLangRollout(folder, config, EngineContext(), replica=replica, methods=fill_paddings)
+    context = EngineContext(load_format=load_format, rank=dist.get_rank(), host="here")
+    return SGLangRollout(folder, config, context, replica=replica, methods=methods)
 
 
-RankFactory = Callable[[Path, GenerationConfig], RolloutEngine]
+RankFactory = Callable[[Path, GenerationConfig], Any]
 
 
 def answer_calls(rank: int, folder: Path, config: GenerationConfig, make: RankFactory, pipe: Connection) -> None:
@@ -114,6 +121,15 @@ class EveryRank:
     def config(self, config: GenerationConfig) -> None:
         self._config = config
         self._call("__setattr__", "config", config)
+
+    def call_rank(self, rank: int, name: str, *args: object) -> Any:
+        """One rank's answer alone."""
+        self._pipes[rank].send((name, args, {}))
+        assert self._pipes[rank].poll(scaled_s(120)), f"rank {rank} did not answer to {name}"
+        answer = self._pipes[rank].recv()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
     def _call(self, name: str, *args: object, **kwargs: object) -> Any:
         for pipe in self._pipes:

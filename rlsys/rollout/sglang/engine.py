@@ -98,7 +98,7 @@ class SGLangRollout(BaseRolloutEngine):
     def exchange(
         self, new: Sequence[ModelRequest] = (), *, wait_s: float, cancel: Collection[str] = ()
     ) -> list[ResponseDelta]:
-        """As `RolloutEngine.exchange`; copies of the attention take requests in turn, from one given by the first on."""
+        """As `RolloutEngine.exchange`; copies of the attention take requests in turn, the first by its id."""
         if not self.serves:
             return []
         copies = self.config.data_parallel_size

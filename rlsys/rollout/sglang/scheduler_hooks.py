@@ -132,7 +132,7 @@ def run_scheduler(*args: object, settings: SchedulerSettings, **kwargs: object) 
     _scale_scores(engines)
     given = signature(theirs.run_scheduler_process).bind(*args, **kwargs).arguments
     if settings.replica_arguments:
-        serve_each_copy(theirs.Scheduler)
+        serve_each_copy()
         given |= scheduler_place(settings.replica_arguments, given)
     _hook_scheduler(theirs.Scheduler, engines, settings)
     theirs.run_scheduler_process(**given)
