@@ -124,21 +124,25 @@ class EveryRank:
 
     def call_rank(self, rank: int, name: str, *args: object) -> Any:
         """One rank's answer alone."""
-        self._pipes[rank].send((name, args, {}))
-        assert self._pipes[rank].poll(scaled_s(120)), f"rank {rank} did not answer to {name}"
-        answer = self._pipes[rank].recv()
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        return self._answers([rank], name, args, {})[0]
 
-    def _call(self, name: str, *args: object, **kwargs: object) -> Any:
-        for pipe in self._pipes:
-            pipe.send((name, args, kwargs))
-        assert all(pipe.poll(scaled_s(120)) for pipe in self._pipes), f"no answer to {name}"
-        answers = [pipe.recv() for pipe in self._pipes][:: self._config.attention_size]
+    def call_each(self, name: str, *args: object, **kwargs: object) -> list[Any]:
+        """The answers of all ranks, called at once."""
+        return self._answers(range(len(self._pipes)), name, args, kwargs)
+
+    def _answers(self, ranks: Sequence[int], name: str, args: object, kwargs: object) -> list[Any]:
+        for rank in ranks:
+            self._pipes[rank].send((name, args, kwargs))
+        for rank in ranks:
+            assert self._pipes[rank].poll(scaled_s(120)), f"rank {rank} did not answer to {name}"
+        answers = [self._pipes[rank].recv() for rank in ranks]
         for answer in answers:
             if isinstance(answer, Exception):
                 raise answer
+        return answers
+
+    def _call(self, name: str, *args: object, **kwargs: object) -> Any:
+        answers = self.call_each(name, *args, **kwargs)[:: self._config.attention_size]
         return [delta for deltas in answers for delta in deltas] if name == "exchange" else answers[0]
 
 

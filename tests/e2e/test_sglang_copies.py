@@ -1,18 +1,21 @@
 """Weights into two copies of the attention of the real SGLang, which share one MLP, a rank each."""
 
 import tempfile
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 
 from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.ipc.rpc import Method
 from rlsys.rollout.hf.engine import HFRollout
-from rlsys.types import ModelRequest, ResponseDelta, SamplingParams
+from rlsys.rollout.partial import PartialResponse
+from rlsys.types import Finish, ModelRequest, ResponseDelta, SamplingParams
 from rlsys.weights.endpoints import WeightSender
 from rlsys.weights.sharding_manager import FSDPSGLangShardingManager
 from tests.contracts.rollout_engine import tiny_model
@@ -37,8 +40,15 @@ def filled_methods(engine: Any) -> Mapping[str, Method]:
 class RankReceiver(RemoteReceiver):
     """The receiver of a rank, which passes requests on to its engine."""
 
-    def exchange(self, new: list[ModelRequest], wait_s: float) -> list[ResponseDelta]:
-        return self.engine.exchange(new, wait_s=wait_s)
+    def exchange(self, new: list[ModelRequest], wait_s: float, cancel: Sequence[str] = ()) -> list[ResponseDelta]:
+        return self.engine.exchange(new, wait_s=wait_s, cancel=cancel)
+
+    def update(self, version: int, on_update: str) -> None:
+        """All weights by the engine's own loader."""
+        self.engine.config = self.engine.config.model_copy(update={"on_update": on_update})
+        self.engine.begin_update()
+        self.engine.load(list(tiny_model(version).state_dict().items()))
+        self.engine.finish_update(version)
 
     def close(self) -> None:
         self.engine.close()
@@ -115,19 +125,37 @@ def test_every_push_reaches_both_and_they_answer_with_it(copies: EveryRank) -> N
         reference = HFRollout(tiny_model(version), GenerationConfig(seed=11)).generate(sampled)
         expected = {one.rid: list(answer.output_tokens) for one, answer in zip(sampled, reference, strict=True)}
         tokens: dict[str, list[int]] = {}
-        answered = [0, 0]
-        new, num_ended = sampled, 0
-        while num_ended < len(sampled):
-            for rank in range(2):
-                copies._pipes[rank].send(("exchange", (new, 0.2), {}))
-            for rank in range(2):
-                assert copies._pipes[rank].poll(scaled_s(60)), f"no answer of rank {rank}"
-                for delta in copies._pipes[rank].recv():
-                    tokens.setdefault(delta.rid, []).extend(delta.tokens)
-                    assert set(delta.versions) <= {version}
-                    num_ended += delta.finish is not None
-                    answered[rank] += delta.finish is not None
+        new = sampled
+        while {rid: len(ids) for rid, ids in tokens.items()} != {rid: len(ids) for rid, ids in expected.items()}:
+            deltas = copies._call("exchange", new, 0.2)
             new = []
+            for delta in deltas:
+                tokens.setdefault(delta.rid, []).extend(delta.tokens)
+                assert set(delta.versions) <= {version}
         assert tokens == expected
-        assert sorted(answered) == [2, 3]
     manager.close()
+
+
+@pytest.mark.parametrize("on_update", ["keep", "recompute"])
+def test_an_update_stops_both_where_only_the_second_has_a_request(copies: EveryRank, on_update: str) -> None:
+    rid = next(rid for rid in map(str, range(99)) if crc32(rid.encode()) % 2)
+    for version in (0, 1):
+        copies._call("update", version, on_update)
+    request = ModelRequest((5, 6, 7), SamplingParams(240, ignore_eos=True), rid)
+    whole = PartialResponse(request)
+    driver = [request]
+    for version in (1, 2, 3):
+        if version > 1:
+            copies._call("update", version, on_update)
+        end_s = time.monotonic() + scaled_s(60)
+        while whole.versions.count(version) < 20:
+            assert time.monotonic() < end_s, whole
+            first, second = copies.call_each("exchange", driver, 0.1)
+            assert not first
+            driver = []
+            for delta in second:
+                assert not delta.error
+                whole.add(delta)
+                driver += [whole.rest(rid)] * (delta.finish is Finish.ABORT)
+    assert list(whole.versions) == sorted(whole.versions)
+    copies._call("exchange", [], 0.1, [rid])
