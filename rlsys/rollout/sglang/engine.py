@@ -289,8 +289,8 @@ class SGLangRollout(BaseRolloutEngine):
         if not self.is_leader or not due:
             return
         manager = self._engine_thread.engine.tokenizer_manager
-        if asleep and not self._asleep:
-            self._flush(STEP_WAIT_S)  # SGLang requires that all ranks are idle
+        if asleep and not self._asleep and not self._flush(STEP_WAIT_S):
+            raise RolloutError(f"SGLang did not become idle on every rank within {STEP_WAIT_S:g} s; it cannot sleep")
         if asleep:
             self._control(manager.release_memory_occupation, "ReleaseMemoryOccupationReqInput", tags=due)
         else:
