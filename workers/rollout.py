@@ -122,7 +122,7 @@ class SGLangRolloutWorker(RolloutWorker, RemoteReceiver):
     def build_engine(self, path: str, context: EngineContext) -> RolloutEngine:
         from rlsys.rollout.sglang.engine import SGLangRollout
 
-        replica = replica_of(self.rank, self.cfg.tensor_model_parallel_size, ranks_per_host=self.local_world_size)
+        replica = replica_of(self.rank, self.cfg.replica_size, ranks_per_host=self.local_world_size)
         engine = SGLangRollout(path, self.cfg, context, replica=replica, methods=weight_methods)
         engine.remote.call("learn", context.load_format == "auto", deadline_s=WEIGHTS_WAIT_S)
         return engine

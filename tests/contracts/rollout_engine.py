@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
+from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
 from rlsys.interfaces import RolloutEngine
 from rlsys.protocol import DataProto
@@ -47,16 +47,17 @@ class Bench:
             pytest.skip(f"this engine has no {what}")
 
 
-def tiny_model(seed: int = 0) -> Qwen2ForCausalLM:
+def tiny_model(seed: int = 0) -> Qwen3ForCausalLM:
     torch.manual_seed(seed)
-    model = Qwen2ForCausalLM(
-        Qwen2Config(
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
             vocab_size=VOCABULARY,
             hidden_size=128,
             intermediate_size=128,
             num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=2,
+            head_dim=32,
             max_position_embeddings=4096,
             tie_word_embeddings=True,
             eos_token_id=EOS,
@@ -99,7 +100,7 @@ def check_logprobs(bench: Bench, responses: list[ModelResponse], temperature: fl
 
 @torch.no_grad()
 def shadow_logprobs(
-    models: Mapping[int, Qwen2ForCausalLM], response: ModelResponse, versions: Sequence[int], *, keeps: bool
+    models: Mapping[int, Qwen3ForCausalLM], response: ModelResponse, versions: Sequence[int], *, keeps: bool
 ) -> Tensor:
     """Log-probabilities (R,) of the tokens by their versions; `keeps`: over the cache of earlier ones."""
     ids, cache = torch.tensor(response.input_tokens + response.output_tokens), DynamicCache()

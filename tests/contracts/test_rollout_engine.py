@@ -3,7 +3,7 @@
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache, partial
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
@@ -18,14 +18,16 @@ from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.fleet.external.engine import RemoteEngine, SGLangRemoteEngine, VLLMRemoteEngine
 from rlsys.fleet.external.settings import RemoteSettings
 from rlsys.interfaces import RolloutEngine
+from rlsys.ipc.rpc import Method
 from rlsys.protocol import DataProto
-from rlsys.rollout.base import EngineContext, check_tags
+from rlsys.rollout.base import EngineContext, LoadFormat, check_tags
 from rlsys.rollout.hf.engine import HFRollout
 from rlsys.types import ModelRequest, ResponseDelta
 from rlsys.utils.errors import WeightTransferError
 from tests.contracts.rollout_engine import Bench, RolloutEngineContract, tiny_model
 from tests.servers import EngineBrain, SampledBrain, Server
 from tests.timing import scaled_s
+from workers.sglang import replica_of
 
 
 def hf_bench() -> Bench:
@@ -48,14 +50,46 @@ def vllm_bench() -> Bench:
     return Bench(engine, lambda ids: reference(ids[None]).logits[0].detach())
 
 
-def answer_calls(rank: int, folder: Path, config: GenerationConfig, pipe: Connection) -> None:
-    """One rank's engine, which does what a pipe says."""
+def vllm_rank(folder: Path, config: GenerationConfig) -> RolloutEngine:
+    """This rank of a vLLM in several processes."""
     from rlsys.rollout.vllm.engine import VLLMRollout
 
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(os.getppid()), "LOCAL_RANK": "0"}
+    return VLLMRollout(folder, config, EngineContext())
+
+
+def fill_paddings(engine: object) -> dict[str, Method]:
+    """Give SGLang's attention for CPUs the length of rows that only pad a batch, which it lacks."""
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda self: 1  # type: ignore[attr-defined]
+    return {}
+
+
+def sglang_rank(
+    folder: Path,
+    config: GenerationConfig,
+    *,
+    methods: Callable[[Any], Mapping[str, Method]] = fill_paddings,
+    load_format: LoadFormat = "auto",
+) -> RolloutEngine:
+    """This rank of an SGLang in several processes."""
+    from rlsys.rollout.sglang.engine import SGLangRollout
+
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined] # it starts a process
+    replica = replica_of(dist.get_rank(), config.replica_size, ranks_per_host=config.replica_size)
+    context = EngineContext(load_format=load_format, rank=dist.get_rank(), host="here")
+    return SGLangRollout(folder, config, context, replica=replica, methods=methods)
+
+
+RankFactory = Callable[[Path, GenerationConfig], Any]
+
+
+def answer_calls(rank: int, folder: Path, config: GenerationConfig, make: RankFactory, pipe: Connection) -> None:
+    """One rank's engine, which does what a pipe says."""
     size = config.replica_size
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), size), rank=rank, world_size=size)
-    engine, name = VLLMRollout(folder, config, EngineContext()), ""
+    engine, name = make(folder, config), ""
     while name != "close":
         name, args, kwargs = pipe.recv()
         try:
@@ -65,25 +99,51 @@ def answer_calls(rank: int, folder: Path, config: GenerationConfig, pipe: Connec
 
 
 class EveryRank:
-    """The engines of a replica's ranks behind the verbs of one: all get the same calls, and the first answers."""
+    """The engines of a replica's ranks behind the verbs of one: all get the same calls, and the first answers.
 
-    def __init__(self, folder: Path, config: GenerationConfig) -> None:
-        context, self.config, self._pipes = multiprocessing.get_context("spawn"), config, list[Connection]()
+    With several copies of the attention the first rank of each answers an exchange.
+    """
+
+    def __init__(self, folder: Path, config: GenerationConfig, make: RankFactory) -> None:
+        context, self._config, self._pipes = multiprocessing.get_context("spawn"), config, list[Connection]()
         for rank in range(config.replica_size):
             ours, theirs = context.Pipe()
-            context.Process(target=answer_calls, args=(rank, folder, config, theirs), daemon=True).start()
+            context.Process(target=answer_calls, args=(rank, folder, config, make, theirs), daemon=True).start()
             self._pipes.append(ours)
         for name in (name for name in vars(RolloutEngine) if not name.startswith("_")):
             setattr(self, name, partial(self._call, name))
 
+    @property
+    def config(self) -> GenerationConfig:
+        return self._config
+
+    @config.setter
+    def config(self, config: GenerationConfig) -> None:
+        self._config = config
+        self._call("__setattr__", "config", config)
+
+    def call_rank(self, rank: int, name: str, *args: object) -> Any:
+        """One rank's answer alone."""
+        return self._answers([rank], name, args, {})[0]
+
+    def call_each(self, name: str, *args: object, **kwargs: object) -> list[Any]:
+        """The answers of all ranks, called at once."""
+        return self._answers(range(len(self._pipes)), name, args, kwargs)
+
+    def _answers(self, ranks: Sequence[int], name: str, args: object, kwargs: object) -> list[Any]:
+        for rank in ranks:
+            self._pipes[rank].send((name, args, kwargs))
+        for rank in ranks:
+            assert self._pipes[rank].poll(scaled_s(120)), f"rank {rank} did not answer to {name}"
+        answers = [self._pipes[rank].recv() for rank in ranks]
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
+        return answers
+
     def _call(self, name: str, *args: object, **kwargs: object) -> Any:
-        for pipe in self._pipes:
-            pipe.send((name, args, kwargs))
-        assert all(pipe.poll(scaled_s(120)) for pipe in self._pipes), f"no answer to {name}"
-        answer, *_ = [pipe.recv() for pipe in self._pipes]
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        answers = self.call_each(name, *args, **kwargs)[:: self._config.attention_size]
+        return [delta for deltas in answers for delta in deltas] if name == "exchange" else answers[0]
 
 
 @cache
@@ -94,7 +154,18 @@ def stages_bench() -> Bench:
     reference.save_pretrained(folder)
     config = GenerationConfig(seed=11, enforce_eager=True, max_num_seqs=32, pipeline_model_parallel_size=2)
     lacks = frozenset({"tensors", "on_update=recompute"})
-    return Bench(EveryRank(folder, config), lambda ids: reference(ids[None]).logits[0].detach(), lacks)  # type: ignore[arg-type]
+    engine: Any = EveryRank(folder, config, vllm_rank)
+    return Bench(engine, lambda ids: reference(ids[None]).logits[0].detach(), lacks)
+
+
+@cache
+def copies_bench() -> Bench:
+    """One SGLang with two copies of the attention for all tests, each in a process."""
+    reference = tiny_model()
+    folder = Path(tempfile.mkdtemp(prefix="rlsys-copies-"))
+    reference.save_pretrained(folder)
+    engine: Any = EveryRank(folder, GenerationConfig(seed=11, max_num_seqs=32, data_parallel_size=2), sglang_rank)
+    return Bench(engine, lambda ids: reference(ids[None]).logits[0].detach(), frozenset({"tensors"}))
 
 
 @cache
@@ -182,6 +253,7 @@ FACTORIES = {
     "vllm": (vllm_bench, reset),
     "vllm in stages": (stages_bench, reset),
     "sglang": (sglang_bench, reset),
+    "sglang in copies": (copies_bench, reset),
     "sglang_remote": (partial(remote_bench, "sglang"), lambda bench: bench.close()),
     "vllm_remote": (partial(remote_bench, "vllm"), lambda bench: bench.close()),
 }
@@ -195,6 +267,11 @@ MARKS = {
         pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM"),
     ],
     "sglang": [pytest.mark.sglang, pytest.mark.skipif(find_spec("sglang") is None, reason="needs SGLang")],
+    "sglang in copies": [
+        pytest.mark.slow,
+        pytest.mark.sglang,
+        pytest.mark.skipif(find_spec("sglang") is None, reason="needs SGLang"),
+    ],
 }
 
 
@@ -210,7 +287,7 @@ def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
 def shared_engines() -> Iterator[None]:
     """Engines that serve several tests end with the last of them."""
     yield
-    for make in (vllm_bench, stages_bench, sglang_bench):
+    for make in (vllm_bench, stages_bench, sglang_bench, copies_bench):
         if make.cache_info().currsize:
             make().engine.close()
             make.cache_clear()

@@ -153,7 +153,8 @@ def test_engines_on_a_gpu_follow_large_updates_of_megatron(
 
 @pytest.mark.gpu
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("engine", "dense"), [("vllm", "tensor_model"), ("sglang", "tensor_model"), ("vllm", "data")])
+@pytest.mark.parametrize("dense", ["tensor_model", "data"])
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_the_processes_of_a_copy_hold_whole_experts(engine: str, dense: str, sparse: Toy, tmp_path: Path) -> None:
     argv = sparse.overrides(
         tmp_path,

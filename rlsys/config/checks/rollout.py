@@ -12,11 +12,8 @@ from rlsys.config.vocabulary import EXPERTS
 from rlsys.utils.errors import ConfigError
 
 KEY = "actor_rollout_ref.rollout"
-SGLANG_LACKS = {
-    "data": "SGLang's first process alone hands requests out, and each scheduler logs what it samples",
-    "pipeline_model": "SGLang's loop over stages cannot be paused for new weights",
-}
-"""The parallel sizes that are for vLLM alone, and why."""
+DP_ATTENTION = ("deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "qwen2_moe", "qwen3_moe")
+"""Models (model_type) with experts whose attention and head SGLang has in several copies."""
 
 
 def check_rollout(cfg: PPOConfig | EvalConfig, ranks: int) -> Iterator[str]:
@@ -52,6 +49,7 @@ def _idle(cfg: PPOConfig | EvalConfig, name: str) -> Iterator[str]:
 def _parallel_sizes(cfg: PPOConfig | EvalConfig, name: str) -> Iterator[str]:
     """Whether the engine has the parallel sizes that are above 1."""
     rollout, backend = cfg.actor_rollout_ref.rollout, rollout_backend(name)
+    model_type = model_facts(cfg.actor_rollout_ref.model.path).get("model_type", DP_ATTENTION[0])
     for cut in ("tensor_model", "expert", "data", "pipeline_model"):
         key, size = f"{KEY}.{cut}_parallel_size", getattr(rollout, f"{cut}_parallel_size")
         if size == 1:
@@ -60,8 +58,11 @@ def _parallel_sizes(cfg: PPOConfig | EvalConfig, name: str) -> Iterator[str]:
             yield note(cfg, key, "external servers keep the parallel sizes they were started with")
         elif "t" not in backend.dims:
             yield wrong(cfg, key, f"the {name} engine runs a model in one process", "1, or use vllm")
-        elif name == "sglang" and cut in SGLANG_LACKS:
-            yield wrong(cfg, key, SGLANG_LACKS[cut], "1, or use vllm")
+        elif name == "sglang" and cut == "pipeline_model":
+            yield wrong(cfg, key, "SGLang's loop over stages cannot be paused for new weights", "1, or use vllm")
+        elif name == "sglang" and cut == "data" and model_type not in DP_ATTENTION:
+            why = f"with SGLang only for {', '.join(DP_ATTENTION)}; the model's attention ({model_type}) has one copy"
+            yield wrong(cfg, key, why, "1, or use vllm")
         elif cut == "data" and rollout.expert_parallel_size == 1:
             why = f"without experts to share each is a whole copy of the model: set 1, or {KEY}.expert_parallel_size"
             yield wrong(cfg, key, f"{why}={rollout.replica_size}")

@@ -155,7 +155,7 @@ class GenerationConfig(ServingConfig):
 
     data_parallel_size: t.Count = 1
     """Copies of the attention within a copy of the model, each for requests of its own; all share the experts
-    (expert_parallel_size). vllm only."""
+    (expert_parallel_size). vllm, and for some models sglang."""
     expert_parallel_size: t.Count = 1
     """Processes of a copy among which its experts are divided whole: all of them, or for sglang a divisor; 1 divides
     each expert among all."""

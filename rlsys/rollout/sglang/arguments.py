@@ -14,11 +14,16 @@ from rlsys.models.hf import dtype_name
 from rlsys.models.quantized import block_settings
 from rlsys.rollout.base import EngineContext
 from rlsys.rollout.hf_files import is_quantised, text_config
+from rlsys.rollout.versions import SGLANG
 from rlsys.utils.errors import ConfigError
 
 MAX_GRAPH_SEQS = 512
 SPARE_TOKENS = 8
 """SGLang ends a request a few tokens before its context is full."""
+
+
+HEAD_ROWS = 64
+"""SGLang pads the rows of a head that is cut to a multiple of this, and of a copy's own head keeps the padding."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,7 @@ def server_arguments(
         "dtype": dtype,
         "device": "cpu" if on_cpu else "cuda",
         "random_seed": config.seed,
-        "max_running_requests": config.max_num_seqs,
+        "max_running_requests": config.max_replica_seqs,
         "chunked_prefill_size": config.max_num_batched_tokens if config.enable_chunked_prefill else -1,
         "max_prefill_tokens": config.max_num_batched_tokens,
         "context_length": max_model_len + SPARE_TOKENS,
@@ -79,6 +84,7 @@ def server_arguments(
         "log_level": "error" if config.disable_log_stats else "info",
         "enable_weights_cpu_backup": context.offload_on_sleep and not on_cpu,
         **({"ep_size": config.expert_parallel_size} if config.expert_parallel_size > 1 else {}),
+        **(_attention_arguments(path, config) if config.data_parallel_size > 1 else {}),
         **(parallel_arguments if replica.size > 1 else single_arguments),
         **(_cpu_arguments(path, dtype, config.kv_cache_gib) if on_cpu else gpu_arguments),
         **({"enable_fp32_lm_head": True} if config.full_determinism else {}),
@@ -87,6 +93,14 @@ def server_arguments(
         **_weight_arguments(path, config, context),
         **engine_kwargs,
     }
+
+
+def _attention_arguments(path: str | Path, config: GenerationConfig) -> dict[str, object]:
+    """Copies of the attention, each with a head of its own where SGLang can put the head's parts together again."""
+    if (SGLANG.installed() or "").startswith("0.5.15"):  # fails at replies that another worker asked for
+        raise ConfigError("actor_rollout_ref.rollout.data_parallel_size: needs SGLang 0.5.16 or newer; set 1")
+    own_head = config.tensor_model_parallel_size == 1 or text_config(path).vocab_size % HEAD_ROWS == 0
+    return {"dp_size": config.data_parallel_size, "enable_dp_attention": True, "enable_dp_lm_head": own_head}
 
 
 def _weight_arguments(path: str | Path, config: GenerationConfig, context: EngineContext) -> dict[str, object]:

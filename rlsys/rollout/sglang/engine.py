@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -38,6 +39,8 @@ from rlsys.utils.errors import ConfigError, RolloutError, WeightTransferError
 
 POLL_S = 0.02
 """How often new requests, finished ones and a pause are checked for."""
+TAIL_S = 0.2
+"""How long SGLang may take to finish a step whose answers are here; it is paused after that."""
 CALL_WAIT_S = 300.0
 START_WAIT_S = 900.0
 Pending = Future[Mapping[str, Any]]
@@ -52,7 +55,8 @@ class SGLangRollout(BaseRolloutEngine):
     """A RolloutEngine over SGLang's Engine, one rank of a replica.
 
     Parameters are in the scheduler process: `methods` run there and are called through `remote.call`; `weight_layout`
-    and `local_tensors` raise here. The first rank of a replica serves its requests; the others return empty responses.
+    and `local_tensors` raise here. The first rank of each copy of the attention serves requests of its own; the others
+    return none. The first rank of the replica pauses SGLang, clears its cache, moves its memory and scores.
     With `full_determinism` log-probabilities are as close to the trainer's as SGLang offers.
     """
 
@@ -74,9 +78,11 @@ class SGLangRollout(BaseRolloutEngine):
         super().__init__(context, hf_config, max_model_len=length, eos_token_ids=eos_ids_of(path))
         self.config, self._num_layers = config, text.num_hidden_layers
         self.is_leader = replica.rank == 0
+        self._copy, place = divmod(replica.rank, config.attention_size)
+        self.serves, self._is_paused = place == 0, False
         self._folder = tempfile.TemporaryDirectory(prefix="rlsys-sglang-")
         socket = Path(self._folder.name) / "scheduler"
-        settings = SchedulerSettings(str(socket), str(path), dtype, config.seed, self.is_leader, methods)
+        settings = SchedulerSettings(str(socket), str(path), dtype, config.seed, self.serves, methods)
         self._engine_thread = EngineThread(arguments, settings, socket=socket, deadline_s=START_WAIT_S)
         callbacks = {"begin_update": self.begin_update, "finish_update": super().finish_update}
         peer = f"SGLang's scheduler of rollout rank {context.rank}"
@@ -92,13 +98,21 @@ class SGLangRollout(BaseRolloutEngine):
     def exchange(
         self, new: Sequence[ModelRequest] = (), *, wait_s: float, cancel: Collection[str] = ()
     ) -> list[ResponseDelta]:
-        return super().exchange(new, wait_s=wait_s, cancel=cancel) if self.is_leader else []
+        """As `RolloutEngine.exchange`; copies of the attention take requests in turn, the first by its id."""
+        if not self.serves:
+            return []
+        copies = self.config.data_parallel_size
+        first = crc32(new[0].rid.encode()) if new else 0
+        return super().exchange(new[(self._copy - first) % copies :: copies], wait_s=wait_s, cancel=cancel)
+
+    def _continue(self) -> None:
+        """Decode, with SGLang going on where an update has paused it: by now the other ranks have been updated too."""
+        if not self._quarantined:
+            self._resume()
+        super()._continue()
 
     def _decode(self) -> bool:
-        pending = self._pending
-        if pending:
-            self._resume()
-        stop_by_s = 0.0
+        pending, stop_by_s = self._pending, 0.0
         try:
             while True:
                 stop = self._stopped()
@@ -220,18 +234,23 @@ class SGLangRollout(BaseRolloutEngine):
         """
         self.check_weights_awake()
         super().begin_update()
-        thread = self._engine_thread
-        if self.is_leader and self._pending:
-            pause = thread.engine.tokenizer_manager.pause_generation
+        if self.is_leader:
+            is_idle = not self._pending and self._flush(TAIL_S if self.config.on_update == "keep" else STEP_WAIT_S)
+            self._is_paused |= not is_idle
+        if self._is_paused:
+            pause = self._engine_thread.engine.tokenizer_manager.pause_generation
             self._control(pause, "PauseGenerationReqInput", mode="in_place")
-        elif self.is_leader:
-            end_s, flush = time.monotonic() + STEP_WAIT_S, thread.engine.tokenizer_manager.flush_cache
-            while not thread.wait(flush(), "flush_cache", STEP_WAIT_S).success:
-                if time.monotonic() > end_s:
-                    raise WeightTransferError(f"SGLang did not become idle within {STEP_WAIT_S:g} s")
-                time.sleep(POLL_S)
         self.remote.call("wait_idle", deadline_s=CALL_WAIT_S)
         self._report(stops=True)
+
+    def _flush(self, wait_s: float) -> bool:
+        """Clear the cache; False if some rank still has requests after `wait_s`."""
+        end_s, flush = time.monotonic() + wait_s, self._engine_thread.engine.tokenizer_manager.flush_cache
+        while not self._engine_thread.wait(flush(), "flush_cache", STEP_WAIT_S).success:
+            if time.monotonic() > end_s:
+                return False
+            time.sleep(POLL_S)
+        return True
 
     def _unpark(self) -> None:
         """The next exchange continues, when the other ranks of the replica have been updated too."""
@@ -240,12 +259,12 @@ class SGLangRollout(BaseRolloutEngine):
     def finish_update(self, version: int) -> None:
         self.remote.call("finish", deadline_s=CALL_WAIT_S)
         super().finish_update(version)
-        if self.is_leader and self._pending and not self._is_open:  # all were sampled when it paused
-            self._resume()
 
     def _resume(self) -> None:
-        resume = self._engine_thread.engine.tokenizer_manager.continue_generation
-        self._control(resume, "ContinueGenerationReqInput", torch_empty_cache=False)
+        if self._is_paused:
+            self._is_paused = False
+            resume = self._engine_thread.engine.tokenizer_manager.continue_generation
+            self._control(resume, "ContinueGenerationReqInput", torch_empty_cache=False)
 
     def _control(
         self, method: Callable[[Any], Coroutine[object, object, object]], request: str, **fields: object
@@ -270,6 +289,8 @@ class SGLangRollout(BaseRolloutEngine):
         if not self.is_leader or not due:
             return
         manager = self._engine_thread.engine.tokenizer_manager
+        if asleep and not self._asleep and not self._flush(STEP_WAIT_S):
+            raise RolloutError(f"SGLang did not become idle on every rank within {STEP_WAIT_S:g} s; it cannot sleep")
         if asleep:
             self._control(manager.release_memory_occupation, "ReleaseMemoryOccupationReqInput", tags=due)
         else:

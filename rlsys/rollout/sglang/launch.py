@@ -10,10 +10,12 @@ import time
 from collections.abc import Coroutine, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rlsys.rollout.sglang.dp_attention import REPLICA_ARGUMENTS
 from rlsys.rollout.sglang.given_images import take_given_images
 from rlsys.rollout.sglang.scheduler_hooks import SchedulerSettings, run_scheduler
 from rlsys.utils.errors import ConfigError, DeadlineError, RolloutError, result_within
@@ -99,12 +101,17 @@ def _start(arguments: dict[str, Any], settings: SchedulerSettings) -> Any:
         os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
         if arguments["tp_size"] > 1:
             os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _cores_by_rank(arguments["tp_size"]))
-    if arguments["tp_size"] > 1:
+    copies = arguments.get("dp_size", 1)
+    if arguments["tp_size"] > copies:
         os.environ["SYNC_TOKEN_IDS_ACROSS_TP"] = "1"  # the first rank's tokens are the logged ones
+    if arguments["tp_size"] > 1:
         # Ranks share their GPUs with stages of unlike size, so SGLang must not compare their free memory.
         os.environ["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
     os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
     os.environ["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"
+    if copies > 1:
+        settings = replace(settings, replica_arguments=arguments)
+        arguments = {name: value for name, value in arguments.items() if name not in REPLICA_ARGUMENTS}
     from sglang.srt.entrypoints.engine import Engine
 
     class RolloutEngine(Engine):

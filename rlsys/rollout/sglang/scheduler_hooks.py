@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from rlsys.ipc.rpc import Method, RpcServer
 from rlsys.rollout.engine_weights import EngineWeights
 from rlsys.rollout.hf_files import hf_tensors
+from rlsys.rollout.sglang.dp_attention import scheduler_place, serve_each_copy
 from rlsys.rollout.sglang.sampler import SchedulerSampler, install
 from rlsys.types import WeightLayout
 from rlsys.utils.errors import WeightTransferError
@@ -33,15 +35,17 @@ IDLE_WAIT_S = 120.0
 class SchedulerSettings:
     """Settings of a scheduler process: its socket, the model, the sampling seed and the methods for weight transfers.
 
-    `methods(engine)` are further methods that the worker may call; `is_leader`: the first rank of a replica.
+    `methods(engine)` are further methods that the worker may call; `serves`: the first rank of a copy of the attention,
+    which logs its samples. `replica_arguments`: SGLang's, of a replica whose workers each start it as if alone.
     """
 
     socket: str
     path: str
     dtype: str
     seed: int
-    is_leader: bool
+    serves: bool
     methods: "Callable[[SchedulerEngine], Mapping[str, Method]]"
+    replica_arguments: Mapping[str, object] | None = None
 
 
 class SchedulerEngine:
@@ -53,7 +57,7 @@ class SchedulerEngine:
         self.device = next(self.model.parameters()).device
         name_scales(self.model)
         self.weights = EngineWeights(*hf_tensors(settings.path, dtype=settings.dtype), lambda: self.model, self._derive)
-        self.sampler = SchedulerSampler(settings.seed, self.device, logged=settings.is_leader)
+        self.sampler = SchedulerSampler(settings.seed, self.device, logged=settings.serves)
         self.temperature = 1.0
         self.num_stops = self._num_seen_stops = 0
         methods = {
@@ -126,8 +130,12 @@ def run_scheduler(*args: object, settings: SchedulerSettings, **kwargs: object) 
     engines: list[SchedulerEngine] = []
     install(lambda runner: engines[0].sampler if engines and runner.model is engines[0].model else None)
     _scale_scores(engines)
+    given = signature(theirs.run_scheduler_process).bind(*args, **kwargs).arguments
+    if settings.replica_arguments:
+        serve_each_copy()
+        given |= scheduler_place(settings.replica_arguments, given)
     _hook_scheduler(theirs.Scheduler, engines, settings)
-    theirs.run_scheduler_process(*args, **kwargs)
+    theirs.run_scheduler_process(**given)
 
 
 def name_scales(model: nn.Module) -> None:

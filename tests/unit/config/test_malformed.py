@@ -33,6 +33,7 @@ ODD_MODELS = {
     },
     "sparse": {"text_config": {"num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128}},
     "six": {"text_config": {"num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 6}},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 8},
     "uneven": {"hidden_size": 512, "num_attention_heads": 8, "intermediate_size": 1120},
 }
 
@@ -243,7 +244,18 @@ FOREIGN = [
     bad(
         [f"{R}.data_parallel_size=2", *DEVICES], f"{R}.data_parallel_size", "the hf engine runs a model in one process"
     ),
-    bad([f"{R}.name=sglang", f"{R}.data_parallel_size=2", *DEVICES], f"{R}.data_parallel_size", "use vllm"),
+    bad(
+        [f"{R}.name=sglang", f"{R}.data_parallel_size=2", f"{M}.path=mixtral", "trainer.n_gpus_per_node=2"],
+        f"{R}.data_parallel_size",
+        "the model's attention (mixtral) has one copy",
+        "use vllm",
+    ),
+    bad([f"{R}.name=sglang", f"{R}.data_parallel_size=2", *DEVICES], "data_parallel_size", "expert_parallel_size=2"),
+    bad(
+        f"{R}.engine_kwargs.sglang.enable_dp_attention_local_control_broadcast=true",
+        "enable_dp_attention_local_control_broadcast",
+        "all ranks stop at the same step",
+    ),
     bad([f"{R}.name=vllm", f"{R}.data_parallel_size=2", *DEVICES], f"{R}.data_parallel_size", "expert_parallel_size=2"),
     bad(
         [f"{R}.name=vllm", "trainer.device=cuda", *(f"{R}.{size}_parallel_size=2" for size in ("data", "expert"))],

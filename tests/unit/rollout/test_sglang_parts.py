@@ -63,18 +63,20 @@ def test_samples_are_those_of_the_reference_in_any_row() -> None:
 
 
 @cache
-def model_folder() -> str:
+def model_folder(vocab_size: int = 32000) -> str:
     """A config.json of a model with 1 KiB of keys and values per token in float32."""
     folder = tempfile.mkdtemp(prefix="rlsys-sglang-")
     sizes = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
-    LlamaConfig(**sizes).save_pretrained(folder)
+    LlamaConfig(**sizes, vocab_size=vocab_size).save_pretrained(folder)
     return folder
 
 
-def arguments(*, device: str = "cuda", replica: ReplicaRank = SINGLE_RANK, **settings: Any) -> dict[str, Any]:
+def arguments(
+    *, device: str = "cuda", replica: ReplicaRank = SINGLE_RANK, path: str | None = None, **settings: Any
+) -> dict[str, Any]:
     config = GenerationConfig(**{"dtype": "float32", "seed": 5, "max_num_seqs": 17} | settings)
     context = EngineContext(device, load_format="dummy")
-    return server_arguments(model_folder(), config, context, max_model_len=100, replica=replica)
+    return server_arguments(path or model_folder(), config, context, max_model_len=100, replica=replica)
 
 
 def test_every_setting_reaches_sglang_under_its_name() -> None:
@@ -106,6 +108,19 @@ def test_every_setting_reaches_sglang_under_its_name() -> None:
     assert arguments(replica=ReplicaRank(address="127.0.0.1:9"))["nccl_port"] == 9
     cut = arguments(replica=ReplicaRank(1, 2, "127.0.0.1:9"))
     assert (cut["tp_size"], cut["nnodes"], cut["node_rank"], cut["dist_init_addr"]) == (2, 2, 1, "127.0.0.1:9")
+
+
+def test_copies_of_the_attention_have_as_many_requests_each() -> None:
+    place = ReplicaRank(3, 4, "127.0.0.1:9")
+    copies = arguments(replica=place, data_parallel_size=4, expert_parallel_size=4)
+    expected = {"tp_size": 4, "dp_size": 4, "ep_size": 4, "node_rank": 3, "max_running_requests": 68}
+    assert {name: copies[name] for name in expected} == expected
+    assert [copies["enable_dp_attention"], copies["enable_dp_lm_head"]] == [True, True]
+    cut = arguments(replica=place, data_parallel_size=2, tensor_model_parallel_size=2)
+    assert (cut["dp_size"], cut["enable_dp_lm_head"], cut["cuda_graph_max_bs_decode"]) == (2, True, 17)
+    odd = arguments(replica=place, data_parallel_size=2, tensor_model_parallel_size=2, path=model_folder(32001))
+    assert not odd["enable_dp_lm_head"]
+    assert "dp_size" not in arguments(replica=place, tensor_model_parallel_size=4)
 
 
 def test_batches_up_to_the_largest_are_decoded_by_graphs_unless_configured_otherwise() -> None:
