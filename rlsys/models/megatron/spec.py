@@ -5,6 +5,7 @@ T packed tokens, N heads on this rank, D head size.
 
 import importlib.util
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -32,11 +33,13 @@ from megatron.core.tensor_parallel import (
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.transformer.utils import is_layer_window_attention
 
 HAS_TRANSFORMER_ENGINE = not shim.ON_CPU and importlib.util.find_spec("transformer_engine") is not None
@@ -105,6 +108,25 @@ class PackedAttention(nn.Module):
         return torch.cat(outs, dim=2)[0].transpose(0, 1).flatten(1)
 
 
+class DeltaNorm(RMSNorm):
+    """The norm of what a gated delta layer gives, whose weight never counts from one."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__(config, hidden_size, eps)
+        self.counts_from_one = False
+
+
+class PackedGatedDelta(GatedDeltaNet):
+    """Megatron's gated delta layer for the sequences of a pack, whose ends the host knows, decaying in float32 as
+    transformers' does."""
+
+    def _resolve_cu_seqlens(self, padded: object, ends: Tensor, *args: object, **options: object) -> Tensor:
+        return ends
+
+    def _compute_g_and_beta(self, a_log: Tensor, *args: Tensor) -> tuple[Tensor, Tensor]:
+        return super()._compute_g_and_beta(a_log.float(), *args)
+
+
 class StackedExperts(GptOssExperts):
     """Transformers' experts of gpt-oss behind Megatron's dispatcher. T tokens, H hidden size."""
 
@@ -131,12 +153,23 @@ def block_spec(config: Any, *, vp_stage: int | None) -> Any:
     )
     if not HAS_TRANSFORMER_ENGINE:
         spec.layer_norm = RMSNorm
-    for layer in spec.layer_specs:
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage) if config.linear_attention_freq else 0
+    for number, layer in enumerate(spec.layer_specs):
         _swap(layer, _replaced(config))
+        if config.linear_attention_freq and config.linear_attention_freq[first + number]:
+            spec.layer_specs[number] = _with_gated_delta(layer)
     for layer in spec.layer_specs if config.num_moe_experts and config.add_bias_linear else ():
         mlp = layer.submodules.mlp  # since 0.17 a partial
         getattr(mlp, "keywords", vars(mlp))["submodules"].experts = StackedExperts
     return spec
+
+
+def _with_gated_delta(layer: ModuleSpec) -> ModuleSpec:
+    """A layer with gated delta attention instead of its own, made of the same linear layers."""
+    linear = layer.submodules.self_attention.submodules
+    parts = GatedDeltaNetSubmodules(in_proj=linear.linear_qkv, out_norm=DeltaNorm, out_proj=linear.linear_proj)
+    attention = ModuleSpec(module=PackedGatedDelta, submodules=parts)
+    return replace(layer, submodules=replace(layer.submodules, self_attention=attention))
 
 
 def _replaced(config: Any) -> dict[object, type[nn.Module]]:
