@@ -19,12 +19,14 @@ from torch import Tensor
 from rlsys.models.megatron.family import PACKED_DELTA
 
 _megatron = importlib.util.find_spec("megatron")
-HAS_PACKED_DELTA = any(Path(folder, PACKED_DELTA).is_dir() for folder in (_megatron and _megatron.submodule_search_locations) or ())
+HAS_PACKED_DELTA = any(
+    Path(folder, PACKED_DELTA).is_dir() for folder in (_megatron and _megatron.submodule_search_locations) or ()
+)
 """Whether Megatron's gated delta layers take packed rows, given this library."""
 
 
 def causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor, **options: Any) -> Any:
-    """x (B, T, D), weight (D, width): each sequence convolved by itself, then SiLU."""
+    """x (B, T, D), weight (D, width): each sequence convolved on its own, then SiLU."""
     assert options.pop("activation") == "silu"
     assert not any(options.values())
     parts = [x[:, a:b].transpose(1, 2) for a, b in pairwise(cu_seqlens.tolist())]
@@ -60,7 +62,7 @@ def import_reference() -> None:
     hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == "fla"}
     sys.modules["fla"] = None  # type: ignore[assignment]
     try:
-        for name in ("qwen3_next", "qwen3_5"):
+        for name in ("qwen3_next", "qwen3_5", "qwen3_5_moe"):
             importlib.import_module(f"transformers.models.{name}.modeling_{name}")
     finally:
         del sys.modules["fla"]

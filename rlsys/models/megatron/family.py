@@ -49,10 +49,11 @@ class Family:
     transformer configuration and `rope` GPTModel's rotary ones. The HF config must have the keys `needs`; keys in
     `only` must have one of the given values; `refuse` says what else is wrong. HF names in rules are below
     `model.layers.N.`, with `{e}` for the number of an expert. `mtp` is what a layer for multi-token prediction,
-    numbered after the last, or from zero below `mtp_prefix`, has besides another layer's tensors. `window_rope` is `rope` of layers that attend to a
-    window, where they have their own; `post_norms`: what attention and MLP give is normed too; `scaled_embedding`:
-    embeddings are multiplied by the root of the hidden size. The decoder of a vision-language model has a `prefix` of
-    its own, and beside it the tensors of the image encoder, `tower`: (HF name, local name, shape).
+    numbered after the last, or from zero below `mtp_prefix`, has besides the tensors of a layer without linear
+    attention. `window_rope` is `rope` of layers that attend to a window, where they have their own; `post_norms`: what
+    attention and MLP give is normed too; `scaled_embedding`: embeddings are multiplied by the root of the hidden size.
+    The decoder of a vision-language model has a `prefix` of its own, and beside it the tensors of the image encoder,
+    `tower`: (HF name, local name, shape).
     """
 
     model_types: tuple[str, ...]

@@ -24,16 +24,18 @@ from rlsys.types import HFConfig
 
 # isort: split
 
+from megatron.core import parallel_state as mpu
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
+    copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
-from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
@@ -108,12 +110,17 @@ class PackedAttention(nn.Module):
         return torch.cat(outs, dim=2)[0].transpose(0, 1).flatten(1)
 
 
-class DeltaNorm(RMSNorm):
-    """The norm of what a gated delta layer gives, whose weight never counts from one."""
+class DeltaNorm(nn.RMSNorm):
+    """The norm of a gated delta layer's heads: its weight counts from zero, and its gradient is a sum over the ranks
+    that share the heads, with sequence parallelism or without."""
 
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5) -> None:
-        super().__init__(config, hidden_size, eps)
-        self.counts_from_one = False
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.group = mpu.get_tensor_model_parallel_group()
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = copy_to_tensor_model_parallel_region(self.weight, self.group)
+        return F.rms_norm(x, self.normalized_shape, weight, self.eps)
 
 
 class PackedGatedDelta(GatedDeltaNet):

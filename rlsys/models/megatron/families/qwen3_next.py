@@ -5,39 +5,35 @@ from dataclasses import replace
 
 from rlsys.models.megatron import blocks
 from rlsys.models.megatron.families import qwen3_moe
-from rlsys.models.megatron.families.deepseek_v3 import SHARED_EXPERTS
+from rlsys.models.megatron.families.deepseek_v3 import SHARED_RULES
 from rlsys.models.megatron.family import SPARSE_NEEDS
-from rlsys.models.megatron.rules import Dims, Rule, columns, gated_grouped, regrouped, rows, whole, within
+from rlsys.models.megatron.rules import Rule, columns, gated_grouped, regrouped, rows, whole, within
 from rlsys.types import HFConfig
 
-DELTA_NEEDS = tuple(f"linear_{key}" for key in ("conv_kernel_dim", "key_head_dim", "value_head_dim", "num_key_heads"))
+SIZES = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+DELTA = tuple(f"linear_{size}" for size in SIZES)
+"""Sizes of gated delta layers, which Megatron calls as config.json does."""
+NORM, QKV, OUT = blocks.ATTENTION
 GATED_ATTENTION = (
-    blocks.ATTENTION[0],
-    replace(
-        blocks.ATTENTION[1],
-        shard_fn=gated_grouped,
-        hf=("self_attn.q_proj.weight [gated_q, hidden]", *blocks.ATTENTION[1].hf[1:]),
-    ),
-    *blocks.ATTENTION[2:],
+    NORM,
+    replace(QKV, shard_fn=gated_grouped, hf=("self_attn.q_proj.weight [gated_q, hidden]", *QKV.hf[1:])),
+    OUT,
     *blocks.QK_NORM,
 )
 
 
 def delta_rules(in_proj: Rule) -> tuple[Rule, ...]:
     """The rules of a layer with gated delta attention, whose input projection families store in different tensors."""
-    return (
-        replace(blocks.INPUT_NORM, te="self_attention.in_proj.layer_norm_weight"),
-        *within(
-            "self_attention",
-            "linear_attn",
-            in_proj,
-            Rule("conv1d.weight", regrouped(("delta_k", "delta_k", "delta_v")), ("conv1d.weight [delta_qkv, 1, conv]",)),
-            Rule("dt_bias", rows, ("dt_bias [delta_values]",)),
-            Rule("A_log", rows, ("A_log [delta_values]",)),
-            Rule("out_norm.weight", whole, ("norm.weight [delta_head_v]",)),
-            Rule("out_proj.weight", columns, ("out_proj.weight [hidden, delta_v]",)),
-        ),
+    own = (
+        in_proj,
+        Rule("conv1d.weight", regrouped(("delta_k", "delta_k", "delta_v")), ("conv1d.weight [delta_qkv, 1, conv]",)),
+        Rule("dt_bias", rows, ("dt_bias [delta_values]",)),
+        Rule("A_log", rows, ("A_log [delta_values]",)),
+        Rule("out_norm.weight", whole, ("norm.weight [delta_head_v]",)),
+        Rule("out_proj.weight", columns, ("out_proj.weight [hidden, delta_v]",)),
     )
+    norm = replace(NORM, te="self_attention.in_proj.layer_norm_weight")
+    return norm, *within("self_attention", "linear_attn", *own)
 
 
 IN_PROJ = Rule(
@@ -52,40 +48,21 @@ MTP = (
 
 
 def delta_dims(hf_config: HFConfig) -> dict[str, int]:
-    """The dimensions of gated delta layers and of gated attention; `delta_each`: value heads of a key head."""
-    heads, values = hf_config["linear_num_key_heads"], hf_config["linear_num_value_heads"]
-    head_k, head_v = hf_config["linear_key_head_dim"], hf_config["linear_value_head_dim"]
-    k, v = heads * head_k, values * head_v
-    return {
-        "delta_heads": heads,
-        "delta_values": values,
-        "delta_head_k": head_k,
-        "delta_head_v": head_v,
-        "delta_each": values // heads,
-        "delta_each_v": v // heads,
-        "delta_k": k,
-        "delta_v": v,
-        "delta_qkv": 2 * k + v,
-        "delta_qkvz": 2 * k + 2 * v,
-        "delta_ba": 2 * values,
-        "conv": hf_config["linear_conv_kernel_dim"],
-        "gated_q": 2 * blocks.attention_dims(hf_config)["q"],
-        "mtp_layers": 1,
-    }
+    """The dimensions that families with gated delta layers have beside their MLPs'; `delta_each`: what one head of keys
+    has of values."""
+    own = blocks.attention_dims(hf_config)
+    heads, values, head_k, head_v, conv = (hf_config[key] for key in DELTA)
+    k, v, each = heads * head_k, values * head_v, values // heads
+    own |= {"delta_heads": heads, "delta_head_k": head_k, "delta_k": k, "delta_qkv": 2 * k + v, "conv": conv}
+    own |= {"delta_values": values, "delta_head_v": head_v, "delta_v": v, "delta_qkvz": 2 * (k + v)}
+    own |= {"delta_each": each, "delta_each_v": each * head_v, "delta_ba": 2 * values, "gated_q": 2 * own["q"]}
+    return own | {"mtp_layers": 1, "two_hidden": 2 * own["hidden"]}
 
 
-def delta_settings(own: Dims) -> blocks.Settings:
+def delta_settings(hf_config: HFConfig) -> blocks.Settings:
     """Megatron's settings of norms that count from one, of gated attention and of gated delta layers."""
-    return {
-        "qk_layernorm": True,
-        "layernorm_zero_centered_gamma": True,
-        "attention_output_gate": True,
-        "linear_conv_kernel_dim": own["conv"],
-        "linear_key_head_dim": own["delta_head_k"],
-        "linear_value_head_dim": own["delta_head_v"],
-        "linear_num_key_heads": own["delta_heads"],
-        "linear_num_value_heads": own["delta_values"],
-    }
+    own = dict.fromkeys(("qk_layernorm", "layernorm_zero_centered_gamma", "attention_output_gate"), True)
+    return own | {key: hf_config[key] for key in DELTA}
 
 
 def dims(hf_config: HFConfig) -> dict[str, int]:
@@ -96,9 +73,8 @@ def dims(hf_config: HFConfig) -> dict[str, int]:
 
 def settings(hf_config: HFConfig) -> blocks.Settings:
     """Keyword arguments of Megatron's transformer configuration."""
-    own = dims(hf_config)
-    shared = {"moe_shared_expert_intermediate_size": own["shared_ffn"], "moe_shared_expert_gate": True}
-    return {**qwen3_moe.settings(hf_config), **delta_settings(own), **shared}
+    shared = {"moe_shared_expert_intermediate_size": dims(hf_config)["shared_ffn"], "moe_shared_expert_gate": True}
+    return {**qwen3_moe.settings(hf_config), **delta_settings(hf_config), **shared}
 
 
 def is_linear(hf_config: HFConfig, layer: int) -> bool:
@@ -108,28 +84,21 @@ def is_linear(hf_config: HFConfig, layer: int) -> bool:
     return (layer + 1) % (hf_config.get("full_attention_interval") or 4) != 0
 
 
-def refuse(hf_config: HFConfig) -> str:
-    """What a head of queries and keys cannot have."""
-    heads, values = hf_config["linear_num_key_heads"], hf_config["linear_num_value_heads"]
-    return f"linear_num_value_heads={values} is no multiple of linear_num_key_heads={heads}" if values % heads else ""
-
-
-SHARED_EXPERT = (
-    *(replace(rule, hf=tuple(x.replace("shared_experts", "shared_expert") for x in rule.hf)) for rule in SHARED_EXPERTS),
-    Rule("mlp.shared_experts.gate_weight", whole, ("mlp.shared_expert_gate.weight [1, hidden]",)),
-)
 FAMILY = replace(
     qwen3_moe.FAMILY,
     model_types=("qwen3_next",),
     dims=dims,
     settings=settings,
     rope=lambda hf_config: blocks.rope_args({"partial_rotary_factor": 0.25, **hf_config}),
-    needs=(*SPARSE_NEEDS, *DELTA_NEEDS, "linear_num_value_heads", "shared_expert_intermediate_size"),
-    refuse=refuse,
+    needs=(*SPARSE_NEEDS, *DELTA, "shared_expert_intermediate_size"),
     layer=GATED_ATTENTION,
     linear=delta_rules(IN_PROJ),
     is_linear=is_linear,
-    sparse=(*qwen3_moe.FAMILY.sparse, *SHARED_EXPERT),
+    sparse=(
+        *qwen3_moe.FAMILY.sparse,
+        *within("mlp.shared_experts", "mlp.shared_expert", *SHARED_RULES),
+        Rule("mlp.shared_experts.gate_weight", whole, ("mlp.shared_expert_gate.weight [1, hidden]",)),
+    ),
     mtp=MTP,
     mtp_prefix="mtp.",
 )

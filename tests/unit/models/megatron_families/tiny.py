@@ -81,6 +81,13 @@ GATED_DELTA = {
     "linear_conv_kernel_dim": 3,
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
 }
+TEXT_ROPE = {
+    "rope_type": "default",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.5,
+    "mrope_section": [2, 1, 1],
+    "mrope_interleaved": True,
+}
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {**DENSE, "model_type": "llama", "rope_parameters": LLAMA3_ROPE},
@@ -140,7 +147,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 24,
         "mlp_only_layers": [2],
     },
-    "qwen3.5": {**DENSE, **GATED_DELTA, "model_type": "qwen3_5_text", "tie_word_embeddings": True},
+    "qwen3.5": {
+        **DENSE,
+        **GATED_DELTA,
+        "model_type": "qwen3_5_text",
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+        "rope_parameters": TEXT_ROPE,
+    },
+    "qwen3.5-moe": {
+        **{name: value for name, value in DENSE.items() if name != "intermediate_size"},
+        **EXPERTS,
+        **GATED_DELTA,
+        "model_type": "qwen3_5_moe_text",
+        "num_experts": 8,
+        "shared_expert_intermediate_size": 24,
+        "rope_parameters": TEXT_ROPE,
+    },
     "deepseek-v3-full-q": {**LATENT, "model_type": "deepseek_v3", "q_lora_rank": None, "n_group": 1, "topk_group": 1},
 }
 
