@@ -19,9 +19,8 @@ from torch import Tensor
 from rlsys.models.megatron.family import PACKED_DELTA
 
 _megatron = importlib.util.find_spec("megatron")
-HAS_PACKED_DELTA = any(
-    Path(folder, PACKED_DELTA).is_dir() for folder in (_megatron and _megatron.submodule_search_locations) or ()
-)
+_folders = (_megatron.submodule_search_locations if _megatron else None) or ()
+HAS_PACKED_DELTA = any(Path(folder, PACKED_DELTA).is_dir() for folder in _folders)
 """Whether Megatron's gated delta layers take packed rows, given this library."""
 
 

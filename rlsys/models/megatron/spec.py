@@ -37,11 +37,12 @@ from megatron.core.tensor_parallel import (
     scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules, get_transformer_layer_offset
 from megatron.core.transformer.utils import is_layer_window_attention
 
 HAS_TRANSFORMER_ENGINE = not shim.ON_CPU and importlib.util.find_spec("transformer_engine") is not None
@@ -131,7 +132,7 @@ class PackedGatedDelta(GatedDeltaNet):
         return ends
 
     def _compute_g_and_beta(self, a_log: Tensor, *args: Tensor) -> tuple[Tensor, Tensor]:
-        return super()._compute_g_and_beta(a_log.float(), *args)
+        return super()._compute_g_and_beta(a_log.float(), *args)  # pyrefly: ignore
 
 
 class StackedExperts(GptOssExperts):
@@ -173,10 +174,11 @@ def block_spec(config: Any, *, vp_stage: int | None) -> Any:
 
 def _with_gated_delta(layer: ModuleSpec) -> ModuleSpec:
     """A layer with gated delta attention instead of its own, made of the same linear layers."""
-    linear = layer.submodules.self_attention.submodules
+    own: TransformerLayerSubmodules = layer.submodules  # pyrefly: ignore
+    linear: SelfAttentionSubmodules = own.self_attention.submodules  # pyrefly: ignore
     parts = GatedDeltaNetSubmodules(in_proj=linear.linear_qkv, out_norm=DeltaNorm, out_proj=linear.linear_proj)
     attention = ModuleSpec(module=PackedGatedDelta, submodules=parts)
-    return replace(layer, submodules=replace(layer.submodules, self_attention=attention))
+    return replace(layer, submodules=replace(own, self_attention=attention))
 
 
 def _replaced(config: Any) -> dict[object, type[nn.Module]]:
