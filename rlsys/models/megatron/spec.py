@@ -37,7 +37,6 @@ from megatron.core.tensor_parallel import (
     scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -175,8 +174,8 @@ def block_spec(config: Any, *, vp_stage: int | None) -> Any:
 def _with_gated_delta(layer: ModuleSpec) -> ModuleSpec:
     """A layer with gated delta attention instead of its own, made of the same linear layers."""
     own: TransformerLayerSubmodules = layer.submodules  # pyrefly: ignore
-    linear: SelfAttentionSubmodules = own.self_attention.submodules  # pyrefly: ignore
-    parts = GatedDeltaNetSubmodules(in_proj=linear.linear_qkv, out_norm=DeltaNorm, out_proj=linear.linear_proj)
+    linear = own.self_attention.submodules  # pyrefly: ignore
+    parts = GatedDeltaNetSubmodules(linear.linear_qkv, DeltaNorm, linear.linear_proj)  # pyrefly: ignore
     attention = ModuleSpec(module=PackedGatedDelta, submodules=parts)
     return replace(layer, submodules=replace(own, self_attention=attention))
 
