@@ -88,12 +88,10 @@ def test_what_fsdp_cannot_split_is_refused(
 @pytest.mark.parametrize("model", ["qwen3-next", "qwen3.5"])
 def test_gated_delta_layers_need_other_packages(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODELS[model]))
-    installed, lacking = (
-        {"megatron": ModuleSpec("megatron", None, is_package=True), "fla": None},
-        "flash-linear-attention",
-    )
+    megatron, lacking = ModuleSpec("megatron", None, is_package=True), "flash-linear-attention"
+    installed: dict[str, ModuleSpec | None] = {"megatron": megatron}
     folder = tmp_path / "megatron" / PACKED_DELTA
-    installed["megatron"].submodule_search_locations = [str(tmp_path / "megatron")]
+    megatron.submodule_search_locations = [str(tmp_path / "megatron")]
     monkeypatch.setattr(family, "find_spec", installed.get)
 
     def check(**sizes: int) -> None:
