@@ -22,9 +22,7 @@ MLA = (
     ),
 )
 BIASED_ROUTER = (blocks.ROUTER, Rule("mlp.router.expert_bias", whole, ("mlp.gate.e_score_correction_bias [experts]",)))
-SHARED_EXPERTS = within(
-    "mlp.shared_experts",
-    "mlp.shared_experts",
+SHARED_RULES = (
     Rule(
         "linear_fc1.weight",
         stacked,
@@ -33,6 +31,7 @@ SHARED_EXPERTS = within(
     ),
     Rule("linear_fc2.weight", columns, ("down_proj.weight [hidden, shared_ffn]",), when=SHARED),
 )
+SHARED_EXPERTS = within("mlp.shared_experts", "mlp.shared_experts", *SHARED_RULES)
 MTP = (
     Rule("embedding", whole, ("embed_tokens.weight [vocab, hidden]",)),
     Rule("enorm", whole, ("enorm.weight [hidden]",)),
