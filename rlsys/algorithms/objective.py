@@ -74,7 +74,8 @@ def _teacher_loss(teacher: TeacherScores, config: ActorConfig, inputs: PolicyInp
     response_mask = inputs["response_mask"]
     taught = PolicyLoss(values, response_mask)
     if teacher.config.use_policy_gradient:
-        clipped = config.model_copy(update=teacher.config.clipping)
+        clipping = teacher.config.model_dump(include={"clip_ratio", "clip_ratio_low", "clip_ratio_high"})
+        clipped = config.model_copy(update=clipping)
         given: PolicyInputs = {**inputs, "advantages": -values.detach(), "config": clipped}
         taught = call_policy_loss(teacher.config.policy_loss_mode, **given)
     tokens = response_mask.bool().sum()
