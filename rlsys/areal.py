@@ -8,7 +8,7 @@ from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
-from rlsys.agent.presets import MathRLVRWorkflow, MathVerifier, RLVRWorkflow, VisionRLVRWorkflow  # noqa: F401
+from rlsys.agent.presets import MathRLVRWorkflow, MathVerifier, RLVRWorkflow, VisionRLVRWorkflow
 from rlsys.algorithms.stages import compute_advantage, shaped_rewards
 from rlsys.config.schema.algorithm import AlgorithmConfig
 from rlsys.config.schema.megatron import MegatronConfig
@@ -17,14 +17,13 @@ from rlsys.data.cursor import Cursor
 from rlsys.engines.fsdp import engine as fsdp
 from rlsys.engines.mesh import make_ranks
 from rlsys.fleet.external.engine import RemoteEngine, SGLangRemoteEngine, VLLMRemoteEngine
-from rlsys.interfaces import RolloutEngine, TrainEngine  # noqa: F401
+from rlsys.interfaces import RolloutEngine, TrainEngine
 from rlsys.protocol import DataProto
 from rlsys.roles.actor import PPOActor
-from rlsys.roles.critic import PPOCritic as PPOCritic
+from rlsys.roles.critic import PPOCritic
 from rlsys.roles.lm import LMEngine
-from rlsys.roles.reward_model import RWEngine as RWEngine
-from rlsys.types import GenerationHyperparameters, LLMRequest, LLMResponse, WeightUpdateMeta  # noqa: F401
-from rlsys.types import ModelRequest as ModelRequest
+from rlsys.roles.reward_model import RWEngine
+from rlsys.types import GenerationHyperparameters, LLMRequest, LLMResponse, ModelRequest, WeightUpdateMeta
 from rlsys.types import ModelResponse as ModelResponse
 
 FSDPLMEngine, InferenceEngine, AsyncRolloutCollector = LMEngine, RolloutEngine, RemoteEngine

@@ -61,12 +61,7 @@ class TrainEngine(Protocol):
         """Per-token outputs (B, R) or (B, R, topk) of this rank's rows in their order, float32, zero at padding."""
 
     def forward_backward(
-        self,
-        batch: "DataProto",
-        loss_fn: LossFn,
-        *,
-        outputs: Sequence[Output] = ("log_probs",),
-        temperature: float = 1.0,
+        self, batch: "DataProto", loss_fn: LossFn, *, outputs: Sequence[Output] = ("log_probs",), temperature: float = 1
     ) -> dict[str, float]:
         """Accumulate gradients of the loss sum; returns the metrics as global means plus `loss`."""
 

@@ -17,13 +17,8 @@ from rlsys.protocol import IMAGES, DataProto, response_lengths
 from rlsys.telemetry.rollouts import dump_rollouts, token_texts_of
 from rlsys.utils.errors import DeadlineError
 
-SHOWN_VALUES = {
-    "log_probs": "old_log_probs",
-    "rollout_log_probs": "rollout_log_probs",
-    "advantages": "advantages",
-    "weight_versions": "weight_versions",
-    "turn_ids": "turn_ids",
-}
+SHOWN = ("rollout_log_probs", "advantages", "weight_versions", "turn_ids")
+SHOWN_VALUES = {"log_probs": "old_log_probs", **dict(zip(SHOWN, SHOWN))}
 T = TypeVar("T")
 
 

@@ -157,7 +157,8 @@ class PromptGroups:
             rows = group.completed() if graded is None else graded
             if graded is None:
                 rows.tensors[SEEDS] = group.rows.tensors[SEEDS]
-            files[OPEN if graded is None else WAITING].append(_numbered(group.number, rows))
+            columns = {**rows.non_tensor_batch, NUMBER: np.full(len(rows), group.number)}
+            files[OPEN if graded is None else WAITING].append(DataProto(rows.batch, columns, rows.meta_info))
         for name, parts in files.items():
             if parts:
                 _joined(parts).save_to_disk(str(folder / name))
@@ -320,10 +321,6 @@ def _continued(answer: PartialResponse, response: ModelResponse, limit: float = 
     is_cut = response.stop_reason is Finish.LENGTH and len(after.tokens) == limit and after.room > 0
     after.finish = None if is_cut else response.stop_reason
     return after
-
-
-def _numbered(number: int, rows: DataProto) -> DataProto:
-    return DataProto(rows.batch, {**rows.non_tensor_batch, NUMBER: np.full(len(rows), number)}, rows.meta_info)
 
 
 def _parts(path: Path) -> list[tuple[int, DataProto]]:

@@ -16,11 +16,10 @@ def image_part(value: object) -> JsonObject:
     url = value.get("url") if isinstance(value, Mapping) else value
     if url is None:
         raise ImageError("an image part has no image")
-    if isinstance(url, str):
-        if not url.startswith("data:"):
-            raise ImageError(f"{url[:100]}: images of messages must be data URLs; nothing is read or fetched for them")
-    else:
+    if not isinstance(url, str):
         url = png_url(png_bytes(load_image(url)))
+    elif not url.startswith("data:"):
+        raise ImageError(f"{url[:100]}: images of messages must be data URLs; nothing is read or fetched for them")
     return {"type": "image_url", "image_url": {"url": url}}
 
 

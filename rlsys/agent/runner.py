@@ -19,10 +19,10 @@ from typing import SupportsFloat
 from rlsys.agent.episode_log import EpisodeEnd, EpisodeLog
 from rlsys.agent.presets import Workflow
 from rlsys.agent.session import Row, Score, Session, SessionSettings
-from rlsys.agent.template import Messages
 from rlsys.agent.tool_pool import EpisodeTools, ToolPool
 from rlsys.agent.tools import Tool
 from rlsys.agent.trace import TraceRow
+from rlsys.data.chat import Messages
 from rlsys.rewards.pool.worker import describe
 from rlsys.telemetry.jsonl import JsonObject
 from rlsys.types import ModelRequest, ModelResponse, SamplingParams

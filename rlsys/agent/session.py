@@ -13,12 +13,12 @@ from typing import Any
 
 from rlsys.agent.episode_log import EpisodeEnd, EpisodeLog
 from rlsys.agent.message_images import image_part, plain_content
-from rlsys.agent.template import ChatTemplate, Messages, Tools, call_id, tool_call, with_arguments
+from rlsys.agent.template import ChatTemplate, Tools, call_id, tool_call, with_arguments
 from rlsys.agent.tool_calls import ToolCall, parse_tool_calls
 from rlsys.agent.tool_pool import EpisodeTools, result_text
 from rlsys.agent.trace import Span, Trace
 from rlsys.config.schema.rollout import AgentConfig, MultiTurnConfig
-from rlsys.data.chat import Message
+from rlsys.data.chat import Message, Messages
 from rlsys.rewards.pool.pool import RewardResult, failed
 from rlsys.types import Finish, ModelRequest, ModelResponse, SamplingParams
 

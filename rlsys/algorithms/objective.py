@@ -74,8 +74,8 @@ def _teacher_loss(teacher: TeacherScores, config: ActorConfig, inputs: PolicyInp
     response_mask = inputs["response_mask"]
     taught = PolicyLoss(values, response_mask)
     if teacher.config.use_policy_gradient:
-        clipped = config.model_copy(update=teacher.config.clipping)
-        given: PolicyInputs = {**inputs, "advantages": -values.detach(), "config": clipped}
+        clips = teacher.config.model_dump(include={"clip_ratio", "clip_ratio_low", "clip_ratio_high"})
+        given: PolicyInputs = {**inputs, "advantages": -values.detach(), "config": config.model_copy(update=clips)}
         taught = call_policy_loss(teacher.config.policy_loss_mode, **given)
     tokens = response_mask.bool().sum()
     metrics = {f"distillation/{name}": (masked_sum(size, response_mask), tokens) for name, size in sizes.items()}

@@ -20,7 +20,7 @@ from rlsys.utils.errors import ConfigError
 
 _LORA_OF_AREAL = ("actor.use_lora", "${rollout.use_lora}")
 _EPOCHS = (("saver.freq_epochs", 1), ("evaluator.freq_epochs", 1))
-_YIELDING = (
+_YIELDS = (
     *(("data.train_batch_size", 0), ("async_training", True), ("actor.use_lora", True), _LORA_OF_AREAL),
     *_EPOCHS,
     *((f"actor_rollout_ref.{role}.use_torch_compile", True) for role in ("actor", "ref")),
@@ -38,11 +38,6 @@ class Given:
     origin: str
     spelling: str
     written: object = None
-
-    @property
-    def yields(self) -> bool:
-        """Whether it leaves the value to another setting of the same key."""
-        return self.pair in _YIELDING
 
     @property
     def pair(self) -> tuple[str, object]:
@@ -233,9 +228,9 @@ class Layers:
         names = [given, earlier] if earlier and earlier.spelling != given.spelling else []
         if epochs := [one.spelling for one in names if one.pair in _EPOCHS]:
             self._ignored.setdefault("saving and validation have one frequency each, here in steps", []).extend(epochs)
-        if names and given.yields:
+        if names and given.pair in _YIELDS:
             return
-        if before and before.spelling != given.spelling and before.value != given.value and not before.yields:
+        if before and before.spelling != given.spelling and before.value != given.value and before.pair not in _YIELDS:
             one = "one setting" if path in (before.spelling, given.spelling) else path
             self.problems.append(f"{before} and {given} ({given.origin}): two names of {one}; set one of them")
         self._layer[path] = self.given[path] = given

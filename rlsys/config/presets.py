@@ -84,9 +84,8 @@ def _find(preset: Preset) -> Path:
     if "/" in name and Path(name).expanduser().is_file():
         return Path(name).expanduser()
     stem = name.removesuffix(".yaml").removeprefix("configs/")  # AReaL's folder
-    for path in [folder / f"{stem}.yaml" for folder in preset.folders]:
-        if path.is_file():
-            return path
+    if paths := [path for folder in preset.folders if (path := folder / f"{stem}.yaml").is_file()]:
+        return paths[0]
     known = sorted({name for folder in preset.folders for name in preset_names(folder)})
     near = get_close_matches(stem, known, n=1)
     hint = f"did you mean {near[0]}? " if near else ""

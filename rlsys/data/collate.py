@@ -17,7 +17,7 @@ from rlsys.protocol import IMAGES, DataProto, ImageInputs, object_array
 from rlsys.protocol.rows import pad_rows, position_ids, row_tensors
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 
 def uid(epoch: int, index: int) -> str:
@@ -57,9 +57,7 @@ def collate_prompts(
     return DataProto.from_dict(tensors, {name: object_array(values) for name, values in columns.items()})
 
 
-def collate_answers(
-    batch: DataProto, *, tokenizer: "PreTrainedTokenizerBase", own: "PreTrainedTokenizerBase"
-) -> DataProto:
+def collate_answers(batch: DataProto, *, tokenizer: "Tokenizer", own: "Tokenizer") -> DataProto:
     """The answers of a batch, whose ids are `tokenizer`'s, as conversations in `own` tokens and chat template."""
     held, rows = batch.tensors, []
     valid = held["attention_mask"][:, -held["responses"].shape[1] :].bool()

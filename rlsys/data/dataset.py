@@ -31,7 +31,7 @@ NUM_SHOWN = 5
 T = TypeVar("T")
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
     from rlsys.data.vision_processor import VisionProcessor
     from rlsys.protocol import ImageInputs
@@ -130,7 +130,7 @@ class PromptDataset:
     def load(
         cls,
         source: str | Sequence[str] | VerlDataset,
-        tokenizer: "PreTrainedTokenizerBase",
+        tokenizer: "Tokenizer",
         config: PromptsConfig = PromptsConfig(),  # noqa: B008
         *,
         max_samples: int = -1,
@@ -161,11 +161,7 @@ class PromptDataset:
 
 
 def parse_prompt(
-    values: Row,
-    tokenizer: "PreTrainedTokenizerBase",
-    config: PromptsConfig,
-    source: str | None = None,
-    processor: "VisionProcessor | None" = None,
+    values: Row, tokenizer: "Tokenizer", config: PromptsConfig, source: str | None, processor: "VisionProcessor | None"
 ) -> PromptRow | None:
     """The prompt of one row, or None if it is too long and filtered. Raises ValueError for a bad row."""
     row = read_prompt_row(values.values, config, source=source)
@@ -201,7 +197,7 @@ def _load_images(
 
 
 def configured_source(
-    config: RowsConfig, files: Sequence[str], *, tokenizer: "PreTrainedTokenizerBase", max_samples: int
+    config: RowsConfig, files: Sequence[str], *, tokenizer: "Tokenizer", max_samples: int
 ) -> Sequence[str] | VerlDataset:
     """The files, or over them an object of the dataset class in data.custom_cls, made with verl's arguments.
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rlsys.config.plan import check_enough_rows
-from rlsys.config.schema.jobs import EvalConfig, JobConfig, PPOConfig
-from rlsys.data.chat import Message, as_messages
+from rlsys.config.schema.jobs import EvalConfig, GradedJob, JobConfig, PPOConfig
+from rlsys.data.chat import Messages, as_messages
 from rlsys.data.files import BadRow, Row, count_rows, read_rows
 from rlsys.data.remote import is_remote
 from rlsys.data.rows import MissingColumns, default_source, read_prompt_row
@@ -73,23 +73,23 @@ def _check_files(
     return used
 
 
-def _read(config: JobConfig, row: Row | BadRow) -> tuple[set[str], Sequence[Message], object]:
+def _read(config: JobConfig, row: Row | BadRow) -> tuple[set[str], Messages, object]:
     """Read a row as the job will: its data source, if it has one, its prompt and its answer.
 
     ValueError if it cannot be used.
     """
     if isinstance(row, BadRow):
         raise ValueError(row.reason)
-    if isinstance(config, PPOConfig | EvalConfig):
+    if isinstance(config, GradedJob):
         prompt = read_prompt_row(row.values, config.data, source=default_source(config.reward))
         return {prompt.data_source}, as_messages(prompt.raw_prompt), prompt.reward_model["ground_truth"]
     *messages, answer = read_conversations(row.values, config.data)[0]
     return set(), messages, answer["content"]
 
 
-def _rendered(config: JobConfig, messages: Sequence[Message]) -> str:
+def _rendered(config: JobConfig, messages: Messages) -> str:
     """The prompt by the chat template of a model's folder, without transformers; else the contents alone."""
-    model = config.actor_rollout_ref.model if isinstance(config, PPOConfig | EvalConfig) else config.model
+    model = config.actor_rollout_ref.model if isinstance(config, GradedJob) else config.model
     folder = config_folder(Path(model.tokenizer_path or model.path or ""))
     template_file, tokenizer_file = folder / "chat_template.jinja", folder / "tokenizer_config.json"
     try:

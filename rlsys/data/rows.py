@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlsys.config.schema.algorithm import GradingConfig
 from rlsys.config.schema.data import PromptsConfig
-from rlsys.data.chat import MARKERS, Message
+from rlsys.data.chat import MARKERS, Message, Prompt
 from rlsys.data.images import IMAGE_PARTS
 from rlsys.data.videos import VIDEO_PARTS, as_video
 
@@ -33,7 +33,7 @@ class PromptRow:
     its `images`, which may be videos, and `load_images`, which decodes and processes them.
     """
 
-    raw_prompt: str | Sequence[Message]
+    raw_prompt: Prompt
     data_source: str
     reward_model: Mapping[str, Any]
     extra_info: Mapping[str, Any]

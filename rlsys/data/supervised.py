@@ -9,12 +9,12 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from rlsys.config.schema.data import DPODataConfig, RMDataConfig, SFTDataConfig, SupervisedDataConfig
-from rlsys.data.chat import Message, as_messages, encode_conversation, kept_positions
+from rlsys.data.chat import Message, Messages, as_messages, encode_conversation, kept_positions
 from rlsys.data.dataset import VerlDataset, parse_rows, sample_rows, source_rows
 from rlsys.data.rows import ANSWERS, QUESTIONS, Need, check_columns, plain_values, read_messages, read_prompt
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def fingerprint(rows: Sequence[Sequence[TokenizedText]]) -> str:
 
 def load_texts(
     source: str | Sequence[str] | VerlDataset,
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: "Tokenizer",
     config: SupervisedDataConfig = SFTDataConfig(),  # noqa: B008
     *,
     max_samples: int = -1,
@@ -61,17 +61,15 @@ def load_texts(
     return texts
 
 
-def parse_row(
-    values: Mapping[str, object], tokenizer: "PreTrainedTokenizerBase", config: SupervisedDataConfig
-) -> list[TokenizedText]:
+def parse_row(row: Mapping[str, object], tokenizer: "Tokenizer", config: SupervisedDataConfig) -> list[TokenizedText]:
     """The text or the two texts of one row. Raises ValueError for a bad one."""
-    conversations = read_conversations(values, config)
+    conversations = read_conversations(row, config)
     num_prompt = 0 if isinstance(config, SFTDataConfig) else _num_shared(conversations)
     texts = [encode(tokenizer, messages, config, num_prompt) for messages in conversations]
     if isinstance(config, DPODataConfig) and len(texts) == 1:
         if config.streaming:
             raise ValueError("a response with a label is for dpo.loss_type=kto, without data.streaming")
-        return [replace(texts[0], is_desirable=bool(values[config.label_key]))]
+        return [replace(texts[0], is_desirable=bool(row[config.label_key]))]
     if isinstance(config, RMDataConfig) and list(texts[0].response_ids) == list(texts[1].response_ids):
         raise ValueError(f"columns {config.chosen_key!r} and {config.rejected_key!r} are the same")
     return texts
@@ -114,7 +112,7 @@ def read_conversations(values: Mapping[str, object], config: SupervisedDataConfi
 
 
 def encode(
-    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], config: SupervisedDataConfig, num_prompt: int = 0
+    tokenizer: "Tokenizer", messages: Messages, config: SupervisedDataConfig, num_prompt: int = 0
 ) -> TokenizedText:
     """Tokens of a conversation within `max_length`, of which the first `num_prompt` messages are not learnt.
 
@@ -135,7 +133,7 @@ def encode(
     return TokenizedText(array("i", prompt), array("i", response), array("b", mask))
 
 
-def _num_shared(conversations: Sequence[Sequence[Message]]) -> int:
+def _num_shared(conversations: Sequence[Messages]) -> int:
     """How many messages before the last one are the same in all conversations."""
     shared = zip(*(messages[:-1] for messages in conversations), strict=False)
     return len(list(takewhile(lambda same: all(message == same[0] for message in same), shared)))

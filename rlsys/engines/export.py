@@ -17,6 +17,8 @@ from rlsys.utils.atomic import commit_dir, fsync_file, staging_dir, write_whole
 
 KEPT_FLOATS = (".e_score_correction_bias",)
 """Floats that stay as they are when a model is saved in another type."""
+Buckets = Iterator[list[tuple[str, Tensor]]]
+"""Tensors by name, gathered bucket by bucket."""
 Adapter = tuple[Mapping[str, Tensor], Mapping[str, object]]
 """Tensors of an adapter under peft's names, and its adapter_config."""
 TOKENIZER_FILES = (
@@ -31,13 +33,7 @@ TOKENIZER_FILES = (
 )
 
 
-def write(
-    path: Path,
-    weights: Iterator[list[tuple[str, Tensor]]],
-    settings: Callable[[Path], None],
-    *,
-    adapter: Adapter | None = None,
-) -> None:
+def write(path: Path, weights: Buckets, settings: Callable[[Path], None], *, adapter: Adapter | None = None) -> None:
     """Write a model directory from gathered weights; rank 0 writes, all ranks gather. `settings` writes the rest,
     `adapter` (tensors, adapter_config) goes to `lora_adapter/`. CheckpointError leaves an old one as it was."""
     files: dict[str, list[str]] = {}

@@ -101,12 +101,7 @@ def _varlen(
 
 
 def causal_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scaling: float | None = None,
-    window: int | None = None,
-    sinks: Tensor | None = None,
+    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None, sinks: Tensor | None = None
 ) -> Tensor:
     """Attention of a sequence's last t tokens (..., heads, t, dim) to those up to their own (..., heads, T, dim).
 

@@ -25,6 +25,7 @@ from rlsys.protocol.received import OwnBatch, ReceivedBatch
 from rlsys.protocol.wire import decode, encode, read_file, write_file
 from rlsys.utils.errors import raised_as
 
+Options = dict[str, Any]
 Index = list[int] | list[bool] | np.ndarray | Tensor
 
 
@@ -370,23 +371,14 @@ class DataProto:
         return concat_chunk(1, 0, data)
 
     def make_iterator(
-        self,
-        mini_batch_size: int,
-        epochs: int,
-        seed: int | None = None,
-        dataloader_kwargs: dict[str, Any] | None = None,
+        self, mini_batch_size: int, epochs: int, seed: int | None = None, dataloader_kwargs: Options | None = None
     ) -> "Iterator[DataProto]":
         """Mini-batches over `epochs` epochs in the order of a DataLoader seeded with `seed`; must divide evenly."""
         assert len(self) % mini_batch_size == 0, f"{len(self)} % {mini_batch_size} != 0"
         assert dataloader_kwargs is None or isinstance(dataloader_kwargs, dict), f"got {type(dataloader_kwargs)}"
         generator = None if seed is None else torch.Generator().manual_seed(seed)
-        loader = DataLoader(
-            range(len(self)),  # pyrefly: ignore
-            batch_size=mini_batch_size,
-            collate_fn=self.select_idxs,
-            generator=generator,
-            **(dataloader_kwargs or {}),
-        )
+        options = {"batch_size": mini_batch_size, "collate_fn": self.select_idxs, "generator": generator}
+        loader = DataLoader(range(len(self)), **options, **(dataloader_kwargs or {}))  # pyrefly: ignore
         return (mini_batch for _ in range(epochs) for mini_batch in loader)
 
     # ---- padding -----------------------------------------------------------------------------------------------

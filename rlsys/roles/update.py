@@ -21,6 +21,8 @@ from rlsys.protocol import DataProto
 from rlsys.types import StepReport
 
 C = TypeVar("C", ActorConfig, CriticConfig)
+LossParts = Iterable[tuple[DataProto, LossFn]]
+"""Mini-batches, each with its loss."""
 RankSums = dict[str, tuple[float, float]]
 """Metrics of one rank as (sum, count), see `mean_over_ranks`."""
 
@@ -58,12 +60,7 @@ def global_step(batch: DataProto) -> int:
 
 
 def run_updates(
-    engine: TrainEngine,
-    parts: Iterable[tuple[DataProto, LossFn]],
-    *,
-    outputs: Sequence[Output],
-    prefix: str,
-    temperature: float = 1.0,
+    engine: TrainEngine, parts: LossParts, *, outputs: Sequence[Output], prefix: str, temperature: float = 1.0
 ) -> dict[str, float]:
     """One optimizer step per mini-batch with its loss; metrics are means over them.
 

@@ -93,6 +93,16 @@ class VLLMFeatures:
     takes_fp8: bool = False
 
 
+@dataclass(frozen=True)
+class SGLangFeatures:
+    """What a version of SGLang can do in a worker's process.
+
+    `has_dp_attention`: its workers take replies that another one has asked for, as those of a replica in copies get.
+    """
+
+    has_dp_attention: bool = False
+
+
 _AS_SERVER = "install another version of the table, or start it as a server of its own environment and set rollout.name"
 VLLM = VersionTable(
     "vLLM in this process",
@@ -113,7 +123,12 @@ VLLM = VersionTable(
 SGLANG = VersionTable(
     "SGLang in this process",
     rows=(
-        VersionRow(">=0.5.15,<0.5.24", True, "0.5.16 ran on H200 GPUs, 0.5.23 on CPUs; the others: names checked"),
+        VersionRow(
+            ">=0.5.16,<0.5.24",
+            SGLangFeatures(has_dp_attention=True),
+            "0.5.16 ran on H200 GPUs, 0.5.23 on CPUs; the others: names checked",
+        ),
+        VersionRow(">=0.5.15,<0.5.16", SGLangFeatures()),
         VersionRow(
             ">=0.4.4,<0.5.15", None, f"requires an older transformers than rlsys does; {_AS_SERVER}=sglang_remote"
         ),

@@ -94,14 +94,8 @@ def row_blocks(values: Tensor, start: Sequence[int], full_shape: Sequence[int]) 
         for at, (_, _, begin, whole) in zip(index, outer, strict=True):
             row = row * whole + begin + at
         offset = sum(at * stride for at, (_, stride, _, _) in zip(index, outer, strict=True))
-        yield RowBlock(
-            address=values.data_ptr() + offset * size,
-            rows=rows,
-            width=columns[0] * size,
-            pitch=pitch * size,
-            first_row=row * full + first,
-            first_column=columns[2] * size,
-        )
+        address, width, first_column = values.data_ptr() + offset * size, columns[0] * size, columns[2] * size
+        yield RowBlock(address, rows, width, pitch * size, row * full + first, first_column)
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ from rlsys.types import Box, Shard, WeightLayout
 from rlsys.utils.boxes import buckets
 from rlsys.utils.errors import WeightTransferError, raised_as
 from rlsys.weights.batched_copy import bits_of
-from rlsys.weights.decode import NotBoxesError, StridedView, decode_boxes
+from rlsys.weights.decode import Dims, NotBoxesError, StridedView, decode_boxes
 from rlsys.weights.layout import device_of, dtype_of, element_bytes, view_of
 
 Load = Callable[[list[tuple[str, Tensor]]], None]
@@ -81,13 +81,12 @@ def learn_layout(
     """
     local = dict(local_tensors())
     saved = {name: tensor.to("cpu", copy=True) for name, tensor in local.items()} if keep else {}
-    device = device_of(local)
     boxes = list[_PlacedBox]()
     loader_only = dict[str, str]()
     try:
         num_bytes = {n: prod(s) * element_bytes(dtypes[n]) for n, s in shapes.items()}
         for bucket in buckets(num_bytes, bucket_bytes):
-            probe = _Probe(load, local, {n: (shapes[n], dtype_of(dtypes[n])) for n in bucket}, device, max_boxes)
+            probe = _Probe(load, local, {n: (shapes[n], dtype_of(dtypes[n])) for n in bucket}, max_boxes)
             boxes += probe.run()
             loader_only |= probe.loader_only
     finally:
@@ -102,14 +101,9 @@ class _Probe:
     """One bucket of tensors: loaded as numbers, and decoded in all local tensors that loading it changes."""
 
     def __init__(
-        self,
-        load: Load,
-        local: Mapping[str, Tensor],
-        tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
-        device: torch.device,
-        max_boxes: int,
+        self, load: Load, local: Mapping[str, Tensor], tensors: Mapping[str, tuple[Dims, torch.dtype]], max_boxes: int
     ) -> None:
-        self.load, self.tensors, self.device, self.max_boxes = load, tensors, device, max_boxes
+        self.load, self.tensors, self.device, self.max_boxes = load, tensors, device_of(local), max_boxes
         self.loader_only: dict[str, str] = {}
         self.exact = {*EXACT_DTYPES, *(dtype for _, dtype in tensors.values())}
         ends = list(accumulate((prod(shape) for shape, _ in tensors.values()), initial=0))

@@ -107,7 +107,7 @@ def loaded_by_sglang(path: Path) -> set[str]:
     from sglang.srt.server_args import PortArgs, ServerArgs
 
     from rlsys.rollout.sglang.arguments import SINGLE_RANK, server_arguments
-    from rlsys.rollout.sglang.scheduler_hooks import name_scales
+    from rlsys.rollout.sglang.scheduler_hooks import derive_again, name_scales
 
     fp8.Fp8LinearMethod.process_weights_after_loading = lambda self, layer: None
     fp8.Fp8MoEMethod.process_weights_after_loading = lambda self, layer: None
@@ -126,8 +126,13 @@ def loaded_by_sglang(path: Path) -> set[str]:
     model = get_model(
         model_config=config, load_config=LoadConfig(load_format="dummy"), device_config=DeviceConfig("cpu")
     )
-    scales = {layer.k_scale_float for layer in model.modules() if hasattr(layer, "k_scale_float")}
-    assert scales <= {None, 1.0}, "the cache is not scaled"
+    attention = [layer for layer in model.modules() if getattr(layer, "k_scale_float", None) is not None]
+    for layer in attention:
+        for scale in (layer.k_scale, layer.v_scale):
+            scale.zero_()  # as sleep drops it
+    derive_again(model)
+    scales = {float(scale) for layer in attention for scale in (layer.k_scale, layer.v_scale)}
+    assert scales <= {1.0}, "the cache is not scaled"
     name_scales(model)
     return written_as_loaded(model, path)
 

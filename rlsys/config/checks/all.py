@@ -10,7 +10,7 @@ from rlsys.config.checks.rules import check_rules
 from rlsys.config.checks.run import check_ppo_run, check_run, check_training
 from rlsys.config.checks.vision import check_vision
 from rlsys.config.schema.base import Section
-from rlsys.config.schema.jobs import EvalConfig, PPOConfig, SupervisedConfig
+from rlsys.config.schema.jobs import EvalConfig, GradedJob, PPOConfig, SupervisedConfig
 
 
 def check(cfg: Section) -> tuple[list[str], list[str]]:
@@ -20,7 +20,7 @@ def check(cfg: Section) -> tuple[list[str], list[str]]:
         findings += [*check_run(cfg), *check_files(cfg)]
     if isinstance(cfg, PPOConfig | SupervisedConfig):
         findings += check_megatron(cfg)
-    if isinstance(cfg, PPOConfig | EvalConfig):
+    if isinstance(cfg, GradedJob):
         findings += check_vision(cfg)
     if isinstance(cfg, PPOConfig):
         findings += [*check_ppo_batches(cfg), *check_algorithm(cfg), *check_sampling(cfg), *check_ppo_run(cfg)]

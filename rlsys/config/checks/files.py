@@ -11,7 +11,7 @@ from pathlib import Path
 from rlsys.config.checks.findings import wrong
 from rlsys.config.schema.algorithm import RewardKwargsConfig
 from rlsys.config.schema.base import Section
-from rlsys.config.schema.jobs import EvalConfig, PPOConfig, SupervisedConfig
+from rlsys.config.schema.jobs import EvalConfig, GradedJob, PPOConfig, SupervisedConfig
 from rlsys.config.schema.model import ModelFolderConfig
 from rlsys.config.vocabulary import REWARD_MANAGERS, ROW_FILES
 from rlsys.utils.hub import is_hub_id, is_rows_id
@@ -162,7 +162,7 @@ def model_facts(folder: str | Path | None) -> dict[str, object]:
     return facts if isinstance(facts, dict) else {}
 
 
-def _reward(cfg: PPOConfig | EvalConfig) -> Iterator[str]:
+def _reward(cfg: GradedJob) -> Iterator[str]:
     custom, manager = cfg.reward.custom_reward_function, cfg.reward.reward_manager
     if custom.path is not None:
         yield from _python(cfg, "reward.custom_reward_function", custom.path, custom.name, "function")

@@ -49,21 +49,19 @@ def _router_replay(cfg: PPOConfig) -> Iterator[str]:
         yield wrong(cfg, key, "episodes and external servers return no routes; set R2")
 
 
-def _role(
-    cfg: Section, role: str, section: TrainedConfig, model_key: str, model: ModelConfig, ranks: int
-) -> Iterator[str]:
+def _role(cfg: Section, role: str, section: TrainedConfig, key: str, model: ModelConfig, ranks: int) -> Iterator[str]:
     if importlib.util.find_spec("megatron") is None:
         why = f"Megatron-Core is not installed; pip install -e '.[megatron]', or set {role}.strategy=fsdp"
         yield wrong(cfg, f"{role}.strategy", why)
     yield from _sizes(cfg, f"{role}.megatron", section.megatron, ranks)
     if model.lora_rank and isinstance(section.megatron, MegatronConfig) and section.megatron.fp8 is not None:
         why = f"adapters are merged into weights, which fp8 would round; set {role}.megatron.fp8=null"
-        yield wrong(cfg, f"{model_key}.lora_rank", why)
+        yield wrong(cfg, f"{key}.lora_rank", why)
     if section.ulysses_sequence_parallel_size > 1:
         why = "Megatron splits sequences by context_parallel_size; remove it"
         yield wrong(cfg, f"{role}.ulysses_sequence_parallel_size", why)
     if not model.use_remove_padding:
-        yield note(cfg, f"{model_key}.use_remove_padding", "Megatron always packs sequences")
+        yield note(cfg, f"{key}.use_remove_padding", "Megatron always packs sequences")
 
 
 def _sizes(cfg: Section, key: str, section: MegatronShardConfig, ranks: int) -> Iterator[str]:

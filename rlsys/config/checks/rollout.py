@@ -7,7 +7,7 @@ from rlsys.config.checks.files import model_facts
 from rlsys.config.checks.findings import note, wrong
 from rlsys.config.engines import ENGINE_SETTINGS, QUANTIZATION, decoder_sizes, float8_block, rollout_backend
 from rlsys.config.introspect import leaves
-from rlsys.config.schema.jobs import EvalConfig, PPOConfig
+from rlsys.config.schema.jobs import EvalConfig, GradedJob, PPOConfig
 from rlsys.config.vocabulary import EXPERTS
 from rlsys.utils.errors import ConfigError
 
@@ -16,7 +16,7 @@ DP_ATTENTION = ("deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "qwen2_moe"
 """Models (model_type) with experts whose attention and head SGLang has in several copies."""
 
 
-def check_rollout(cfg: PPOConfig | EvalConfig, ranks: int) -> Iterator[str]:
+def check_rollout(cfg: GradedJob, ranks: int) -> Iterator[str]:
     """Whether the engine on `ranks` processes supports its settings, and notes on settings that it ignores."""
     name = cfg.actor_rollout_ref.rollout.name
     longest = cfg.data.max_prompt_length + cfg.data.max_response_length
@@ -32,7 +32,7 @@ def check_rollout(cfg: PPOConfig | EvalConfig, ranks: int) -> Iterator[str]:
     yield from _idle(cfg, name)
 
 
-def _idle(cfg: PPOConfig | EvalConfig, name: str) -> Iterator[str]:
+def _idle(cfg: GradedJob, name: str) -> Iterator[str]:
     rollout, backend, fields = cfg.actor_rollout_ref.rollout, rollout_backend(name), leaves(type(cfg))
     names = [key for key in ENGINE_SETTINGS if key not in backend.settings and f"{KEY}.{key}" in fields]
     if changed := [key for key in names if getattr(rollout, key) != fields[f"{KEY}.{key}"].default]:
@@ -46,7 +46,7 @@ def _idle(cfg: PPOConfig | EvalConfig, name: str) -> Iterator[str]:
             yield note(cfg, f"{KEY}.engine_kwargs.{engine}", why)
 
 
-def _parallel_sizes(cfg: PPOConfig | EvalConfig, name: str) -> Iterator[str]:
+def _parallel_sizes(cfg: GradedJob, name: str) -> Iterator[str]:
     """Whether the engine has the parallel sizes that are above 1."""
     rollout, backend = cfg.actor_rollout_ref.rollout, rollout_backend(name)
     model_type = model_facts(cfg.actor_rollout_ref.model.path).get("model_type", DP_ATTENTION[0])
@@ -70,7 +70,7 @@ def _parallel_sizes(cfg: PPOConfig | EvalConfig, name: str) -> Iterator[str]:
             yield wrong(cfg, key, "stages return the experts of their own layers; use router_replay.mode=R2", 1)
 
 
-def _model_sizes(cfg: PPOConfig | EvalConfig, name: str) -> Iterator[str]:
+def _model_sizes(cfg: GradedJob, name: str) -> Iterator[str]:
     """Whether the engine can cut the model of this config.json: heads and MLPs into equal parts, whole experts.
 
     Key-value heads may also be repeated. Source: `verify_with_parallel_config` and the layers of vLLM's models.
@@ -102,7 +102,7 @@ def _cuts(*counts: int, groups: int = 1) -> list[str]:
     return [str(n) for n in range(1, whole + 1) if not (whole % n or (groups % n and n % groups))]
 
 
-def _replicas(cfg: PPOConfig | EvalConfig, name: str, ranks: int) -> Iterator[str]:
+def _replicas(cfg: GradedJob, name: str, ranks: int) -> Iterator[str]:
     """Whether the rollout processes hold whole copies of the model."""
     rollout, whole = cfg.actor_rollout_ref.rollout, f"{KEY}.expert_parallel_size"
     size, tp, experts = rollout.replica_size, rollout.tensor_model_parallel_size, rollout.expert_parallel_size
@@ -138,7 +138,7 @@ def check_elastic(cfg: PPOConfig) -> Iterator[str]:
         yield wrong(cfg, key, f"{why}; set {KEY}.tensor_model_parallel_size=1, the other sizes too, or {key}=null")
 
 
-def _aligned(cfg: PPOConfig | EvalConfig, name: str) -> Iterator[str]:
+def _aligned(cfg: GradedJob, name: str) -> Iterator[str]:
     """What the aligned mode means for external servers, and for hf, which has no batch-invariant kernels."""
     why, backend = "", rollout_backend(name)
     if backend.is_external:
@@ -149,7 +149,7 @@ def _aligned(cfg: PPOConfig | EvalConfig, name: str) -> Iterator[str]:
         yield note(cfg, f"{KEY}.full_determinism", why)
 
 
-def _quantised(cfg: PPOConfig | EvalConfig, name: str) -> Iterator[str]:
+def _quantised(cfg: GradedJob, name: str) -> Iterator[str]:
     """Whether the engine serves FP8 weights."""
     if not cfg.actor_rollout_ref.rollout.quantization:
         return

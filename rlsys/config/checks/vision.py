@@ -5,7 +5,7 @@ from typing import Any
 
 from rlsys.config.checks.files import model_facts
 from rlsys.config.checks.findings import wrong
-from rlsys.config.schema.jobs import EvalConfig, PPOConfig
+from rlsys.config.schema.jobs import GradedJob, PPOConfig
 from rlsys.config.vocabulary import GRIDS, TILES
 
 IMAGE_ENGINES = ("hf", "vllm", "sglang", "vllm_remote", "sglang_remote")
@@ -13,7 +13,7 @@ PATCH = 14
 POLICY = "actor_rollout_ref"
 
 
-def check_vision(cfg: PPOConfig | EvalConfig) -> Iterator[str]:
+def check_vision(cfg: GradedJob) -> Iterator[str]:
     """Engines and roles beside a vision-language model, and settings of images beside a model of text."""
     path, engine = cfg.actor_rollout_ref.model.path, cfg.actor_rollout_ref.rollout.name
     facts = model_facts(path)

@@ -149,11 +149,6 @@ class DistillationLossConfig(Section):
         return self.loss_mode == "forward_kl_topk"
 
     @property
-    def clipping(self) -> dict[str, float]:
-        """The clip range in the actor's keys."""
-        return self.model_dump(include={"clip_ratio", "clip_ratio_low", "clip_ratio_high"})
-
-    @property
     def weight(self) -> float:
         """What the divergence is multiplied by."""
         return self.distillation_loss_coef if self.use_task_rewards else 1.0

@@ -183,3 +183,5 @@ class EvalConfig(RootConfig):
 
 
 JobConfig = PPOConfig | SFTConfig | RMConfig | DPOConfig | EvalConfig
+GradedJob = PPOConfig | EvalConfig
+"""The jobs that generate answers and grade them."""

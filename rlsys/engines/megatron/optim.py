@@ -3,7 +3,7 @@
 Every data-parallel rank holds a range of each parameter's elements: their float32 masters and both moments.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -102,7 +102,10 @@ class MegatronAdamW(BaseOptimizer):
         """Everything this rank holds of the optimizer, live; `names` are the parameters' local names."""
         ranges = []
         for part in self._parts:
-            for parameter, master in _masters(part):
+            # Megatron lists float32 parameters separately.
+            parameters = chain(*part.model_float16_groups, *part.model_fp32_groups)
+            masters = chain(*part.shard_fp32_from_float16_groups, *part.shard_fp32_groups)
+            for parameter, master in zip(parameters, masters, strict=True):
                 span = part._get_model_param_range_map(parameter)["param"]
                 state = part.optimizer.state[master]
                 tensors = {"master": master.detach(), **{name: state[name] for name in MOMENTS}}
@@ -117,9 +120,3 @@ class MegatronAdamW(BaseOptimizer):
             for state in part.optimizer.state.values():
                 if "step" in state:
                     state["step"].fill_(count)
-
-
-def _masters(part: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Parameters and the float32 shards that are stepped for them; Megatron lists float32 parameters separately."""
-    parameters = chain(*part.model_float16_groups, *part.model_fp32_groups)
-    return zip(parameters, chain(*part.shard_fp32_from_float16_groups, *part.shard_fp32_groups), strict=True)

@@ -14,14 +14,11 @@ from rlsys.models.hf import dtype_name
 from rlsys.models.quantized import block_settings
 from rlsys.rollout.base import EngineContext
 from rlsys.rollout.hf_files import is_quantised, text_config
-from rlsys.rollout.versions import SGLANG
 from rlsys.utils.errors import ConfigError
 
 MAX_GRAPH_SEQS = 512
 SPARE_TOKENS = 8
 """SGLang ends a request a few tokens before its context is full."""
-
-
 HEAD_ROWS = 64
 """SGLang pads the rows of a head that is cut to a multiple of this, and of a copy's own head keeps the padding."""
 
@@ -97,8 +94,6 @@ def server_arguments(
 
 def _attention_arguments(path: str | Path, config: GenerationConfig) -> dict[str, object]:
     """Copies of the attention, each with a head of its own where SGLang can put the head's parts together again."""
-    if (SGLANG.installed() or "").startswith("0.5.15"):  # fails at replies that another worker asked for
-        raise ConfigError("actor_rollout_ref.rollout.data_parallel_size: needs SGLang 0.5.16 or newer; set 1")
     own_head = config.tensor_model_parallel_size == 1 or text_config(path).vocab_size % HEAD_ROWS == 0
     return {"dp_size": config.data_parallel_size, "enable_dp_attention": True, "enable_dp_lm_head": own_head}
 

@@ -106,11 +106,7 @@ class SchedulerEngine:
         return self._scheduler._engine_paused
 
     def _derive(self) -> None:
-        """Have the model recompute what it derives from its parameters."""
-        post_load = getattr(self.model, "post_load_weights", None)
-        if post_load is not None:
-            with torch.no_grad():
-                post_load()
+        derive_again(self.model)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -145,6 +141,20 @@ def name_scales(model: nn.Module) -> None:
     for layer in model.modules() if isinstance(model, LlamaForCausalLM) else ():
         if (scales := layer._parameters.pop("weight_scale_inv", None)) is not None:
             layer.weight_scale = layer.__dict__["weight_scale_inv"] = scales
+
+
+@torch.no_grad()
+def derive_again(model: nn.Module) -> None:
+    """Have a model recompute what it derives from its parameters, and hold the scales of its cache again.
+
+    In FP8 these are parameters, too: dropped with the others while the engine sleeps, and no push brings them.
+    """
+    for layer in model.modules():
+        for name in ("k_scale", "v_scale"):
+            if (scale := getattr(layer, f"{name}_float", None)) is not None:
+                getattr(layer, name).fill_(scale)
+    if (post_load := getattr(model, "post_load_weights", None)) is not None:
+        post_load()
 
 
 def _exit_with(parent: int) -> None:

@@ -3,11 +3,10 @@
 import sys
 
 from rlsys.single_controller.colocate import create_colocated_worker_cls
-from rlsys.single_controller.ray.cluster import cluster_nodes, connect, node_size  # noqa: F401
-from rlsys.single_controller.ray.group import RayClassWithInitArgs, RayWorkerGroup  # noqa: F401
-from rlsys.single_controller.ray.pool import RayResourcePool as RayResourcePool
-from rlsys.single_controller.ray.pool import RayResourcePoolManager
-from rlsys.single_controller.resource_pool import merge_resource_pool, split_resource_pool  # noqa: F401
+from rlsys.single_controller.ray.cluster import cluster_nodes, connect, node_size
+from rlsys.single_controller.ray.group import RayClassWithInitArgs, RayWorkerGroup
+from rlsys.single_controller.ray.pool import RayResourcePool, RayResourcePoolManager
+from rlsys.single_controller.resource_pool import merge_resource_pool, split_resource_pool
 
 create_colocated_worker_cls_fused = create_colocated_worker_cls
 ResourcePoolManager = RayResourcePoolManager

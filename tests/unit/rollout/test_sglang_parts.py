@@ -16,7 +16,9 @@ from rlsys.rollout.base import EngineContext
 from rlsys.rollout.sampling.hook import SampleSpec
 from rlsys.rollout.sampling.sample import BatchSampling, row_keys, sample_tokens
 from rlsys.rollout.sglang.arguments import SINGLE_RANK, ReplicaRank, server_arguments
+from rlsys.rollout.sglang.engine import SGLangRollout
 from rlsys.rollout.sglang.sampler import SchedulerSampler, request_id, spec_of
+from rlsys.rollout.versions import VersionTable
 from rlsys.types import SamplingParams
 from rlsys.utils.errors import ConfigError
 
@@ -121,6 +123,12 @@ def test_copies_of_the_attention_have_as_many_requests_each() -> None:
     odd = arguments(replica=place, data_parallel_size=2, tensor_model_parallel_size=2, path=model_folder(32001))
     assert not odd["enable_dp_lm_head"]
     assert "dp_size" not in arguments(replica=place, tensor_model_parallel_size=4)
+
+
+def test_copies_of_the_attention_need_a_version_that_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(VersionTable, "installed", lambda table: "0.5.15")
+    with pytest.raises(ConfigError, match=r"data_parallel_size: needs SGLang 0\.5\.16 or newer"):
+        SGLangRollout(model_folder(), GenerationConfig(data_parallel_size=2), EngineContext())
 
 
 def test_batches_up_to_the_largest_are_decoded_by_graphs_unless_configured_otherwise() -> None:
