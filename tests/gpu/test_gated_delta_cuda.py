@@ -1,6 +1,7 @@
 """Gated delta layers of Megatron on CUDA with flash-linear-attention: Qwen3-Next and Qwen3.5 on one GPU and two."""
 
 import importlib.util
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -48,16 +49,31 @@ LAYOUTS = [
 ]
 
 
+def with_one_configuration(work: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """`work(*args, **options)` with the first configuration of each kernel, since timing all of them takes minutes."""
+    from triton.runtime.autotuner import Autotuner
+
+    start = Autotuner.__init__
+
+    def start_with_one(self: Any, fn: Any, arg_names: Any, configs: Sequence[Any], *rest: Any, **named: Any) -> None:
+        start(self, fn, arg_names, configs[:1], *rest, **named)
+
+    Autotuner.__init__ = start_with_one
+    import_reference()
+    return work(*args, **options)
+
+
 @pytest.mark.parametrize(("name", "world", "case"), LAYOUTS)
 def test_the_weights_are_those_of_the_source_bit_by_bit(name: str, world: int, case: Case) -> None:
-    assert run_ranks(world, loaded_weights, MODELS[name], case, backend=BACKEND) == [[]] * world
+    work = partial(with_one_configuration, loaded_weights)
+    assert run_ranks(world, work, MODELS[name], case, backend=BACKEND) == [[]] * world
 
 
 @cache
 def trained_alone(name: str, *, adapters: bool) -> list[tuple[float, float]]:
     """Losses and gradient norms on one GPU."""
     case = Case(max_tokens=2048, lora=ALL_LINEAR if adapters else None)
-    return run_ranks(1, trained, MODELS[name], case, backend=BACKEND)[0]
+    return run_ranks(1, partial(with_one_configuration, trained), MODELS[name], case, backend=BACKEND)[0]
 
 
 @pytest.mark.parametrize("adapters", [False, True], ids=["full", "lora"])
@@ -65,7 +81,7 @@ def trained_alone(name: str, *, adapters: bool) -> list[tuple[float, float]]:
 def test_every_layout_trains_as_one_gpu_does(name: str, world: int, case: Case, adapters: bool) -> None:
     alone = trained_alone(name, adapters=adapters)
     case = replace(case, lora=ALL_LINEAR if adapters else None, gradient_checkpointing=world == 2)
-    for losses in run_ranks(world, trained, MODELS[name], case, backend=BACKEND):
+    for losses in run_ranks(world, partial(with_one_configuration, trained), MODELS[name], case, backend=BACKEND):
         print(losses, alone)
         for (loss, norm), (loss_alone, norm_alone) in zip(losses, alone, strict=True):
             assert loss == pytest.approx(loss_alone, rel=0.02, abs=0.02)
@@ -76,7 +92,8 @@ def test_every_layout_trains_as_one_gpu_does(name: str, world: int, case: Case, 
 @pytest.mark.parametrize("name", ["qwen3-next", "qwen3.5"])
 def test_loss_and_gradients_are_near_the_float64_reference(name: str, dtype: str, near: float) -> None:
     outputs, loss, gradients = reference(name, "lm")
-    (rank,) = run_ranks(1, one_step, partial(megatron, dtype=dtype), name, "lm", Case(rows=3), backend=BACKEND)
+    work = partial(with_one_configuration, one_step)
+    (rank,) = run_ranks(1, work, partial(megatron, dtype=dtype), name, "lm", Case(rows=3), backend=BACKEND)
     apart = {output: distance(rank["outputs"][output], expected) for output, expected in outputs.items()}
     flat = [torch.cat([tensors[n].flatten() for n in gradients]) for tensors in (rank["gradients"], gradients)]
     print(name, dtype, apart, rank["metrics"]["loss"], loss, distance(*flat))
