@@ -7,12 +7,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
+from importlib.metadata import version
 from importlib.util import find_spec
 from math import ceil
 from operator import add
 from pathlib import Path
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Literal
+
+from packaging.specifiers import SpecifierSet
 
 from rlsys.models.megatron import blocks
 from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
@@ -36,6 +39,8 @@ SCORE = Rule("output_layer.weight", whole, ("score.weight [1, hidden]",))
 SCORE_BIAS = Rule("output_layer.bias", whole, ("score.bias [1]",))
 PACKED_DELTA = "core/ssm/gated_delta_net"
 """The folder that Megatron-Core has since its gated delta layers take packed rows."""
+WRONG_ON_HOPPER = SpecifierSet(">=3.4,<3.7.1")
+"""Versions of Triton with which flash-linear-attention computes these layers' gradients on Hopper GPUs by TileLang."""
 VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 
 
@@ -263,7 +268,10 @@ def _need_packed_delta() -> None:
     megatron = find_spec("megatron")
     folders = (megatron.submodule_search_locations if megatron else None) or ()
     lacking = [] if any(Path(folder, PACKED_DELTA).is_dir() for folder in folders) else ["'megatron-core>=0.19'"]
-    if lacking := lacking + ["flash-linear-attention"] * (find_spec("fla") is None):
+    lacking += ["flash-linear-attention"] * (find_spec("fla") is None)
+    if find_spec("triton") and version("triton") in WRONG_ON_HOPPER and find_spec("tilelang") is None:
+        lacking.append("tilelang")
+    if lacking:
         raise ConfigError(
             f"Megatron computes gated delta layers on packed rows with other packages: pip install {' '.join(lacking)}"
             " on Python 3.12, or set strategy=fsdp and use_remove_padding=false"

@@ -93,6 +93,8 @@ def test_gated_delta_layers_need_other_packages(model: str, tmp_path: Path, monk
     folder = tmp_path / "megatron" / PACKED_DELTA
     megatron.submodule_search_locations = [str(tmp_path / "megatron")]
     monkeypatch.setattr(family, "find_spec", installed.get)
+    triton = {"triton": "3.6.0"}
+    monkeypatch.setattr(family, "version", triton.get)
 
     def check(**sizes: int) -> None:
         check_model("critic.megatron", ModelConfig(path=str(tmp_path)), MegatronConfig(full_determinism=False, **sizes))
@@ -102,7 +104,13 @@ def test_gated_delta_layers_need_other_packages(model: str, tmp_path: Path, monk
     folder.mkdir(parents=True)
     with pytest.raises(ConfigError, match=f": pip install {lacking} on Python 3.12, or set strategy=fsdp and"):
         check()
-    installed["fla"] = ModuleSpec("fla", None)
+    installed |= {name: ModuleSpec(name, None) for name in ("fla", "triton")}
+    with pytest.raises(ConfigError, match=": pip install tilelang on"):
+        check()
+    triton["triton"] = "3.7.1"
+    check()
+    triton["triton"] = "3.6.0"
+    installed["tilelang"] = ModuleSpec("tilelang", None)
     check(tensor_model_parallel_size=2)
     with pytest.raises(ConfigError, match="2 gated delta heads are not divisible by tensor x context parallel size=4"):
         check(tensor_model_parallel_size=2, context_parallel_size=2)
