@@ -3,14 +3,18 @@
 Ranks with GPUs are forked from a clean server process instead, since CUDA does not survive a fork.
 """
 
+import gc
 import multiprocessing
 import os
 import pickle
 import tempfile
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from multiprocessing import forkserver
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +29,39 @@ MODELS = tuple(f"transformers.models.{name}.modeling_{name}" for name in ("llama
 """What most tests build: imported once instead of by every rank."""
 
 
+class Answers(dict[Any, list[Any] | str]):
+    """What ranks returned for each case, in rank order; AssertionError for one that failed."""
+
+    def __getitem__(self, name: Any) -> list[Any]:
+        answer = super().__getitem__(name)
+        assert not isinstance(answer, str), answer
+        return answer
+
+
 def run_ranks(world_size: int, work: Callable[..., Any], *args: Any, backend: str = "gloo") -> list[Any]:
     """`work(*args)` on every rank of a fresh process group; results in rank order. AssertionError if one fails."""
+    return run_cases(world_size, {"": partial(work, *args)}, backend=backend)[""]
+
+
+def run_cases(world_size: int, cases: Mapping[Any, Callable[[], Any]], *, backend: str = "gloo") -> Answers:
+    """Every case on every rank of a process group, one after the other.
+
+    Ranks of which one failed are not used again: fresh ones run the cases that come after. Each case has DEADLINE_S.
+    """
+    answers = Answers()
+    while left := [name for name in cases if name not in answers]:
+        answers.update(zip(left, _run_until_one_fails(world_size, [cases[name] for name in left], backend)))
+    return answers
+
+
+def params_beside(request: Any) -> list[Mapping[str, Any]]:
+    """The parameters of all tests of the function of this one that the session runs: their cases can share ranks."""
+    tests = [one for one in request.session.items if getattr(one, "function", None) is request.function]
+    return [test.callspec.params for test in tests]
+
+
+def _run_until_one_fails(world_size: int, works: Sequence[Callable[[], Any]], backend: str) -> list[list[Any] | str]:
+    """Results of each work in rank order, up to the first that failed on a rank; of that one how it failed."""
     deadline_s = scaled_s(DEADLINE_S)
     context: Any = multiprocessing.get_context("forkserver" if "nccl" in backend else "fork")
     if "nccl" in backend:
@@ -34,23 +69,35 @@ def run_ranks(world_size: int, work: Callable[..., Any], *args: Any, backend: st
     with tempfile.TemporaryDirectory() as place:
         ranks = [
             context.Process(
-                target=_rank, args=(rank, world_size, Path(place), backend, deadline_s / 2, work, args), daemon=True
+                target=_rank, args=(rank, world_size, Path(place), backend, deadline_s / 2, works), daemon=True
             )
             for rank in range(world_size)
         ]
         for process in ranks:
             process.start()
-        for process in ranks:
-            process.join(deadline_s)
+        _wait(ranks, Path(place), world_size * deadline_s)
         hung = [rank for rank, process in enumerate(ranks) if process.is_alive()]
         for process in ranks:
             process.kill()
             process.join()
-        results = [_read(Path(place) / f"result_{rank}") for rank in range(world_size)]
-    assert not hung, f"ranks {hung} did not end within {deadline_s:g} s"
-    failed = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(results) if not ok]
-    assert not failed, "\n".join(failed)
-    return [value for _, value in results]
+        answers: list[list[Any] | str] = []
+        for number in range(len(works)):
+            results = [_read(Path(place) / f"{number}_of_{rank}") for rank in range(world_size)]
+            failed = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(results) if not ok]
+            if failed:
+                late = [f"ranks {hung} did not end within {deadline_s:g} s"] if hung else []
+                return [*answers, "\n".join([*late, *failed])]
+            answers.append([value for _, value in results])
+        return answers
+
+
+def _wait(ranks: Sequence[Any], place: Path, deadline_s: float) -> None:
+    """Until all ranks have ended, or none of them has answered anything for `deadline_s`."""
+    end_s, answered = time.monotonic() + deadline_s, 0
+    while (running := [p.sentinel for p in ranks if p.is_alive()]) and time.monotonic() < end_s:
+        wait(running, 1.0)
+        if (count := len(list(place.glob("*_of_*")))) > answered:
+            end_s, answered = time.monotonic() + deadline_s, count
 
 
 def _start_server(context: Any) -> None:
@@ -63,22 +110,45 @@ def _start_server(context: Any) -> None:
 
 
 def _rank(
-    rank: int, world_size: int, place: Path, backend: str, deadline_s: float, work: Callable[..., Any], args: Any
+    rank: int,
+    world_size: int,
+    place: Path,
+    backend: str,
+    deadline_s: float,
+    works: Sequence[Callable[[], Any]],
 ) -> None:
     torch.set_num_threads(1)
     os.environ.pop("RANK", None)
     store = dist.FileStore(str(place / "store"), world_size)
-    try:
-        dist.init_process_group(
-            backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=deadline_s)
-        )
-        store.set(f"connected {rank}", "")  # a rank whose work ends at once must not leave while others still connect
-        store.wait([f"connected {other}" for other in range(world_size)], timedelta(seconds=deadline_s))
-        result = (True, work(*args))
-    except BaseException:
-        result = (False, traceback.format_exc())
-    (place / f"result_{rank}").write_bytes(pickle.dumps(result))
+    for number, work in enumerate(works):
+        try:
+            if number == 0:
+                _connect(rank, world_size, store, backend, timedelta(seconds=deadline_s))
+            result = (True, work())
+        except BaseException:
+            result = (False, traceback.format_exc())
+        written = place / f"result of {rank}"
+        written.write_bytes(pickle.dumps(result))
+        written.rename(place / f"{number}_of_{rank}")
+        if not result[0]:
+            break
+        del result
+        if number + 1 < len(works):
+            _free()
     os._exit(0)
+
+
+def _connect(rank: int, world_size: int, store: dist.Store, backend: str, limit: timedelta) -> None:
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
+    store.set(f"connected {rank}", "")  # a rank whose work ends at once must not leave while others still connect
+    store.wait([f"connected {other}" for other in range(world_size)], limit)
+
+
+def _free() -> None:
+    """Engines of the last case are gone before the next one measures or takes memory."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def _read(path: Path) -> tuple[bool, Any]:

@@ -1,9 +1,10 @@
 """FSDPEngine on CUDA and NCCL: bf16 compute over float32 masters, varlen attention, offload, one and two ranks."""
 
 from collections.abc import Mapping
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -32,9 +33,9 @@ from tests.contracts.train_engine import (
     share_of,
     waits_of,
 )
-from tests.ranks import run_ranks
+from tests.ranks import Answers, params_beside, run_cases, run_ranks
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]  # the first test waits for all those that share its ranks
 BACKEND = "cpu:gloo,cuda:nccl"
 GPUS = len(list(Path("/dev").glob("nvidia[0-9]*")))
 WIDE: dict[str, Any] = {
@@ -97,14 +98,38 @@ CASES = [
 ]
 
 
+FACTORIES = [(exact_engine, 2e-5), (cuda_engine, 0.05)]
+Step = tuple[Any, str, str, Case]
+Beside = tuple[tuple[Step, int], ...]
+
+
+@pytest.fixture
+def beside(request: pytest.FixtureRequest) -> Beside:
+    """The steps and world sizes of the tests of the same function that this session runs; one size shares ranks."""
+    each = params_beside(request)
+    return tuple(((of["factory"], of["model"], of["head"], of["case"]), of["world"]) for of in each)
+
+
+@cache
+def steps_of(world: int, beside: Beside) -> Answers:
+    steps = [step for step, size in beside if size == world]
+    return run_cases(world, {step: partial(one_step, *step) for step in steps}, backend=BACKEND)
+
+
 @pytest.mark.parametrize(("world", "case"), CASES)
 @pytest.mark.parametrize(("model", "head"), [("qwen2-tied", "lm"), ("llama-untied", "scalar"), ("qwen3-window", "lm")])
-@pytest.mark.parametrize(("factory", "tolerance"), [(exact_engine, 2e-5), (cuda_engine, 0.05)], ids=["float32", "bf16"])
+@pytest.mark.parametrize(("factory", "tolerance"), FACTORIES, ids=["float32", "bf16"])
 def test_loss_and_gradients_on_cuda(
-    factory: Any, tolerance: float, model: str, head: str, world: int, case: Case
+    factory: Any,
+    tolerance: float,
+    model: str,
+    head: str,
+    world: int,
+    case: Case,
+    beside: Beside,
 ) -> None:
     outputs, loss, gradients = reference(model, head)
-    ranks = run_ranks(world, one_step, factory, model, head, case, backend=BACKEND)
+    ranks = steps_of(world, beside)[factory, model, head, case]
     for name, expected in outputs.items():
         gradient = collected(ranks, name)
         assert distance(gradient, expected) < tolerance
@@ -139,7 +164,8 @@ def test_layers_are_compiled_once_for_packs_of_all_lengths() -> None:
     assert graphs <= 4  # two for the layers; the statistics of logits have own ones from a vocabulary of 4096 on
 
 
-NEEDS_8BIT = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
+HAS_8BIT = find_spec("bitsandbytes") is not None
+NEEDS_8BIT = pytest.mark.skipif(not HAS_8BIT, reason="needs bitsandbytes")
 OPTIMIZERS = {
     "Muon": OptimConfig(lr=1e-3, optimizer="Muon"),
     "AdamW8bit": OptimConfig(lr=1e-3, optimizer="AdamW8bit", optimizer_impl="bitsandbytes.optim"),
@@ -167,11 +193,19 @@ def optimizer_steps(kind: str, path: Path) -> tuple[dict[str, Tensor], int, bool
     return whole(engine), moments, same(whole(engine), whole(again))
 
 
+@cache
+def steps_of_optimizers(world: int) -> Answers:
+    kinds = [kind for kind in OPTIMIZERS if HAS_8BIT or kind != "AdamW8bit"]
+    with TemporaryDirectory() as place:
+        cases = {kind: partial(optimizer_steps, kind, Path(place) / kind) for kind in kinds}
+        return run_cases(world, cases, backend=BACKEND)
+
+
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=needs(2))])
 @pytest.mark.parametrize("kind", ["Muon", pytest.param("AdamW8bit", marks=NEEDS_8BIT), "host"])
-def test_optimizers_step_and_continue_on_cuda(kind: str, world: int, tmp_path: Path) -> None:
-    adamw, adamw_bytes, _ = run_ranks(world, optimizer_steps, "AdamW", tmp_path / "adamw", backend=BACKEND)[0]
-    weights, moments_bytes, equal = run_ranks(world, optimizer_steps, kind, tmp_path / kind, backend=BACKEND)[0]
+def test_optimizers_step_and_continue_on_cuda(kind: str, world: int) -> None:
+    adamw, adamw_bytes, _ = steps_of_optimizers(world)["AdamW"][0]
+    weights, moments_bytes, equal = steps_of_optimizers(world)[kind][0]
     assert equal
     assert moments_bytes < {"Muon": 0.9, "AdamW8bit": 0.3, "host": 0.01}[kind] * adamw_bytes
     if kind != "Muon":
@@ -285,9 +319,9 @@ def peak_bytes(recompute: bool, chunk_elements: int | None) -> int:
 
 
 def test_recomputation_and_chunks_bound_memory() -> None:
-    (plain,) = run_ranks(1, peak_bytes, False, None, backend=BACKEND)
-    (recomputed,) = run_ranks(1, peak_bytes, True, None, backend=BACKEND)
-    (chunked,) = run_ranks(1, peak_bytes, True, 1 << 22, backend=BACKEND)
+    ways = {"plain": (False, None), "recomputed": (True, None), "chunked": (True, 1 << 22)}
+    peaks = run_cases(1, {name: partial(peak_bytes, *way) for name, way in ways.items()}, backend=BACKEND)
+    (plain,), (recomputed,), (chunked,) = (peaks[name] for name in ways)
     logits = 64 * 192 * 32000 * 4
     assert recomputed < 0.8 * plain
     assert chunked < recomputed
@@ -299,4 +333,5 @@ def waits(num_rows: int) -> list[int]:
 
 
 def test_no_micro_batch_waits_for_the_gpu() -> None:
-    assert run_ranks(1, waits, 1, backend=BACKEND) == run_ranks(1, waits, 8, backend=BACKEND)
+    places = run_cases(1, {num: partial(waits, num) for num in (1, 8)}, backend=BACKEND)
+    assert places[1] == places[8]

@@ -1,10 +1,9 @@
 """MegatronEngine on CUDA: bf16 with float32 masters, Transformer Engine where it is there, one GPU and several."""
 
 import importlib.util
-import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from rlsys.engines.micro_batches import MicroBatches
 from rlsys.models.hf import open_weights, read_config, read_whole
 from rlsys.models.megatron.parallel import ParallelSizes
 from rlsys.protocol import DataProto
-from tests.contracts.test_adapters import ALL, LATENT, MLP, adapted_reference
+from tests.contracts.test_adapters import ALL, LATENT, MLP, Expected, adapted_reference
 from tests.contracts.train_engine import (
     MODELS,
     OUTPUTS,
@@ -34,10 +33,14 @@ from tests.contracts.train_engine import (
     waits_of,
 )
 from tests.engine_gradients import gradients
-from tests.ranks import run_ranks
+from tests.ranks import Answers, params_beside, run_cases, run_ranks
 
 HAS_MEGATRON = importlib.util.find_spec("megatron") is not None
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_MEGATRON, reason="needs megatron-core")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(600),  # the first test waits for all those that share its ranks
+    pytest.mark.skipif(not HAS_MEGATRON, reason="needs megatron-core"),
+]
 BACKEND = "cpu:gloo,cuda:nccl"
 GPUS = len(list(Path("/dev").glob("nvidia[0-9]*")))
 SMOLLM2: dict[str, Any] = {
@@ -140,19 +143,13 @@ def whole(engine: Any) -> dict[str, Tensor]:
     return {name: tensor.cpu().clone() for bucket in engine.weights(1 << 28) for name, tensor in bucket}
 
 
-def loaded_weights(model: dict[str, Any], case: Case) -> list[str]:
-    """Names of tensors that are not, bit by bit, those of the source."""
-    source = ModelConfig(override_config=model)
-    expected = open_weights(source, read_config(source), head="lm", seed=SEED)
-    loaded = whole(megatron(model, case=case))
-    return [
-        name for name, tensor in loaded.items() if not torch.equal(tensor, read_whole(expected[name]).to(tensor.dtype))
-    ]
-
-
+Layout = tuple[str, Case]
+"""The name of a model, and how ranks split it."""
+Beside = tuple[tuple[Layout, int], ...]
+LAYOUT_MODELS = {"dense": EVEN, "sparse": SPARSE}
 LAYOUTS = [
-    pytest.param(model, world, Case(max_tokens=2048, megatron=sizes), marks=needs(world), id=f"{name}-{world}-{label}")
-    for name, model in (("dense", EVEN), ("sparse", SPARSE))
+    pytest.param((name, Case(max_tokens=2048, megatron=sizes)), world, marks=needs(world), id=f"{name}-{world}-{label}")
+    for name in LAYOUT_MODELS
     for world, label, sizes in [
         (1, "one", ParallelSizes()),
         (2, "tp2", ParallelSizes(tp=2, sequence_parallel=True)),
@@ -169,12 +166,36 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(("model", "world", "case"), LAYOUTS)
-def test_the_weights_are_those_of_the_source_bit_by_bit(model: dict[str, Any], world: int, case: Case) -> None:
-    assert run_ranks(world, loaded_weights, model, case, backend=BACKEND) == [[]] * world
+@pytest.fixture
+def beside(request: pytest.FixtureRequest) -> Beside:
+    """The layouts and world sizes of the tests of the same function that this session runs; one size shares ranks."""
+    return tuple((params["layout"], params["world"]) for params in params_beside(request))
+
+
+def loaded_weights(model: dict[str, Any], case: Case) -> list[str]:
+    """Names of tensors that are not, bit by bit, those of the source."""
+    source = ModelConfig(override_config=model)
+    expected = open_weights(source, read_config(source), head="lm", seed=SEED)
+    loaded = whole(megatron(model, case=case))
+    return [
+        name for name, tensor in loaded.items() if not torch.equal(tensor, read_whole(expected[name]).to(tensor.dtype))
+    ]
+
+
+@cache
+def loaded(world: int, beside: Beside) -> Answers:
+    layouts = [layout for layout, size in beside if size == world]
+    cases = {(name, case): partial(loaded_weights, LAYOUT_MODELS[name], case) for name, case in layouts}
+    return run_cases(world, cases, backend=BACKEND)
+
+
+@pytest.mark.parametrize(("layout", "world"), LAYOUTS)
+def test_the_weights_are_those_of_the_source_bit_by_bit(layout: Layout, world: int, beside: Beside) -> None:
+    assert loaded(world, beside)[layout] == [[]] * world
 
 
 def trained(model: dict[str, Any], case: Case, steps: int = 3) -> list[tuple[float, float]]:
+    """Losses and gradient norms."""
     engine = megatron(model, case=case)
     rows = rows_of(model["vocab_size"])
     share = len(rows) // engine.dp_size
@@ -186,20 +207,38 @@ def trained(model: dict[str, Any], case: Case, steps: int = 3) -> list[tuple[flo
     return losses
 
 
+ALL_LINEAR = Lora(rank=8, alpha=16)
+
+
 @cache
-def trained_alone(*, sparse: bool = False, adapters: bool = False) -> list[tuple[float, float]]:
-    """Losses and gradient norms on one GPU."""
-    case = Case(max_tokens=2048, lora=ALL_LINEAR if adapters else None)
-    return run_ranks(1, trained, SPARSE if sparse else EVEN, case, backend=BACKEND)[0]
+def trained_layouts(world: int, beside: Beside, lora: Lora | None) -> Answers:
+    """What `trained` says of every layout, and on one GPU of every model by its name alone."""
+    cases: dict[Any, Any] = {layout: layout for layout, size in beside if size == world}
+    if world == 1:
+        cases |= {name: (name, Case(max_tokens=2048)) for (name, _), _ in beside}
+    works = {
+        key: partial(trained, LAYOUT_MODELS[name], replace(case, lora=lora)) for key, (name, case) in cases.items()
+    }
+    return run_cases(world, works, backend=BACKEND)
 
 
-@pytest.mark.parametrize(("model", "world", "case"), LAYOUTS)
-def test_every_layout_trains_as_one_gpu_does(model: dict[str, Any], world: int, case: Case) -> None:
-    alone = trained_alone(sparse=model is SPARSE)
-    for losses in run_ranks(world, trained, model, case, backend=BACKEND):
+def assert_trains_as_one_gpu_does(layout: Layout, world: int, beside: Beside, lora: Lora | None) -> None:
+    (alone,) = trained_layouts(1, beside, lora)[layout[0]]
+    for losses in trained_layouts(world, beside, lora)[layout]:
+        print(losses, alone)
         for (loss, norm), (loss_alone, norm_alone) in zip(losses, alone, strict=True):
             assert loss == pytest.approx(loss_alone, rel=0.02, abs=0.02)
             assert norm == pytest.approx(norm_alone, rel=0.05)
+
+
+@pytest.mark.parametrize(("layout", "world"), LAYOUTS)
+def test_every_layout_trains_as_one_gpu_does(layout: Layout, world: int, beside: Beside) -> None:
+    assert_trains_as_one_gpu_does(layout, world, beside, lora=None)
+
+
+@pytest.mark.parametrize(("layout", "world"), LAYOUTS)
+def test_every_layout_trains_the_same_adapters(layout: Layout, world: int, beside: Beside) -> None:
+    assert_trains_as_one_gpu_does(layout, world, beside, lora=ALL_LINEAR)
 
 
 @dataclass(frozen=True)
@@ -231,38 +270,30 @@ SHARED = {
 }
 
 
-def all_numbers() -> dict[str, Any]:
-    """Outputs and gradients of each case, or how it failed; of the first rank."""
-    results: dict[str, Any] = {}
-    for name, case in SHARED.items():
-        shared = dist.get_world_size() > 1
-        sizes = ParallelSizes(cp=2, ep=case.ep) if shared else ParallelSizes()
-        rows, outputs = rows_of(case.model["vocab_size"]), OUTPUTS[case.head]
-        try:
-            split = Case(max_tokens=1024, megatron=sizes, gradient_checkpointing=case.recompute)
-            engine = megatron(case.model, case.head, split, dtype=case.dtype, fp8=case.fp8)
-            forward = engine.forward(rows, outputs)
-            metrics = engine.forward_backward(rows, loss_of, outputs=outputs)
-            flat = torch.cat([gradient.flatten().cpu() for gradient in gradients(engine).values()])
-        except Exception:
-            results[name] = traceback.format_exc()
-            continue
-        norm = engine.optim_step().grad_norm
-        results[name] = {"outputs": forward, "gradients": flat, "metrics": metrics, "norm": norm}
-    return results if dist.get_rank() == 0 else {}
+def shared_numbers(case: Shared) -> dict[str, Any]:
+    """Outputs and gradients, of the first rank."""
+    shared = dist.get_world_size() > 1
+    sizes = ParallelSizes(cp=2, ep=case.ep) if shared else ParallelSizes()
+    rows, outputs = rows_of(case.model["vocab_size"]), OUTPUTS[case.head]
+    split = Case(max_tokens=1024, megatron=sizes, gradient_checkpointing=case.recompute)
+    engine = megatron(case.model, case.head, split, dtype=case.dtype, fp8=case.fp8)
+    forward = engine.forward(rows, outputs)
+    metrics = engine.forward_backward(rows, loss_of, outputs=outputs)
+    flat = torch.cat([gradient.flatten().cpu() for gradient in gradients(engine).values()])
+    norm = engine.optim_step().grad_norm
+    numbers = {"outputs": forward, "gradients": flat, "metrics": metrics, "norm": norm}
+    return numbers if dist.get_rank() == 0 else {}
 
 
 @cache
-def numbers(world: int) -> dict[str, Any]:
-    return run_ranks(world, all_numbers, backend=BACKEND)[0]
+def numbers(world: int) -> Answers:
+    return run_cases(world, {name: partial(shared_numbers, case) for name, case in SHARED.items()}, backend=BACKEND)
 
 
 @needs(2)
 @pytest.mark.parametrize("name", list(SHARED))
 def test_shared_sequences_have_the_numbers_of_one_gpu(name: str) -> None:
-    alone, shared, case = numbers(1)[name], numbers(2)[name], SHARED[name]
-    assert not isinstance(alone, str), alone
-    assert not isinstance(shared, str), shared
+    alone, shared, case = numbers(1)[name][0], numbers(2)[name][0], SHARED[name]
     mask = rows_of(case.model["vocab_size"]).tensors["response_mask"].bool()
     off = {k: float((shared["outputs"][k] - v)[mask].abs().mean()) for k, v in alone["outputs"].items()}
     far = distance(shared["gradients"], alone["gradients"])
@@ -274,12 +305,19 @@ def test_shared_sequences_have_the_numbers_of_one_gpu(name: str) -> None:
     assert shared["metrics"]["row_length"] == alone["metrics"]["row_length"]
 
 
-@pytest.mark.parametrize(
-    ("name", "head"), [("qwen2-tied", "lm"), ("llama-untied", "scalar"), ("deepseek-v3", "lm"), ("gpt-oss", "lm")]
-)
+FLOAT64 = [("qwen2-tied", "lm"), ("llama-untied", "scalar"), ("deepseek-v3", "lm"), ("gpt-oss", "lm")]
+
+
+@cache
+def first_steps() -> Answers:
+    cases = {(name, head): partial(one_step, megatron, name, head, Case(rows=3)) for name, head in FLOAT64}
+    return run_cases(1, cases, backend=BACKEND)
+
+
+@pytest.mark.parametrize(("name", "head"), FLOAT64)
 def test_loss_and_gradients_are_near_the_float64_reference(name: str, head: str) -> None:
     outputs, loss, gradients = reference(name, head)
-    (rank,) = run_ranks(1, one_step, megatron, name, head, Case(rows=3), backend=BACKEND)
+    (rank,) = first_steps()[name, head]
     for output, expected in outputs.items():
         assert distance(rank["outputs"][output], expected) < 0.05
     assert rank["metrics"]["loss"] == pytest.approx(loss, rel=0.5, abs=0.05)
@@ -310,53 +348,70 @@ def with_fusion(model: dict[str, Any], case: Case, on: bool) -> dict[str, Any]:
     return {"gradients": flat, "steps": steps, "added": added, "of": len(matrices)}
 
 
-def both_ways(sizes: list[ParallelSizes]) -> list[tuple[float, dict[str, Any], dict[str, Any]]]:
+FUSED = {
+    1: [ParallelSizes()],
+    2: [ParallelSizes(), ParallelSizes(tp=2, sequence_parallel=True), ParallelSizes(pp=2, vp=2)],
+}
+
+
+def both_ways(size: ParallelSizes) -> list[tuple[float, dict[str, Any], dict[str, Any]]]:
     """How far gradients with the fusion are from those without it, against their norm, and other numbers of each."""
     results = []
-    for size in sizes:
-        for model in (SMALL, {**SPARSE, **VOCABULARY}):
-            case = Case(max_tokens=1024, megatron=size, gradient_checkpointing=model is not SMALL)
-            fused, other = (with_fusion(model, case, on) for on in (True, False))
-            results.append((distance(fused.pop("gradients"), other.pop("gradients")), fused, other))
+    for model in (SMALL, {**SPARSE, **VOCABULARY}):
+        case = Case(max_tokens=1024, megatron=size, gradient_checkpointing=model is not SMALL)
+        fused, other = (with_fusion(model, case, on) for on in (True, False))
+        results.append((distance(fused.pop("gradients"), other.pop("gradients")), fused, other))
     return results
+
+
+@cache
+def fused(world: int) -> Answers:
+    return run_cases(world, {size: partial(both_ways, size) for size in FUSED[world]}, backend=BACKEND)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="needs Transformer Engine")
 @pytest.mark.parametrize(
     ("world", "sizes"),
     [
-        pytest.param(1, [ParallelSizes()], id="one"),
-        pytest.param(2, [ParallelSizes(), ParallelSizes(tp=2, sequence_parallel=True)], id="two", marks=needs(2)),
-        pytest.param(2, [ParallelSizes(pp=2, vp=2)], id="stages", marks=needs(2)),
+        pytest.param(1, FUSED[1], id="one"),
+        pytest.param(2, FUSED[2][:2], id="two", marks=needs(2)),
+        pytest.param(2, FUSED[2][2:], id="stages", marks=needs(2)),
     ],
 )
 def test_products_add_gradients_themselves_and_they_are_the_same(world: int, sizes: list[ParallelSizes]) -> None:
     """Within the rounding of a gradient to bfloat16, which fused products do not need; over several calls, too."""
-    for rank in run_ranks(world, both_ways, sizes, backend=BACKEND):
-        for far, fused, other in rank:
-            print(f"gradients {far:.2e}", fused, other)
-            assert fused["added"] == fused["of"] > 0
-            assert other["added"] == 0
-            assert far < 0.01
-            for (loss, norm), (other_loss, other_norm) in zip(fused["steps"], other["steps"], strict=True):
-                assert loss == pytest.approx(other_loss, rel=0.02, abs=0.02)
-                assert norm == pytest.approx(other_norm, rel=0.05)
+    for far, ours, other in [numbers for size in sizes for rank in fused(world)[size] for numbers in rank]:
+        print(f"gradients {far:.2e}", ours, other)
+        assert ours["added"] == ours["of"] > 0
+        assert other["added"] == 0
+        assert far < 0.01
+        for (loss, norm), (other_loss, other_norm) in zip(ours["steps"], other["steps"], strict=True):
+            assert loss == pytest.approx(other_loss, rel=0.02, abs=0.02)
+            assert norm == pytest.approx(other_norm, rel=0.05)
 
 
-ALL_LINEAR = Lora(rank=8, alpha=16)
+ADAPTED = [("qwen2-tied", "lm", ALL), ("llama-untied", "scalar", ALL), ("deepseek-v3", "lm", (*LATENT, *MLP))]
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Expected], Answers]:
+    """The reference of each model, and its first step without and with recomputation."""
+    expected, cases = {}, {}
+    for name, head, targets in ADAPTED:
+        expected[name] = adapted_reference(name, head, targets, tmp_path_factory.mktemp(name))
+        for recompute in (False, True):
+            case = Case(rows=3, gradient_checkpointing=recompute, lora=expected[name][0])
+            cases[name, recompute] = partial(one_step, megatron, name, head, case)
+    return expected, run_cases(1, cases, backend=BACKEND)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize(
-    ("name", "head", "targets"),
-    [("qwen2-tied", "lm", ALL), ("llama-untied", "scalar", ALL), ("deepseek-v3", "lm", (*LATENT, *MLP))],
-)
+@pytest.mark.parametrize(("name", "head", "targets"), ADAPTED)
 def test_adapters_have_the_gradients_of_the_float64_reference(
-    name: str, head: str, targets: tuple[str, ...], recompute: bool, tmp_path: Path
+    name: str, head: str, targets: tuple[str, ...], recompute: bool, adapted: tuple[dict[str, Expected], Answers]
 ) -> None:
-    settings, outputs, loss, gradients = adapted_reference(name, head, targets, tmp_path)
-    case = Case(rows=3, gradient_checkpointing=recompute, lora=settings)
-    (rank,) = run_ranks(1, one_step, megatron, name, head, case, backend=BACKEND)
+    _, outputs, loss, gradients = adapted[0][name]
+    (rank,) = adapted[1][name, recompute]
     apart = {output: distance(rank["outputs"][output], expected) for output, expected in outputs.items()}
     assert rank["gradients"].keys() == gradients.keys()
     flat = [torch.cat([tensors[n].flatten() for n in gradients]) for tensors in (rank["gradients"], gradients)]
@@ -364,16 +419,6 @@ def test_adapters_have_the_gradients_of_the_float64_reference(
     assert max(apart.values()) < 0.05
     assert rank["metrics"]["loss"] == pytest.approx(loss, rel=0.5, abs=0.05)
     assert distance(*flat) < 0.1
-
-
-@pytest.mark.parametrize(("model", "world", "case"), LAYOUTS)
-def test_every_layout_trains_the_same_adapters(model: dict[str, Any], world: int, case: Case) -> None:
-    alone = trained_alone(sparse=model is SPARSE, adapters=True)
-    for losses in run_ranks(world, trained, model, replace(case, lora=ALL_LINEAR), backend=BACKEND):
-        print(losses, alone)
-        for (loss, norm), (loss_alone, norm_alone) in zip(losses, alone, strict=True):
-            assert loss == pytest.approx(loss_alone, rel=0.02, abs=0.02)
-            assert norm == pytest.approx(norm_alone, rel=0.05)
 
 
 def served(model: dict[str, Any]) -> dict[str, Any]:
@@ -393,9 +438,14 @@ def served(model: dict[str, Any]) -> dict[str, Any]:
     return {"reference": reference, "pushed": torch.equal(values(engine), values(plain))}
 
 
-@pytest.mark.parametrize("model", [EVEN, SPARSE], ids=["dense", "sparse"])
-def test_it_computes_with_the_weights_that_it_pushes_and_is_its_own_reference(model: dict[str, Any]) -> None:
-    (result,) = run_ranks(1, served, model, backend=BACKEND)
+@cache
+def served_by_each() -> Answers:
+    return run_cases(1, {name: partial(served, model) for name, model in LAYOUT_MODELS.items()}, backend=BACKEND)
+
+
+@pytest.mark.parametrize("name", list(LAYOUT_MODELS))
+def test_it_computes_with_the_weights_that_it_pushes_and_is_its_own_reference(name: str) -> None:
+    (result,) = served_by_each()[name]
     assert result["reference"]
     assert result["pushed"]
 
@@ -416,7 +466,8 @@ def peak_of_a_step(lora: Lora | None) -> float:
 
 
 def test_merged_weights_are_not_kept_for_the_backward_pass() -> None:
-    (adapted,), (full,) = (run_ranks(1, peak_of_a_step, lora, backend=BACKEND) for lora in (ALL_LINEAR, None))
+    peaks = run_cases(1, {lora: partial(peak_of_a_step, lora) for lora in (ALL_LINEAR, None)}, backend=BACKEND)
+    (adapted,), (full,) = peaks[ALL_LINEAR], peaks[None]
     weights = 2 * (512 * (512 + 2 * 128) + 512 * 512 + 3 * 512 * 1536)
     print(adapted, full, weights)
     assert adapted - full < 0.3 * weights
@@ -435,9 +486,14 @@ def moved(lora: Lora | None) -> dict[str, Any]:
     return {"left": left / full, "same": same, "after": train()}
 
 
+@cache
+def moved_by_each() -> Answers:
+    return run_cases(1, {lora: partial(moved, lora) for lora in (None, ALL_LINEAR)}, backend=BACKEND)
+
+
 @pytest.mark.parametrize("lora", [None, ALL_LINEAR], ids=["full", "lora"])
 def test_parts_move_to_the_host_and_back(lora: Lora | None) -> None:
-    (result,) = run_ranks(1, moved, lora, backend=BACKEND)
+    (result,) = moved_by_each()[lora]
     assert result["same"]
     assert lora or result["left"] < 0.2  # the libraries' workspaces stay
     assert all(value == value for value in result["after"])
@@ -448,7 +504,8 @@ def waits(num_rows: int) -> list[int]:
 
 
 def test_no_micro_batch_waits_for_the_gpu() -> None:
-    assert run_ranks(1, waits, 1, backend=BACKEND) == run_ranks(1, waits, 8, backend=BACKEND)
+    places = run_cases(1, {num: partial(waits, num) for num in (1, 8)}, backend=BACKEND)
+    assert places[1] == places[8]
 
 
 def resumed(place: Path, first: bool) -> tuple[Any, dict[str, Tensor]]:
@@ -472,18 +529,23 @@ def test_a_resumed_run_continues_like_the_uninterrupted_one(tmp_path: Path) -> N
     assert all(torch.allclose(weights[name].float(), others[name].float(), atol=2e-3) for name in weights)
 
 
+FP8 = [
+    {"fp8": "hybrid"},
+    *({"override_transformer_config": {"fp8": "hybrid", "fp8_recipe": way}} for way in ("tensorwise", "delayed")),
+    {"override_transformer_config": {"fp8": "e4m3", "fp8_recipe": "blockwise"}},
+]
+
+
+@cache
+def trained_in_each_fp8() -> Answers:
+    cases: dict[str, Any] = {str(section): partial(trained_in_fp8, section) for section in FP8}
+    return run_cases(1, {"bfloat16": partial(trained, EVEN, Case(max_tokens=2048)), **cases}, backend=BACKEND)
+
+
 @pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="needs Transformer Engine")
-@pytest.mark.parametrize(
-    "section",
-    [
-        {"fp8": "hybrid"},
-        *({"override_transformer_config": {"fp8": "hybrid", "fp8_recipe": way}} for way in ("tensorwise", "delayed")),
-        {"override_transformer_config": {"fp8": "e4m3", "fp8_recipe": "blockwise"}},
-    ],
-)
+@pytest.mark.parametrize("section", FP8)
 def test_fp8_trains(section: dict[str, Any]) -> None:
-    (result,) = run_ranks(1, trained_in_fp8, section, backend=BACKEND)
-    exact = trained_alone()
+    (result,), (exact,) = trained_in_each_fp8()[str(section)], trained_in_each_fp8()["bfloat16"]
     assert result[0][0] == pytest.approx(exact[0][0], rel=0.05)
     assert all(0 < norm < float("inf") for _, norm in result)
     assert result[-1][0] < result[0][0] or exact[-1][0] >= exact[0][0]

@@ -1,6 +1,7 @@
 """Vision-language models on a GPU: engines and FSDP give the log-probabilities of transformers' own forward pass."""
 
 import importlib.util
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from rlsys.rollout.base import EngineContext
 from rlsys.rollout.batch import generate_sequences
 from rlsys.rollout.hf.engine import HFRollout
 from tests.e2e.conftest import GPU_CACHE_BYTES
-from tests.ranks import run_ranks
+from tests.ranks import Answers, run_cases, run_ranks
 from tests.tiny_vision import MODELS, random_model, reference, vision_rows, wide
 
 pytestmark = pytest.mark.gpu
@@ -40,9 +41,14 @@ def drawn(family: str) -> float:
     return apart(answers.tensors["rollout_log_probs"], answers, family, has_twin=True)
 
 
+@cache
+def drawn_by_each() -> Answers:
+    return run_cases(1, {family: partial(drawn, family) for family in MODELS}, backend=BACKEND)
+
+
 @pytest.mark.parametrize("family", MODELS)
 def test_drawn_tokens_have_the_log_probs_of_the_cpu(family: str) -> None:
-    ((difference),) = run_ranks(1, drawn, family, backend=BACKEND)
+    (difference,) = drawn_by_each()[family]
     assert difference < 1e-4
 
 
@@ -55,10 +61,19 @@ def scored(family: str, dtype: str) -> float:
     return apart(engine.forward(rows, ("log_probs",))["log_probs"], rows, family, has_twin=False)
 
 
-@pytest.mark.parametrize(("dtype", "limit"), [("float32", 1e-4), ("bfloat16", 0.05)])
+LIMITS = {"float32": 1e-4, "bfloat16": 0.05}
+
+
+@cache
+def scored_by_each() -> Answers:
+    cases = {(family, dtype): partial(scored, family, dtype) for family in MODELS for dtype in LIMITS}
+    return run_cases(1, cases, backend=BACKEND)
+
+
+@pytest.mark.parametrize(("dtype", "limit"), list(LIMITS.items()))
 @pytest.mark.parametrize("family", MODELS)
 def test_packed_rows_on_cuda_have_the_log_probs_of_the_cpu(family: str, dtype: str, limit: float) -> None:
-    ((difference),) = run_ranks(1, scored, family, dtype, backend=BACKEND)
+    (difference,) = scored_by_each()[family, dtype]
     assert difference < limit
 
 
