@@ -1,6 +1,7 @@
 """Gated delta layers of Megatron on CUDA with flash-linear-attention: Qwen3-Next and Qwen3.5 on one GPU and two."""
 
 import importlib.util
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -10,13 +11,26 @@ import pytest
 import torch
 
 from rlsys.models.megatron.parallel import ParallelSizes
-from tests.contracts.train_engine import Case, one_step, reference
+from tests.contracts.train_engine import Case, Lora, one_step, reference
 from tests.fla_stand_in import HAS_PACKED_DELTA, import_reference
-from tests.gpu.test_megatron_cuda import ALL_LINEAR, BACKEND, SPARSE, distance, loaded_weights, megatron, needs, trained
-from tests.ranks import run_ranks
+from tests.gpu.test_megatron_cuda import (
+    ALL_LINEAR,
+    BACKEND,
+    SPARSE,
+    Beside,
+    Layout,
+    beside,  # noqa: F401
+    distance,
+    loaded_weights,
+    megatron,
+    needs,
+    trained,
+)
+from tests.ranks import Answers, run_cases
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.timeout(900),  # the first test waits for all those that share its ranks
     pytest.mark.skipif(not HAS_PACKED_DELTA, reason="needs megatron-core>=0.19"),
     pytest.mark.skipif(importlib.util.find_spec("fla") is None, reason="needs flash-linear-attention"),
 ]
@@ -35,7 +49,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3.5-moe": {**SPARSE, **DELTA, "model_type": "qwen3_5_moe_text"},
 }
 LAYOUTS = [
-    pytest.param(name, world, Case(max_tokens=2048, megatron=sizes), marks=needs(world), id=f"{name}-{world}-{label}")
+    pytest.param((name, Case(max_tokens=2048, megatron=sizes)), world, marks=needs(world), id=f"{name}-{world}-{label}")
     for name in MODELS
     for world, label, sizes in [
         (1, "one", ParallelSizes()),
@@ -47,10 +61,12 @@ LAYOUTS = [
     ]
     if name != "qwen3.5" or sizes.ep == 1
 ]
+BUILDS_S = 420.0
+"""What a case may take that builds the kernels first."""
 
 
-def with_one_configuration(work: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """`work(*args, **options)` with the first configuration of each kernel, since timing all of them takes minutes."""
+def with_one_configuration(work: Callable[..., Any], *args: Any) -> Any:
+    """`work(*args)` with the first configuration of each kernel: building and timing all of them takes minutes."""
     from triton.runtime.autotuner import Autotuner
 
     start = Autotuner.__init__
@@ -58,30 +74,39 @@ def with_one_configuration(work: Callable[..., Any], *args: Any, **options: Any)
     def start_with_one(self: Any, fn: Any, arg_names: Any, configs: Sequence[Any], *rest: Any, **named: Any) -> None:
         start(self, fn, arg_names, configs[:1], *rest, **named)
 
-    Autotuner.__init__ = start_with_one
-    import_reference()
-    return work(*args, **options)
-
-
-@pytest.mark.parametrize(("name", "world", "case"), LAYOUTS)
-def test_the_weights_are_those_of_the_source_bit_by_bit(name: str, world: int, case: Case) -> None:
-    work = partial(with_one_configuration, loaded_weights)
-    assert run_ranks(world, work, MODELS[name], case, backend=BACKEND) == [[]] * world
+    if "fla" not in sys.modules:
+        Autotuner.__init__ = start_with_one
+    return work(*args)
 
 
 @cache
-def trained_alone(name: str, *, adapters: bool) -> list[tuple[float, float]]:
-    """Losses and gradient norms on one GPU."""
-    case = Case(max_tokens=2048, lora=ALL_LINEAR if adapters else None)
-    return run_ranks(1, partial(with_one_configuration, trained), MODELS[name], case, backend=BACKEND)[0]
+def answers(work: Callable[..., Any], world: int, layouts: Beside, lora: Lora | None = None) -> Answers:
+    """What a work says of every layout of a world size, whose ranks it shares, and on one GPU of each model by name."""
+    cases: dict[Any, Layout] = {layout: layout for layout, size in layouts if size == world}
+    if world == 1:
+        cases |= {name: (name, Case(max_tokens=2048)) for (name, _), _ in layouts}
+    works = {
+        key: partial(with_one_configuration, work, MODELS[name], replace(case, lora=lora))
+        for key, (name, case) in cases.items()
+    }
+    return run_cases(world, works, backend=BACKEND, deadline_s=BUILDS_S)
 
 
-@pytest.mark.parametrize("adapters", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize(("name", "world", "case"), LAYOUTS)
-def test_every_layout_trains_as_one_gpu_does(name: str, world: int, case: Case, adapters: bool) -> None:
-    alone = trained_alone(name, adapters=adapters)
-    case = replace(case, lora=ALL_LINEAR if adapters else None, gradient_checkpointing=world == 2)
-    for losses in run_ranks(world, partial(with_one_configuration, trained), MODELS[name], case, backend=BACKEND):
+@pytest.mark.parametrize(("layout", "world"), LAYOUTS)
+def test_the_weights_are_those_of_the_source_bit_by_bit(layout: Layout, world: int, beside: Beside) -> None:  # noqa: F811
+    assert answers(loaded_weights, world, beside)[layout] == [[]] * world
+
+
+@pytest.mark.parametrize("lora", [None, ALL_LINEAR], ids=["full", "lora"])
+@pytest.mark.parametrize(("layout", "world"), LAYOUTS)
+def test_every_layout_trains_as_one_gpu_does(
+    layout: Layout,
+    world: int,
+    lora: Lora | None,
+    beside: Beside,  # noqa: F811
+) -> None:
+    (alone,) = answers(trained, 1, beside, lora)[layout[0]]
+    for losses in answers(trained, world, beside, lora)[layout]:
         print(losses, alone)
         for (loss, norm), (loss_alone, norm_alone) in zip(losses, alone, strict=True):
             assert loss == pytest.approx(loss_alone, rel=0.02, abs=0.02)
@@ -92,8 +117,9 @@ def test_every_layout_trains_as_one_gpu_does(name: str, world: int, case: Case, 
 @pytest.mark.parametrize("name", ["qwen3-next", "qwen3.5"])
 def test_loss_and_gradients_are_near_the_float64_reference(name: str, dtype: str, near: float) -> None:
     outputs, loss, gradients = reference(name, "lm")
-    work = partial(with_one_configuration, one_step)
-    (rank,) = run_ranks(1, work, partial(megatron, dtype=dtype), name, "lm", Case(rows=3), backend=BACKEND)
+    step = partial(one_step, partial(megatron, dtype=dtype), name, "lm", Case(rows=3))
+    cases = {"": partial(with_one_configuration, step)}
+    (rank,) = run_cases(1, cases, backend=BACKEND, deadline_s=BUILDS_S)[""]
     apart = {output: distance(rank["outputs"][output], expected) for output, expected in outputs.items()}
     flat = [torch.cat([tensors[n].flatten() for n in gradients]) for tensors in (rank["gradients"], gradients)]
     print(name, dtype, apart, rank["metrics"]["loss"], loss, distance(*flat))
