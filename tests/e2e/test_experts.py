@@ -22,7 +22,7 @@ from rlsys.rollout.partial import PartialResponse
 from rlsys.types import ModelRequest, ResponseDelta, SamplingParams
 from rlsys.utils.errors import ConfigError
 from tests.contracts.rollout_engine import prompt_batch
-from tests.e2e.conftest import GPU_CACHE, Toy, with_model
+from tests.e2e.conftest import GPU_CACHE, UNCOMPILED, Toy, with_model
 from tests.ranks import run_ranks
 from tests.vllm_experts import divide_experts_on_cpus
 from trainer.main_ppo import main
@@ -112,6 +112,7 @@ def test_vllm_on_a_gpu_takes_the_stacks_of_gpt_oss(strategy: str, oss: Toy, tmp_
     argv = oss.overrides(
         tmp_path,
         *(f"actor_rollout_ref.actor.strategy={strategy}", f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.validate_weight=true"),
+        UNCOMPILED,
         *(f"{ROLLOUT}.parity.freq=1", f"{ROLLOUT}.parity.policy=stop", f"{ROLLOUT}.gpu_memory_utilization=0.3"),
         *("actor_rollout_ref.actor.optim.lr=1e-2", f"reward.custom_reward_function.path={oss.grader}"),
         GPU_CACHE,

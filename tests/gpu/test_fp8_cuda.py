@@ -29,7 +29,7 @@ from rlsys.types import Box, WeightLayout
 from rlsys.weights.endpoints import WeightReceiver, WeightSender
 from rlsys.weights.fp8 import MatrixBox, prepared_quantiser
 from rlsys.weights.sharding_manager import ShardingManager
-from tests.e2e.conftest import GPU_CACHE, GPU_CACHE_BYTES, Toy, toy, with_model  # noqa: F401
+from tests.e2e.conftest import GPU_CACHE, GPU_CACHE_BYTES, UNCOMPILED, Toy, toy, with_model  # noqa: F401
 from tests.fp8_models import EXPERTS, LATENT, MATRICES
 from tests.gpu.test_vllm_cuda import BACKEND, Trainer, apart, requests_of
 from tests.ranks import run_ranks
@@ -239,7 +239,7 @@ def test_a_run_serves_fp8(engine: str, gpus: int, kind: int | str, toy: Toy, tmp
         *(f"{rollout}.enforce_eager={kind != 64}", f"{rollout}.checkpoint_engine.backend=ipc", GPU_CACHE),
         *(f"actor_rollout_ref.actor.strategy={'megatron' if kind == 'latent' else 'fsdp'}",),
         *([f"+{rollout}.engine_kwargs.{engine}.attention_backend={ATTENTION[engine]}"] if kind == "latent" else []),
-        f"trainer.n_gpus_per_node={gpus}",
+        *(f"trainer.n_gpus_per_node={gpus}", *([UNCOMPILED] if kind != 64 else [])),
         *(f"{rollout}.validate_weight=true", f"{rollout}.parity.freq=1", f"{rollout}.parity.policy=stop"),
         f"reward.custom_reward_function.path={model.grader}",
     )
