@@ -75,17 +75,13 @@ class GradedRollout:
         return batch, {**metrics, **graded}
 
 
-def fleet_generate(fleet: RolloutFleet) -> Generate:
+def fleet_generate(fleet: RolloutFleet, rows: DataProto) -> tuple[DataProto, dict[str, float]]:
     """Generation by a fleet, with its counters of this call as metrics."""
-
-    def generate(rows: DataProto) -> tuple[DataProto, dict[str, float]]:
-        before = fleet.metrics()
-        prompts = rows.select(batch_keys=["prompts", "attention_mask"], non_tensor_batch_keys=[IMAGES])
-        completed = fleet.generate_sequences(prompts)
-        columns = {**rows.non_tensor_batch, **completed.non_tensor_batch}
-        return DataProto(completed.batch, columns, dict(rows.meta_info)), new_counts(fleet.metrics(), before)
-
-    return generate
+    before = fleet.metrics()
+    prompts = rows.select(batch_keys=["prompts", "attention_mask"], non_tensor_batch_keys=[IMAGES])
+    completed = fleet.generate_sequences(prompts)
+    columns = {**rows.non_tensor_batch, **completed.non_tensor_batch}
+    return DataProto(completed.batch, columns, dict(rows.meta_info)), new_counts(fleet.metrics(), before)
 
 
 def print_answers(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> None:
