@@ -18,7 +18,7 @@ import fsspec
 import torch
 
 from rlsys.interfaces import State
-from rlsys.utils.atomic import commit_dir, digest_of, read_checked_json, staging_dir, write_checked_json, write_whole
+from rlsys.utils.atomic import digest_of, read_checked_json, write_checked_json, write_whole, written_dir
 from rlsys.utils.errors import CheckpointError, ConfigError, DeadlineError, raised_as
 from rlsys.utils.run_folders import LATEST, latest_step, pointer_text, step_of
 
@@ -55,12 +55,9 @@ class RemoteCheckpoints:
 
     def download(self, name: str, to: Path) -> Path:
         """The local folder `to`/`name` with a copy of the checkpoint of that name."""
-        local, part = to / name, to / f"{name}.tmp"
-        with self._readable():
-            shutil.rmtree(part, ignore_errors=True)
-            part.mkdir(parents=True)
+        local = to / name
+        with written_dir(local) as part, self._readable():
             self.files.get(f"{self.root}/{name}/", f"{part}/", recursive=True)
-        commit_dir(part, local)
         return local
 
     def _readable(self) -> AbstractContextManager[None]:
@@ -131,14 +128,12 @@ class CheckpointStore:
         """A folder to fill; on leaving without error it becomes checkpoint `step` and the pointer names it."""
         final = self.path(step)
         try:
-            tmp = staging_dir(final)
-            yield tmp
-            commit_dir(tmp, final)
+            with written_dir(final) as staging:
+                yield staging
             self._point_at(step)
-        except Exception as error:
-            shutil.rmtree(final.with_name(final.name + ".tmp"), ignore_errors=True)
-            if not isinstance(error, OSError) or isinstance(error, DeadlineError):
-                raise
+        except DeadlineError:
+            raise
+        except OSError as error:
             raise CheckpointError(
                 f"checkpoint {final} could not be written: {error}; earlier checkpoints are untouched"
             ) from error

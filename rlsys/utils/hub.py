@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rlsys.utils.atomic import commit_dir, staging_dir
+from rlsys.utils.atomic import written_dir
 from rlsys.utils.errors import ConfigError, raised_as
 
 ANSWER_S = 5.0
@@ -102,9 +102,8 @@ def download_rows(name: str) -> str:
         origin = blake2b(str(rows.cache_files).encode(), digest_size=8).hexdigest()
         folder = cache / "rlsys" / f"{repo.replace('/', '___')}-{split}-{origin}"
         if not folder.is_dir():
-            staging = staging_dir(folder)
-            rows.save_to_disk(staging)
-            commit_dir(staging, folder)
+            with written_dir(folder) as staging:
+                rows.save_to_disk(staging)
         return str(folder)
 
 
