@@ -34,6 +34,7 @@ from rlsys.data.dataset import PromptDataset, RowStream
 from rlsys.fleet.fleet import RolloutFleet
 from rlsys.interfaces import State
 from rlsys.protocol import IMAGES, DataProto
+from rlsys.rewards.manager import build_reward_manager
 from rlsys.rewards.pool.pool import RewardItem, RewardPool
 from rlsys.rollout.batch import SEEDS, with_request_seeds
 from rlsys.telemetry.jsonl import JsonObject
@@ -43,7 +44,6 @@ from rlsys.utils.errors import ConfigError, DataError, RolloutError, result_with
 from trainer.generation import GradedRollout, fleet_generate, meta_of_all_calls, training_sampling, validation_sampling
 from trainer.prompt_groups import OpenAnswers, PromptGroup, PromptGroups
 from trainer.prompts import load_processor
-from trainer.rewards import reward_manager
 
 ConfigT = TypeVar("ConfigT", PPOConfig, EvalConfig)
 EPISODES = "open_episodes.jsonl"
@@ -233,7 +233,7 @@ def graded_rollout(
     """The configured rollout, by episodes where there is a workflow; `stack` closes what it starts."""
     rollout = GradedRollout(
         generate=partial(fleet_generate, fleet),
-        manager=reward_manager(cfg, tokenizer, pool),
+        manager=build_reward_manager(cfg, tokenizer, pool),
         sampling=training_sampling(cfg) if isinstance(cfg, PPOConfig) else validation_sampling(cfg),
         num_answers=cfg.actor_rollout_ref.rollout.n if isinstance(cfg, PPOConfig) else 1,
         greedy_baseline=isinstance(cfg, PPOConfig) and cfg.algorithm.adv_estimator == "remax",
