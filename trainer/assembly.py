@@ -135,13 +135,7 @@ def training_source(cfg: PPOConfig, inputs: Inputs, graded: GradedRollout, fleet
         keep = partial(filter_groups, metric=filters.metric or "seq_reward")
         group_filter = GroupFilter(keep, filters.max_num_gen_batches)
     if not generates_ahead(cfg):
-        return RolloutSource(
-            prompts=prompts,
-            make=graded.make,
-            prompts_per_step=cfg.data.train_batch_size,
-            num_samples=graded.num_answers,
-            group_filter=group_filter,
-        )
+        return RolloutSource(prompts, graded, prompts_per_step=cfg.data.train_batch_size, group_filter=group_filter)
     window = StalenessWindow(
         groups_per_step=cfg.data.train_batch_size,
         max_staleness=run.max_staleness,
