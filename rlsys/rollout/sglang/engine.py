@@ -91,11 +91,6 @@ class SGLangRollout(BaseRolloutEngine):
         self._pending: dict[Pending, RunningRequest] = {}
         self._check_cache_size()
 
-    @property
-    def server_args(self) -> Any:
-        """SGLang's arguments, with its own defaults filled in."""
-        return self._engine_thread.engine.server_args
-
     def exchange(
         self, new: Sequence[ModelRequest] = (), *, wait_s: float, cancel: Collection[str] = ()
     ) -> list[ResponseDelta]:
