@@ -107,14 +107,10 @@ class FSDPEngineOfAReaL(fsdp.FSDPEngine):
 FSDPEngine = FSDPEngineOfAReaL
 
 
+@cache
 def __getattr__(name: str) -> object:
     if name != "MegatronEngine":
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
-    return _megatron_engine()
-
-
-@cache
-def _megatron_engine() -> type:
     from rlsys.engines.megatron.engine import MegatronEngine  # needs Megatron-Core
 
     class MegatronEngineOfAReaL(MegatronEngine):

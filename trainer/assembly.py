@@ -17,7 +17,6 @@ from rlsys.config import PPOConfig, plan_batches
 from rlsys.config.pools import generates_ahead
 from rlsys.config.schema.megatron import MegatronConfig
 from rlsys.config.schema.model import FSDPConfig
-from rlsys.config.schema.rollout import AgentConfig, MultiTurnConfig
 from rlsys.data.collate import collate_answers
 from rlsys.data.dataset import PromptDataset
 from rlsys.fleet.elastic import ElasticFleet
@@ -135,13 +134,7 @@ def training_source(cfg: PPOConfig, inputs: Inputs, graded: GradedRollout, fleet
         keep = partial(filter_groups, metric=filters.metric or "seq_reward")
         group_filter = GroupFilter(keep, filters.max_num_gen_batches)
     if not generates_ahead(cfg):
-        return RolloutSource(
-            prompts=prompts,
-            make=graded.make,
-            prompts_per_step=cfg.data.train_batch_size,
-            num_samples=graded.num_answers,
-            group_filter=group_filter,
-        )
+        return RolloutSource(prompts, graded, prompts_per_step=cfg.data.train_batch_size, group_filter=group_filter)
     window = StalenessWindow(
         groups_per_step=cfg.data.train_batch_size,
         max_staleness=run.max_staleness,
@@ -199,15 +192,9 @@ def serve_judge(cfg: PPOConfig, group: RolloutGroup, stack: ExitStack) -> str:
     num_rows = cfg.data.train_batch_size * cfg.actor_rollout_ref.rollout.n
     fleet = group_fleet(group, rollout.generation, cfg.trainer.deadlines, num_rows=num_rows, restartable=restartable)
     stack.callback(fleet.close)
-    settings = SessionSettings(
-        fleet.sample,
-        ChatTemplate(load_tokenizer(grader.model)),
-        SamplingParams(max_new_tokens=rollout.response_length),
-        rollout.prompt_length,
-        rollout.response_length,
-        AgentConfig(),
-        MultiTurnConfig(),
-    )
+    template = ChatTemplate(load_tokenizer(grader.model))
+    sampling = SamplingParams(max_new_tokens=rollout.response_length)
+    settings = SessionSettings(fleet.sample, template, sampling, rollout.prompt_length, rollout.response_length)
     thread, endpoint = LoopThread("judge"), Endpoint(partial(Session, settings))
     stack.callback(lambda: thread.close(endpoint.close(), wait_s=JUDGE_START_S))
     return thread.start(endpoint.start()).result(JUDGE_START_S)

@@ -9,7 +9,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from io import BytesIO
 from pathlib import Path
@@ -18,8 +18,8 @@ import fsspec
 import torch
 
 from rlsys.interfaces import State
-from rlsys.utils.atomic import commit_dir, digest_of, read_checked_json, staging_dir, write_checked_json, write_whole
-from rlsys.utils.errors import CheckpointError, ConfigError, DeadlineError
+from rlsys.utils.atomic import digest_of, read_checked_json, write_checked_json, write_whole, written_dir
+from rlsys.utils.errors import CheckpointError, ConfigError, DeadlineError, raised_as
 from rlsys.utils.run_folders import LATEST, latest_step, pointer_text, step_of
 
 STATE = "trainer.json"
@@ -55,21 +55,14 @@ class RemoteCheckpoints:
 
     def download(self, name: str, to: Path) -> Path:
         """The local folder `to`/`name` with a copy of the checkpoint of that name."""
-        local, part = to / name, to / f"{name}.tmp"
-        with self._readable():
-            shutil.rmtree(part, ignore_errors=True)
-            part.mkdir(parents=True)
+        local = to / name
+        with written_dir(local) as part, self._readable():
             self.files.get(f"{self.root}/{name}/", f"{part}/", recursive=True)
-        commit_dir(part, local)
         return local
 
-    @contextmanager
-    def _readable(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # object stores raise errors of their own libraries
-            why = f"{type(error).__name__}: {error}; check the address and its credentials"
-            raise ConfigError(f"checkpoints at {self.url} cannot be read or written: {why}") from error
+    def _readable(self) -> AbstractContextManager[None]:
+        what = f"checkpoints at {self.url} cannot be read or written; check the address and its credentials"
+        return raised_as(ConfigError, what)  # object stores raise errors of their own libraries
 
 
 @dataclass(frozen=True)
@@ -135,14 +128,12 @@ class CheckpointStore:
         """A folder to fill; on leaving without error it becomes checkpoint `step` and the pointer names it."""
         final = self.path(step)
         try:
-            tmp = staging_dir(final)
-            yield tmp
-            commit_dir(tmp, final)
+            with written_dir(final) as staging:
+                yield staging
             self._point_at(step)
-        except Exception as error:
-            shutil.rmtree(final.with_name(final.name + ".tmp"), ignore_errors=True)
-            if not isinstance(error, OSError) or isinstance(error, DeadlineError):
-                raise
+        except DeadlineError:
+            raise
+        except OSError as error:
             raise CheckpointError(
                 f"checkpoint {final} could not be written: {error}; earlier checkpoints are untouched"
             ) from error
@@ -187,10 +178,8 @@ def save_state(folder: Path, state: TrainerState) -> None:
 
 def load_state(folder: Path) -> TrainerState:
     """Read what `save_state` wrote; CheckpointError names a damaged file."""
-    try:
+    with raised_as(CheckpointError, f"{folder}: {STATE} or {DATA} is damaged"):
         record = read_checked_json(folder / STATE)
         if record.pop("data_blake2b") != digest_of((folder / DATA).read_bytes()):
             raise ValueError(f"the checksum of {DATA} is not the one that was saved")
         return TrainerState(**record, source=json.loads(torch.load(folder / DATA, weights_only=True)))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, EOFError) as error:
-        raise CheckpointError(f"{folder}: {STATE} or {DATA} is damaged: {error}") from error

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypedDict, TypeVar
 
@@ -19,7 +20,7 @@ from rlsys.agent.message_images import image_part, png_url
 from rlsys.agent.presets import Workflow, load_workflow
 from rlsys.agent.programs import command_workflow, function_workflow
 from rlsys.agent.runner import FAILED, EpisodeResult, EpisodeRunner, EpisodeStart, Rounds, episode_metrics
-from rlsys.agent.session import Grade, Row, Score, SessionSettings
+from rlsys.agent.session import Row, Score, SessionSettings
 from rlsys.agent.template import ChatTemplate
 from rlsys.agent.tool_config import read_entries, tools_of_yaml
 from rlsys.agent.tool_pool import ToolPool
@@ -33,6 +34,7 @@ from rlsys.data.dataset import PromptDataset, RowStream
 from rlsys.fleet.fleet import RolloutFleet
 from rlsys.interfaces import State
 from rlsys.protocol import IMAGES, DataProto
+from rlsys.rewards.manager import build_reward_manager
 from rlsys.rewards.pool.pool import RewardItem, RewardPool
 from rlsys.rollout.batch import SEEDS, with_request_seeds
 from rlsys.telemetry.jsonl import JsonObject
@@ -42,7 +44,6 @@ from rlsys.utils.errors import ConfigError, DataError, RolloutError, result_with
 from trainer.generation import GradedRollout, fleet_generate, meta_of_all_calls, training_sampling, validation_sampling
 from trainer.prompt_groups import OpenAnswers, PromptGroup, PromptGroups
 from trainer.prompts import load_processor
-from trainer.rewards import reward_manager
 
 ConfigT = TypeVar("ConfigT", PPOConfig, EvalConfig)
 EPISODES = "open_episodes.jsonl"
@@ -231,8 +232,8 @@ def graded_rollout(
 ) -> GradedRollout:
     """The configured rollout, by episodes where there is a workflow; `stack` closes what it starts."""
     rollout = GradedRollout(
-        generate=fleet_generate(fleet),
-        manager=reward_manager(cfg, tokenizer, pool),
+        generate=partial(fleet_generate, fleet),
+        manager=build_reward_manager(cfg, tokenizer, pool),
         sampling=training_sampling(cfg) if isinstance(cfg, PPOConfig) else validation_sampling(cfg),
         num_answers=cfg.actor_rollout_ref.rollout.n if isinstance(cfg, PPOConfig) else 1,
         greedy_baseline=isinstance(cfg, PPOConfig) and cfg.algorithm.adv_estimator == "remax",
@@ -258,7 +259,7 @@ def graded_rollout(
         cfg.data.max_response_length,
         agent,
         turns,
-        _grade(pool, cfg.data.reward_fn_key),
+        partial(_grade, pool, cfg.data.reward_fn_key),
     )
     runner = EpisodeRunner(
         settings,
@@ -362,11 +363,10 @@ def without_episodes(cfg: ConfigT, agents: LoadedAgents | None, *datasets: Promp
     return replaced(cfg, {f"actor_rollout_ref.rollout.{key}": value for key, value in ONE_DRAW.items()})
 
 
-def _grade(pool: RewardPool, reward_fn_key: str) -> Grade:
-    async def grade(row: Row, answer: str, extra_info: Mapping[str, object]) -> Score:
-        truth = (row.get("reward_model") or {}).get("ground_truth")
-        item = RewardItem(str(row[reward_fn_key]), answer, truth, {**(row.get("extra_info") or {}), **extra_info})
-        (result,) = await asyncio.wrap_future(pool.submit([item]))
-        return Score(result.score, extra=result.extra)
-
-    return grade
+async def _grade(
+    pool: RewardPool, reward_fn_key: str, row: Row, answer: str, extra_info: Mapping[str, object]
+) -> Score:
+    truth = (row.get("reward_model") or {}).get("ground_truth")
+    item = RewardItem(str(row[reward_fn_key]), answer, truth, {**(row.get("extra_info") or {}), **extra_info})
+    (result,) = await asyncio.wrap_future(pool.submit([item]))
+    return Score(result.score, extra=result.extra)

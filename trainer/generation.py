@@ -12,7 +12,6 @@ from rlsys.protocol import IMAGES, DataProto
 from rlsys.rewards.manager import RewardManager
 from rlsys.telemetry.metrics import StageTimer
 from rlsys.types import SamplingParams
-from trainer.source import new_counts
 
 Generate = Callable[[DataProto], tuple[DataProto, dict[str, float]]]
 """Rows of prompts -> the same rows completed, in order, and metrics."""
@@ -75,17 +74,18 @@ class GradedRollout:
         return batch, {**metrics, **graded}
 
 
-def fleet_generate(fleet: RolloutFleet) -> Generate:
+def fleet_generate(fleet: RolloutFleet, rows: DataProto) -> tuple[DataProto, dict[str, float]]:
     """Generation by a fleet, with its counters of this call as metrics."""
+    before = fleet.metrics()
+    prompts = rows.select(batch_keys=["prompts", "attention_mask"], non_tensor_batch_keys=[IMAGES])
+    completed = fleet.generate_sequences(prompts)
+    columns = {**rows.non_tensor_batch, **completed.non_tensor_batch}
+    return DataProto(completed.batch, columns, dict(rows.meta_info)), new_counts(fleet.metrics(), before)
 
-    def generate(rows: DataProto) -> tuple[DataProto, dict[str, float]]:
-        before = fleet.metrics()
-        prompts = rows.select(batch_keys=["prompts", "attention_mask"], non_tensor_batch_keys=[IMAGES])
-        completed = fleet.generate_sequences(prompts)
-        columns = {**rows.non_tensor_batch, **completed.non_tensor_batch}
-        return DataProto(completed.batch, columns, dict(rows.meta_info)), new_counts(fleet.metrics(), before)
 
-    return generate
+def new_counts(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
+    """What a fleet's `metrics` have counted since `before`; the replicas that are ready are those of now."""
+    return {name: n if name.endswith("_ready") else n - before.get(name, 0.0) for name, n in now.items()}
 
 
 def print_answers(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 
 from rlsys.fleet.fleet import RolloutFleet
-from trainer.source import new_counts
+from trainer.generation import new_counts
 
 
 class OverlapMeter:

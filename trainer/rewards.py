@@ -1,16 +1,11 @@
 """Grading as configured: the processes, the manager, and what can be checked before a run starts."""
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
 
-from rlsys.config import EvalConfig, PPOConfig
 from rlsys.config.schema.algorithm import GradingConfig, RewardConfig
 from rlsys.config.vocabulary import REWARD_MANAGERS
 from rlsys.rewards.pool.pool import Grader, RewardPool
 from rlsys.rewards.registry import check_sources
-
-if TYPE_CHECKING:
-    from rlsys.rewards.manager import RewardManager
 
 
 def reward_pool(reward: GradingConfig, *, num_workers: int | None = None, judge: str = "") -> RewardPool:
@@ -27,21 +22,6 @@ def reward_pool(reward: GradingConfig, *, num_workers: int | None = None, judge:
     if isinstance(reward, RewardConfig) and reward.has_judge:
         kwargs |= {"reward_router_address": judge, "reward_model_tokenizer": reward.reward_model.model_path}
     return RewardPool(Grader(custom.path, custom.name, kwargs), num_workers=num_workers, timeout_s=reward.timeout_s)
-
-
-def reward_manager(cfg: PPOConfig | EvalConfig, tokenizer: Any, pool: RewardPool) -> "RewardManager":
-    """The configured manager: registered by name, or a class from a file."""
-    from rlsys.rewards.manager import build_reward_manager
-
-    return build_reward_manager(
-        cfg.reward,
-        tokenizer=tokenizer,
-        pool=pool,
-        reward_fn_key=cfg.data.reward_fn_key,
-        max_response_length=cfg.data.max_response_length,
-        deadline_s=cfg.trainer.deadlines.reward_s,
-        config=cfg,
-    )
 
 
 def check_reward_function(reward: GradingConfig) -> None:

@@ -4,7 +4,7 @@ A batch is made by the weights that are served then. Asynchronous runs use train
 trainer.epochs.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -12,6 +12,7 @@ from typing import Protocol
 from rlsys.interfaces import State
 from rlsys.protocol import DataProto
 from rlsys.utils.errors import CheckpointError, ConfigError
+from trainer.generation import GradedRollout
 
 
 class Prompts(Protocol):
@@ -22,13 +23,6 @@ class Prompts(Protocol):
     def load_state_dict(self, state: State) -> None: ...
 
 
-def new_counts(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
-    """What a fleet's `metrics` have counted since `before`; the replicas that are ready are those of now."""
-    return {name: n if name.endswith("_ready") else n - before.get(name, 0.0) for name, n in now.items()}
-
-
-Make = Callable[..., tuple[DataProto, dict[str, float]]]
-"""(prompts, *, step, call) -> graded answers, those of a prompt neighbouring rows, and metrics."""
 Keep = Callable[[DataProto], tuple[DataProto, dict[str, float]]]
 
 
@@ -44,22 +38,21 @@ class RolloutSource:
     """Makes one training batch a step, in step order, each a function of the data order, seeds and weights only."""
 
     def __init__(
-        self, *, prompts: Prompts, make: Make, prompts_per_step: int, num_samples: int, group_filter: GroupFilter | None
+        self, prompts: Prompts, rollout: GradedRollout, *, prompts_per_step: int, group_filter: GroupFilter | None
     ) -> None:
-        self._prompts, self._answers = prompts, make
-        self._prompts_per_step, self._num_samples = prompts_per_step, num_samples
+        self._prompts, self._rollout, self._prompts_per_step = prompts, rollout, prompts_per_step
         self._filter = group_filter
         self._step = 0
 
     def next(self) -> DataProto:
         """The graded batch of the next step."""
         self._step += 1
-        num_rows = self._prompts_per_step * self._num_samples
+        num_rows = self._prompts_per_step * self._rollout.num_answers
         kept: list[DataProto] = []
         metrics: dict[str, float] = {}
         num_kept = call = 0
         while num_kept < num_rows:
-            batch, new = self._answers(self._prompts.next(), step=self._step, call=call)
+            batch, new = self._rollout.make(self._prompts.next(), step=self._step, call=call)
             metrics |= new
             call += 1
             if self._filter is not None:
@@ -68,7 +61,8 @@ class RolloutSource:
             kept.append(batch)
             num_kept += len(batch)
             if self._filter is not None and num_kept < num_rows and 0 < self._filter.max_calls <= call:
-                raise ConfigError(too_few_kept(call, num_kept // self._num_samples, self._prompts_per_step))
+                num_prompts = num_kept // self._rollout.num_answers
+                raise ConfigError(too_few_kept(call, num_prompts, self._prompts_per_step))
         whole = kept[0] if len(kept) == 1 else DataProto.concat(kept)
         whole = whole[:num_rows]
         whole.meta_info["source_metrics"] = {**metrics, "rollout/num_gen_batches": float(call)}

@@ -22,7 +22,6 @@ from rlsys.agent.template import ChatTemplate
 from rlsys.agent.tool_process import CREATE
 from rlsys.agent.tools import Tool, load_target, target_of, tool_of, tools_of_class
 from rlsys.agent.trace import TraceRow
-from rlsys.config.schema.rollout import AgentConfig, MultiTurnConfig
 from rlsys.protocol import ImageInputs
 from rlsys.protocol.rows import pad_rows
 from rlsys.rewards.math import compute_score_anywhere
@@ -82,8 +81,8 @@ class RLVRWorkflow:
             return Score(self._compute_rewards(session.trace.rows()[-1], answer, data))
 
         sampling = SamplingParams(self.max_tokens, temperature=self.temperature)
-        limits = (MAX_TOKENS, self.max_tokens, AgentConfig(), MultiTurnConfig())
-        session = Session(SessionSettings(engine.sample, self._template, sampling, *limits, grade), seed=seed, row=data)
+        settings = SessionSettings(engine.sample, self._template, sampling, MAX_TOKENS, self.max_tokens, grade=grade)
+        session = Session(settings, seed=seed, row=data)
         score = await self.run({"prompt": data["messages"], **data}, session)
         return session.trace.rows(score.reward)
 

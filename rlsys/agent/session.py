@@ -51,8 +51,8 @@ class SessionSettings:
     sampling: SamplingParams
     max_prompt_tokens: int
     max_response_tokens: int
-    agent: AgentConfig
-    turns: MultiTurnConfig
+    agent: AgentConfig = field(default_factory=AgentConfig)
+    turns: MultiTurnConfig = field(default_factory=MultiTurnConfig)
     grade: Grade | None = None
 
 

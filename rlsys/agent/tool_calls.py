@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 
 @dataclass(frozen=True)
@@ -60,67 +61,56 @@ def _loads(text: str) -> ToolCall:
         return ToolCall("", error=f"the tool call is not JSON: {error}")
 
 
-def _fenced(pattern: re.Pattern[str], read: Callable[..., ToolCall]) -> Callable[[str], Parsed]:
-    def parse(text: str) -> Parsed:
-        for match in pattern.finditer(text):
-            yield match.start(), match.end(), read(*match.groups())
-
-    return parse
+def _fenced(pattern: re.Pattern[str], read: Callable[..., ToolCall], text: str) -> Parsed:
+    for match in pattern.finditer(text):
+        yield match.start(), match.end(), read(*match.groups())
 
 
-def _decoded(pattern: re.Pattern[str], *, always: bool = False) -> Callable[[str], Parsed]:
+def _decoded(pattern: re.Pattern[str], text: str, *, always: bool = False) -> Parsed:
     """JSON behind a pattern: an object, a list of them, or the arguments of the function in the pattern's group.
 
     Unless it is `always` a call, objects without a name are text.
     """
-
-    def parse(text: str) -> Parsed:
-        at = 0
-        for match in pattern.finditer(text):
-            if match.start() < at:
-                continue
-            name, rest = match[1], text[match.end() :]
-            try:
-                value, length = json.JSONDecoder().raw_decode(rest)
-            except (ValueError, RecursionError) as error:
-                if always or '"name"' in rest:
-                    yield match.start(), len(text), ToolCall(name or "", error=f"the tool call is not JSON: {error}")
-                    return
-                continue
-            end = re.compile(r"(?:\s*(?:```|;))?").match(rest, length)
-            at = match.end() + (end.end() if end else length)
-            values = [{"name": name, "arguments": value}] if name else value if isinstance(value, list) else [value]
-            for number, one in enumerate(values):
-                if always or (isinstance(one, Mapping) and "name" in one):
-                    yield match.start() if number == 0 else at, at, _read(one)
-
-    return parse
+    at = 0
+    for match in pattern.finditer(text):
+        if match.start() < at:
+            continue
+        name, rest = match[1], text[match.end() :]
+        try:
+            value, length = json.JSONDecoder().raw_decode(rest)
+        except (ValueError, RecursionError) as error:
+            if always or '"name"' in rest:
+                yield match.start(), len(text), ToolCall(name or "", error=f"the tool call is not JSON: {error}")
+                return
+            continue
+        end = re.compile(r"(?:\s*(?:```|;))?").match(rest, length)
+        at = match.end() + (end.end() if end else length)
+        values = [{"name": name, "arguments": value}] if name else value if isinstance(value, list) else [value]
+        for number, one in enumerate(values):
+            if always or (isinstance(one, Mapping) and "name" in one):
+                yield match.start() if number == 0 else at, at, _read(one)
 
 
+_HERMES = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
 _OBJECTS = re.compile(r'(?:<\|python_tag\|>|```(?:json)?)?\s*()(?=\{\s*")')
 _MISTRAL = re.compile(r"\[TOOL_CALLS\]\s*(?:(\w+)(?:\[ARGS\])?)?\s*")
+_DEEPSEEK = re.compile(
+    r"(?:<｜tool▁calls▁begin｜>)?<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?([^\n<]+)"
+    r"(?:\n```json\n|<｜tool▁sep｜>)(.*?)(?:\n```)?\s*<｜tool▁call▁end｜>\s*(?:<｜tool▁calls▁end｜>)?",
+    re.DOTALL,
+)
+_GPT_OSS = re.compile(
+    r"(?:<\|start\|>assistant)?\s*(?:<\|channel\|>\w+)?\s*to=functions\.([\w.-]+)"
+    r"\s*(?:<\|channel\|>\w+)?[^<]*(?:<\|constrain\|>\w+)?<\|message\|>(.*?)(?:<\|call\|>|\Z)",
+    re.DOTALL,
+)
+_PYTHON = re.compile(r"```python[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 PARSERS: dict[str, Callable[[str], Parsed]] = {
-    "hermes": _fenced(re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL), _loads),
-    "llama3": _decoded(_OBJECTS),
-    "json": _decoded(_OBJECTS),
-    "mistral": _decoded(_MISTRAL, always=True),
-    "deepseek": _fenced(
-        re.compile(
-            r"(?:<｜tool▁calls▁begin｜>)?<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?([^\n<]+)"
-            r"(?:\n```json\n|<｜tool▁sep｜>)(.*?)(?:\n```)?\s*<｜tool▁call▁end｜>\s*(?:<｜tool▁calls▁end｜>)?",
-            re.DOTALL,
-        ),
-        _named,
-    ),
-    "gpt-oss": _fenced(
-        re.compile(
-            r"(?:<\|start\|>assistant)?\s*(?:<\|channel\|>\w+)?\s*to=functions\.([\w.-]+)"
-            r"\s*(?:<\|channel\|>\w+)?[^<]*(?:<\|constrain\|>\w+)?<\|message\|>(.*?)(?:<\|call\|>|\Z)",
-            re.DOTALL,
-        ),
-        _named,
-    ),
-    "python": _fenced(
-        re.compile(r"```python[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL), lambda code: ToolCall("python", {"code": code})
-    ),
+    "hermes": partial(_fenced, _HERMES, _loads),
+    "llama3": partial(_decoded, _OBJECTS),
+    "json": partial(_decoded, _OBJECTS),
+    "mistral": partial(_decoded, _MISTRAL, always=True),
+    "deepseek": partial(_fenced, _DEEPSEEK, _named),
+    "gpt-oss": partial(_fenced, _GPT_OSS, _named),
+    "python": partial(_fenced, _PYTHON, lambda code: ToolCall("python", {"code": code})),
 }

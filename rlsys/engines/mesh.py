@@ -50,10 +50,6 @@ class Ranks(EngineRanks):
     sp_size: int
     sp_group: dist.ProcessGroup | None
 
-    @property
-    def shard_rank(self) -> int:
-        return self.mesh.get_local_rank("shard")
-
 
 def ensure_process_group(device: str, *, timeout_s: float = 600.0) -> None:
     """Join the default process group unless this process already has one.

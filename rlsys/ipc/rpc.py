@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -126,13 +127,7 @@ class RpcClient:
 
     def check_alive(self) -> None:
         """Raise the `error` if the peer has exited."""
-        try:
-            exited = self._watched.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
-        except BlockingIOError:
-            return
-        except OSError:
-            exited = True
-        if exited:
+        if wait([self._watched], timeout=0):  # nothing is sent over it, so there is only its end to read
             raise self._error(f"{self.peer} exited; see its log for the cause")
 
     def close(self) -> None:

@@ -4,9 +4,9 @@ One tensor is in memory at a time, and what it is made of. Output is there wholl
 """
 
 import json
-import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from rlsys.models.megatron.family import Head, family_of, find_family, tied
 from rlsys.models.megatron.rules import by_local
 from rlsys.models.quantized import without_quantization
 from rlsys.types import EXPORT_FILE_BYTES, HFConfig, Shard
-from rlsys.utils.atomic import commit_dir, staging_dir, write_whole, written_whole
+from rlsys.utils.atomic import write_whole, written_dir, written_whole
 from rlsys.utils.boxes import buckets
 from rlsys.utils.errors import CheckpointError, raised_as
 from rlsys.utils.run_folders import HUGGINGFACE
@@ -81,12 +81,10 @@ def merge(
     specs = {name: (_kept(name, weights[name].dtype, dtype), tuple(shape)) for name, shape in shapes.items()}
     tensors = (hf.read_whole(weights[name]).to(torch_dtype(spec[0])) for name, spec in specs.items())
 
-    def write(staging: Path) -> None:
+    with _written_model(target_dir, overwrite=overwrite) as staging:
         write_model_files(staging, specs, tensors, file_bytes=file_bytes)
         _copy_settings(config_dir, staging, most_common(specs))
         write_model_card(checkpoint, staging, title=target_dir.name)
-
-    _write_directory(target_dir, write, overwrite=overwrite)
     return len(specs)
 
 
@@ -103,7 +101,7 @@ def split(model_dir: Path, target_dir: Path, layout: SplitLayout, *, overwrite: 
     expected = family.hf_shapes(hf_config, head=layout.head)
     hf.check_names(expected, weights, aliases=[*family.aliases(hf_config), *carried])
 
-    def write(staging: Path) -> None:
+    with _written_model(target_dir, overwrite=overwrite) as staging:
         for file, place in files:
             shapes, shards = layout.content(family, hf_config, file, place)
             grouped = by_local(shards)
@@ -115,8 +113,6 @@ def split(model_dir: Path, target_dir: Path, layout: SplitLayout, *, overwrite: 
         write_whole(staging / SPLIT, msgspec.json.encode(layout), durable=True)
         (staging / HUGGINGFACE).mkdir()
         _copy_settings(model_dir, staging / HUGGINGFACE, None)
-
-    _write_directory(target_dir, write, overwrite=overwrite)
     return len(files)
 
 
@@ -214,16 +210,12 @@ def _copy_settings(source: Path, target: Path, dtype: str | None) -> None:
     copy_tokenizer(source, target)
 
 
-def _write_directory(target: Path, write: Callable[[Path], None], *, overwrite: bool) -> None:
+@contextmanager
+def _written_model(target: Path, *, overwrite: bool) -> Iterator[Path]:
     if target.exists() and not overwrite:
         raise CheckpointError(f"{target} exists already: give another folder, or --overwrite")
-    staging = staging_dir(target)
-    try:
-        write(staging)
-        commit_dir(staging, target)
-    except (OSError, CheckpointError) as error:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise CheckpointError(f"cannot write {target}: {error}") from error
+    with raised_as(CheckpointError, f"cannot write {target}", OSError, CheckpointError), written_dir(target) as staging:
+        yield staging
 
 
 def torch_dtype(name: str) -> torch.dtype:

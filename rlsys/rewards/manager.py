@@ -13,11 +13,13 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from rlsys.algorithms.filters import overlong_penalty
 from rlsys.algorithms.masked import at_last_token
 from rlsys.algorithms.registry import Registry
 from rlsys.config.schema.algorithm import GradingConfig
+from rlsys.config.schema.jobs import GradedJob
 from rlsys.protocol import DataProto, object_array, response_lengths
 from rlsys.rewards.pool.pool import RewardItem, RewardPool, RewardResult, reward_metrics
 from rlsys.telemetry.log import get_logger
@@ -25,12 +27,6 @@ from rlsys.utils.errors import ConfigError, RewardError
 from rlsys.utils.plugins import load_from_file, named_arguments
 
 log = get_logger(__name__)
-
-
-class Detokenizer(Protocol):
-    """What a manager needs of a tokenizer."""
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -83,25 +79,17 @@ def reward_manager_class(reward: GradingConfig) -> Callable[..., RewardManager]:
     return cls
 
 
-def build_reward_manager(
-    reward: GradingConfig,
-    *,
-    tokenizer: Detokenizer,
-    pool: RewardPool,
-    reward_fn_key: str = "data_source",
-    max_response_length: int,
-    deadline_s: float | None = None,
-    config: object = None,
-) -> RewardManager:
-    """The configured manager. `deadline_s` bounds the grading of one batch (DeadlineError).
+def build_reward_manager(cfg: GradedJob, tokenizer: Tokenizer, pool: RewardPool) -> RewardManager:
+    """The configured manager: registered by name, or a class from a file.
 
     Of ARGUMENTS and the reward_kwargs it gets those that its __init__ names.
     """
+    reward, longest, deadline_s = cfg.reward, cfg.data.max_response_length, cfg.trainer.deadlines.reward_s
     cls, kwargs = reward_manager_class(reward), reward.reward_kwargs
     results: list[RewardResult] = []
     values = (
-        *(tokenizer, pool, reward, reward_fn_key, max_response_length, deadline_s, config, 0, _scorer(pool, results)),
-        *(kwargs.overlong_buffer_cfg, kwargs.max_resp_len or max_response_length),
+        *(tokenizer, pool, reward, cfg.data.reward_fn_key, longest, deadline_s, cfg, 0, _scorer(pool, results)),
+        *(kwargs.overlong_buffer_cfg, kwargs.max_resp_len or longest),
     )
     arguments = dict(zip(ARGUMENTS, values, strict=True)) | (kwargs.model_extra or {})
     manager = cls(**named_arguments(cls, arguments))
@@ -119,9 +107,10 @@ class PoolRewardManager:
 
     The buffer is DAPO's soft penalty (arXiv 2503.14476, eq. 13): over its last tokens before the longest response it
     falls linearly from 0 to `-penalty_factor`. Its `log` adds `overlong_reward` and `overlong` to the extra values.
+    `deadline_s` bounds the grading of one batch (DeadlineError).
     """
 
-    tokenizer: Detokenizer
+    tokenizer: Tokenizer
     pool: RewardPool
     reward: GradingConfig
     reward_fn_key: str = "data_source"
@@ -157,14 +146,14 @@ def check_failures(results: Sequence[RewardResult], max_failed: float) -> None:
     log.warning("%s", first)
 
 
-def reward_items(data: DataProto, tokenizer: Detokenizer, reward_fn_key: str = "data_source") -> list[RewardItem]:
+def reward_items(data: DataProto, tokenizer: Tokenizer, reward_fn_key: str = "data_source") -> list[RewardItem]:
     """The graders' arguments for each row: its response as text without special tokens, and its columns."""
     responses, columns = data.tensors["responses"], data.non_tensor_batch
     if reward_fn_key not in columns:
         raise ConfigError(f"data.reward_fn_key={reward_fn_key}: choose from the columns {', '.join(sorted(columns))}")
     items = []
     for row, length in enumerate(response_lengths(data).tolist()):
-        text = tokenizer.decode(responses[row, :length].tolist(), skip_special_tokens=True)
+        text = str(tokenizer.decode(responses[row, :length].tolist(), skip_special_tokens=True))
         extra = dict(columns["extra_info"][row] or {}) if "extra_info" in columns else {}
         if "__num_turns__" in columns:
             extra["num_turns"] = columns["__num_turns__"][row]

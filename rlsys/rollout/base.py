@@ -68,10 +68,6 @@ class RunningRequest:
     def rid(self) -> str:
         return self.request.rid
 
-    @property
-    def num_delivered(self) -> int:
-        return len(self.delivered)
-
 
 def check_tags(tags: Sequence[str]) -> None:
     """ValueError for tags other than those of SLEEP_TAGS."""
@@ -90,7 +86,7 @@ def until_end(sampled: np.ndarray, running: RunningRequest) -> tuple[np.ndarray,
 
     An engine that starts steps ahead may have sampled more.
     """
-    num_delivered = running.num_delivered
+    num_delivered = len(running.delivered)
     shortest, room = running.request.gconfig.min_new_tokens - num_delivered, running.max_new_tokens - num_delivered
     for at, token in enumerate(sampled[:room, 0].tolist()):
         if at >= shortest and token in running.stop_ids:
@@ -264,7 +260,7 @@ class BaseRolloutEngine(ABC):
         A request whose end was sampled waits for `_end`, but for where the engine `stops` for new weights.
         """
         running, deltas = list(self._running.values()), []
-        samples = self._take_samples([one.number for one in running], [one.num_delivered for one in running])
+        samples = self._take_samples([one.number for one in running], [len(one.delivered) for one in running])
         for one, new in zip(running, by_request(*samples), strict=True):
             sampled, end = until_end(new, one)
             if end is not None and not stops:
@@ -284,7 +280,7 @@ class BaseRolloutEngine(ABC):
         samples, deltas = by_request(*self._take_samples([one.number for one in ended])), []
         for at, (one, whole) in enumerate(zip(ended, samples, strict=True)):
             returned = whole[:, 0].tolist() if tokens is None else list(tokens[at])
-            sampled, end = until_end(whole[one.num_delivered : len(returned)], one)
+            sampled, end = until_end(whole[len(one.delivered) : len(returned)], one)
             if one.is_cancelled:
                 continue
             if tokens is not None and [*one.delivered, *sampled[:, 0]] != returned:

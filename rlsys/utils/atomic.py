@@ -62,6 +62,18 @@ def written_whole(path: Path, *, durable: bool = False) -> Iterator[BinaryIO]:
         fsync_file(path.parent)
 
 
+@contextmanager
+def written_dir(final: Path) -> Iterator[Path]:
+    """A fresh directory that becomes `final` on leaving, see `commit_dir`; what could not be finished is removed."""
+    staging = staging_dir(final)
+    try:
+        yield staging
+        commit_dir(staging, final)
+    except Exception:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+
+
 def staging_dir(final: Path) -> Path:
     """A fresh empty directory beside `final` to fill before `commit_dir`; leftovers of a killed run are removed."""
     staging = final.with_name(final.name + ".tmp")

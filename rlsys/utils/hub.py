@@ -13,8 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rlsys.utils.atomic import commit_dir, staging_dir
-from rlsys.utils.errors import ConfigError
+from rlsys.utils.atomic import written_dir
+from rlsys.utils.errors import ConfigError, raised_as
 
 ANSWER_S = 5.0
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?")
@@ -79,11 +79,10 @@ def _load(datasets: ModuleType, name: str, *, streaming: bool) -> Any:
 @contextmanager
 def _dataset_errors(name: str) -> Iterator[ModuleType]:
     """The module `datasets`; what it and the hub raise becomes a ConfigError."""
-    try:
+    why = f"reading {name} needs the package datasets: pip install -e '.[datasets]'"
+    with raised_as(ConfigError, why, ImportError):
         import datasets
         from datasets.exceptions import DatasetNotFoundError, DatasetsError
-    except ImportError as error:
-        raise ConfigError(f"reading {name} needs the package datasets: pip install -e '.[datasets]'") from error
     from huggingface_hub import errors
 
     try:
@@ -103,9 +102,8 @@ def download_rows(name: str) -> str:
         origin = blake2b(str(rows.cache_files).encode(), digest_size=8).hexdigest()
         folder = cache / "rlsys" / f"{repo.replace('/', '___')}-{split}-{origin}"
         if not folder.is_dir():
-            staging = staging_dir(folder)
-            rows.save_to_disk(staging)
-            commit_dir(staging, folder)
+            with written_dir(folder) as staging:
+                rows.save_to_disk(staging)
         return str(folder)
 
 

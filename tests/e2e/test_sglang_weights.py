@@ -118,7 +118,7 @@ def test_a_push_to_sleeping_weights_is_refused(engine: Any) -> None:
 
 
 def test_settings_reach_the_real_arguments(engine: Any) -> None:
-    server_args = engine.server_args
+    server_args = engine._engine_thread.engine.server_args
     expected = {
         "random_seed": 11,
         "max_running_requests": 16,

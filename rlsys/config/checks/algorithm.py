@@ -4,13 +4,12 @@ from collections.abc import Iterator
 
 from rlsys.config.bounds import KEY as CORRECTION
 from rlsys.config.bounds import rejection_bounds, weight_bounds
-from rlsys.config.checks.findings import Note, note, wrong
+from rlsys.config.checks.findings import ACTOR, Note, note, wrong
 from rlsys.config.pools import resolve_pools
 from rlsys.config.schema.jobs import PPOConfig
 from rlsys.config.vocabulary import ADV_ESTIMATORS, GROUP_ESTIMATORS
 
 N = "actor_rollout_ref.rollout.n"
-ACTOR = "actor_rollout_ref.actor"
 OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from rlsys.config.checks.files import model_facts
-from rlsys.config.checks.findings import Note, wrong
+from rlsys.config.checks.findings import ACTOR, CRITIC, REF, Note, wrong
 from rlsys.config.plan import shared_by
 from rlsys.config.pools import resolve_pools
 from rlsys.config.schema.actor import ActorConfig, CriticConfig, RefConfig
@@ -12,7 +12,6 @@ from rlsys.config.schema.jobs import PPOConfig, SupervisedConfig, TrainedConfig
 from rlsys.config.schema.model import ModelConfig, ShardConfig
 from rlsys.config.schema.types import MicroBatches
 
-ACTOR, CRITIC, REF = "actor_rollout_ref.actor", "critic", "actor_rollout_ref.ref"
 ROLLOUT, LOG_PROB = "actor_rollout_ref.rollout", "log_prob_max_token_len_per_gpu"
 SPLIT = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
 """What tensor parallelism divides, by its name in config.json."""

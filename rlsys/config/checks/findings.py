@@ -5,6 +5,8 @@ from collections.abc import Iterable
 from rlsys.config.introspect import shown, value_at
 from rlsys.config.schema.base import Section
 
+ACTOR, CRITIC, REF = "actor_rollout_ref.actor", "critic", "actor_rollout_ref.ref"
+
 
 class Note(str):
     """A finding that does not stop the run."""

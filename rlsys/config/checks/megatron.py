@@ -3,15 +3,13 @@
 import importlib.util
 from collections.abc import Iterator
 
-from rlsys.config.checks.findings import note, wrong
+from rlsys.config.checks.findings import ACTOR, CRITIC, REF, note, wrong
 from rlsys.config.engines import rollout_backend
 from rlsys.config.pools import resolve_pools
 from rlsys.config.schema.base import Section
 from rlsys.config.schema.jobs import PPOConfig, SupervisedConfig, TrainedConfig
 from rlsys.config.schema.megatron import MegatronConfig, MegatronShardConfig
 from rlsys.config.schema.model import ModelConfig
-
-ACTOR, CRITIC, REF = "actor_rollout_ref.actor", "critic", "actor_rollout_ref.ref"
 
 
 def check_megatron(cfg: PPOConfig | SupervisedConfig) -> Iterator[str]:

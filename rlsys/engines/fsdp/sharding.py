@@ -163,7 +163,7 @@ def held_shards(name: str, parameter: Tensor, ranks: Ranks, stacks: Stacks) -> I
     if dim is not None:
         start[dim] = ranks.rank % ranks.tp_size * part[dim]
     if isinstance(parameter, DTensor):
-        start[0] += min(ranks.shard_rank * -(-part[0] // ranks.shard_size), part[0])
+        start[0] += min(ranks.mesh.get_local_rank("shard") * -(-part[0] // ranks.shard_size), part[0])
     box = Box(name, tuple(start), tuple(local_of(parameter).shape))
     if name in stacks:
         yield from shards_of(stacks[name], box)

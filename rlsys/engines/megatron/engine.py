@@ -118,7 +118,7 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
         return self.chunks[0].config.params_dtype
 
     def _own_groups(self) -> AbstractContextManager[None]:
-        return current(self.ranks.sizes)
+        return current(self.ranks.place.sizes)
 
     def _on_device(self) -> AbstractContextManager[None]:
         return self._offload.restored()
@@ -191,7 +191,7 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
         The ranks of one context-parallel group make the same packs. Interleaved stages take them in groups of as many
         as there are stages.
         """
-        config, sizes = self.chunks[0].config, self.ranks.sizes
+        config, sizes = self.chunks[0].config, self.ranks.place.sizes
         lengths = batch.tensors["attention_mask"].sum(dim=1).tolist()
         parts = split_rows(lengths, size, agree=max_over_ranks, num_sharing=sizes.cp)
         parts += [[]] * (-len(parts) % (sizes.pp if sizes.vp > 1 else 1))
@@ -208,7 +208,7 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
         ]
 
     def _share(self, values: Tensor) -> None:
-        if self.ranks.sizes.pp > 1:
+        if self.ranks.place.sizes.pp > 1:
             last = mpu.get_pipeline_model_parallel_last_rank()
             dist.broadcast(values, last, group=mpu.get_pipeline_model_parallel_group())
 

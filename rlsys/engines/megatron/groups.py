@@ -35,10 +35,6 @@ class MegatronRanks(EngineRanks):
     copy_rank: int
     expert_dp_rank: int
 
-    @property
-    def sizes(self) -> ParallelSizes:
-        return self.place.sizes
-
 
 def make_ranks(device: str, sizes: ParallelSizes) -> MegatronRanks:
     """The groups of an engine over all ranks of the default process group."""

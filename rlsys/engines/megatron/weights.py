@@ -230,7 +230,7 @@ class MegatronState:
 
     @property
     def layout(self) -> tuple[str, JsonObject]:
-        return "megatron_config.json", {"world_size": dist.get_world_size(), **asdict(self.held.ranks.sizes)}
+        return "megatron_config.json", {"world_size": dist.get_world_size(), **asdict(self.held.ranks.place.sizes)}
 
     def _kinds(self) -> dict[str, str]:
         """Prefix of the keys in the checkpoint, by the tensor of a range that they hold."""

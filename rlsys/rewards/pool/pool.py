@@ -9,8 +9,8 @@ import math
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Self
 
 from rlsys.rewards.pool.children import END_S, MAX_FAILED_STARTS, START_S, Children, remove_abandoned_folders
 from rlsys.rewards.pool.messages import Grader, RewardItem, RewardResult, failed, reward_metrics
@@ -22,7 +22,7 @@ from rlsys.utils.plugins import PACKAGE
 __all__ = ["Grader", "RewardItem", "RewardPool", "RewardResult", "failed", "reward_metrics"]
 
 
-class RewardPool:
+class RewardPool(AbstractContextManager["RewardPool"]):
     """Grades by one `grader` in `num_workers` child processes that can be killed; `timeout_s` is for each item.
 
     Children start with the first items or by `start`. A grader file that cannot be loaded raises ConfigError there.
@@ -92,9 +92,6 @@ class RewardPool:
         except (ConfigError, TypeError) as error:
             raise ConfigError(f"{grader} cannot be loaded: {describe(error.__cause__ or error)}") from error
         return [grade_item(grade, item.as_json()) for item in items]
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -72,8 +72,7 @@ class SGLangRollout(BaseRolloutEngine):
         hf_config, dtype = model_config(path), dtype_name(config.dtype, context.device)
         text = hf_config.get_text_config()
         length = config.max_model_len or text.max_position_embeddings
-        if not SGLANG.installed_features().has_dp_attention and config.data_parallel_size > 1:
-            raise ConfigError("actor_rollout_ref.rollout.data_parallel_size: needs SGLang 0.5.16 or newer; set 1")
+        SGLANG.installed_features()
         arguments = server_arguments(path, config, context, max_model_len=length, replica=replica)
         context = replace(context, offload_on_sleep=arguments["enable_weights_cpu_backup"])
         super().__init__(context, hf_config, max_model_len=length, eos_token_ids=eos_ids_of(path))
@@ -90,11 +89,6 @@ class SGLangRollout(BaseRolloutEngine):
         self.remote = RpcClient(socket, peer, callbacks, error=RolloutError)
         self._pending: dict[Pending, RunningRequest] = {}
         self._check_cache_size()
-
-    @property
-    def server_args(self) -> Any:
-        """SGLang's arguments, with its own defaults filled in."""
-        return self._engine_thread.engine.server_args
 
     def exchange(
         self, new: Sequence[ModelRequest] = (), *, wait_s: float, cancel: Collection[str] = ()

@@ -91,19 +91,16 @@ class SchedulerEngine:
     def wait_idle(self) -> None:
         """Wait until no batch runs and none will follow, as the first rank pauses SGLang or has cleared the cache."""
         end_s = time.monotonic() + IDLE_WAIT_S
-        while self.num_stops == self._num_seen_stops or not (self._is_paused or self._scheduler.is_fully_idle()):
+        scheduler = self._scheduler
+        while self.num_stops == self._num_seen_stops or not (scheduler._engine_paused or scheduler.is_fully_idle()):
             if time.monotonic() > end_s:
                 raise WeightTransferError(f"this replica's first rank did not stop SGLang within {IDLE_WAIT_S:g} s")
             time.sleep(0.005)
         self._num_seen_stops = self.num_stops
-        if not self._is_paused:
+        if not scheduler._engine_paused:
             self.sampler.clear()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-    @property
-    def _is_paused(self) -> bool:
-        return self._scheduler._engine_paused
 
     def _derive(self) -> None:
         derive_again(self.model)

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from rlsys.rollout.versions import VLLM
 from rlsys.utils.errors import ConfigError
 
 KEY = "actor_rollout_ref.rollout.full_determinism"
@@ -21,9 +20,7 @@ OLDEST_GPU = (9, 0)
 
 
 def aligned_arguments(arguments: Mapping[str, Any], *, device: str) -> dict[str, object]:
-    """The arguments to add to these; also sets vLLM's switch in this process. ConfigError if it has no such mode."""
-    if not VLLM.installed_features().aligns:
-        raise ConfigError(f"{KEY}: vLLM {VLLM.installed()} is not known to support it; set {KEY}=false or install 0.26")
+    """The arguments to add to these; also sets vLLM's switch in this process. ConfigError where it has no such mode."""
     if device != "cpu":
         _switch_on()
     return {"hf_overrides": {"head_dtype": "float32", **arguments.get("hf_overrides", {})}}

@@ -42,8 +42,8 @@ def engine_arguments(path: str | Path, config: GenerationConfig, context: Engine
     text = hf_config.get_text_config()
     is_pushed = context.load_format == "dummy"
     runs_ahead = features.runs_ahead and not on_cpu and config.pipeline_model_parallel_size == 1
-    if config.quantization and (on_cpu or not features.takes_fp8):
-        why = "vLLM keeps FP8 weights in another form on CPUs, and before 0.26"
+    if config.quantization and on_cpu:
+        why = "vLLM keeps FP8 weights in another form on CPUs"
         raise ConfigError(f"{QUANTIZATION}={config.quantization}: {why}; set {QUANTIZATION}=null")
     if on_cpu and is_pushed and text.model_type == "gpt_oss":
         raise ConfigError("on CPUs vLLM loads the experts of gpt_oss once only: set rollout.name=hf, or use GPUs")

@@ -7,18 +7,16 @@ a video to vLLM, all others are images.
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from math import isqrt
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 from torch import Tensor
+from transformers import BatchFeature, PretrainedConfig
 
 from rlsys.models.vision import image_places, num_features, one_image
 from rlsys.protocol import ImageInputs
 from rlsys.types import LARGEST_IMAGE
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 GRID, RAW_VIEW = "image_grid_thw", 3
 """The sizes of grids, which no tiles have; the code of a tensor's bytes in vLLM's msgpack."""
@@ -88,10 +86,9 @@ def take_given_images(config: Any, *, max_model_len: int) -> dict[str, object]:
 
 
 def image_prompt(
-    ids: Sequence[int], config: "PretrainedConfig", images: Sequence[ImageInputs], *, salt: str
+    ids: Sequence[int], config: PretrainedConfig, images: Sequence[ImageInputs], *, salt: str
 ) -> dict[str, object]:
     """The input of a prompt with images; what vLLM computed of an image serves prompts of the same `salt` only."""
-    from transformers import BatchFeature
     from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
 
     kinds, tensors, fields = _items(ids, config, images, salt), dict[str, Tensor](), dict[str, object]()
@@ -117,7 +114,7 @@ def image_prompt(
 
 
 def image_features(
-    ids: Sequence[int], config: "PretrainedConfig", images: Sequence[ImageInputs], *, salt: str
+    ids: Sequence[int], config: PretrainedConfig, images: Sequence[ImageInputs], *, salt: str
 ) -> dict[str, object]:
     """The same for a server's route /inference/v1/generate: its `features`, written as vLLM 0.26 to 0.32 read them."""
     kinds = _items(ids, config, images, salt).items()
@@ -148,7 +145,7 @@ def _packed(item: Mapping[str, Tensor]) -> str:
 
 
 def _items(
-    ids: Sequence[int], config: "PretrainedConfig", images: Sequence[ImageInputs], salt: str
+    ids: Sequence[int], config: PretrainedConfig, images: Sequence[ImageInputs], salt: str
 ) -> dict[str, list[Item]]:
     """The items by vLLM's kind of them, in the order of the prompt."""
     places, seen, items = image_places(config, torch.tensor(ids), images), 0, dict[str, list[Item]]()

@@ -10,10 +10,10 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import ray
@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Cluster:
+class Cluster(AbstractContextManager["Cluster"]):
     """A connection to Ray. `close` writes the timeline if asked for and ends what `connect` began.
 
     That is the connection, and the cluster itself if it was started here; what was there before stays.
@@ -60,9 +60,6 @@ class Cluster:
             ray.shutdown()
         if self.guard is not None:
             self.guard.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

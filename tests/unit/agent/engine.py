@@ -44,7 +44,6 @@ class RandomEngine:
 def settings_for(engine: RandomEngine, template: ChatTemplate, **changes) -> SessionSettings:
     """Settings with wide budgets and temperature 1."""
     limits = changes.pop("limits", (100_000, 100_000))
-    changes = {"agent": AgentConfig(), "turns": MultiTurnConfig(), **changes}
     return SessionSettings(engine.sample, template, SamplingParams(512), *limits, **changes)
 
 

@@ -19,6 +19,8 @@ from rlsys.config.schema.algorithm import (
     RewardKwargsConfig,
     RewardManagerConfig,
 )
+from rlsys.config.schema.data import PromptsConfig
+from rlsys.config.schema.jobs import EvalConfig
 from rlsys.protocol import DataProto, object_array
 from rlsys.rewards.manager import RewardManager, build_reward_manager, register
 from rlsys.rewards.pool.pool import Grader, RewardPool
@@ -32,6 +34,9 @@ class Digits:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return "".join(str(t) if t < EOS - 1 else "" if skip_special_tokens else "?" for t in token_ids)
+
+
+DIGITS: Any = Digits()
 
 
 def batch(responses: list[list[int]], truths: list[object], **columns: list[object]) -> DataProto:
@@ -68,16 +73,15 @@ def manager(
         reward_manager=RewardManagerConfig(name=name),
         reward_kwargs=RewardKwargsConfig(overlong_buffer_cfg=overlong or OverlongConfig()),
     )
-    return build_reward_manager(
-        reward, tokenizer=Digits(), pool=pool, reward_fn_key=reward_fn_key, max_response_length=6
-    )
+    data = PromptsConfig(max_response_length=6, reward_fn_key=reward_fn_key)
+    return build_reward_manager(EvalConfig(data=data, reward=reward), DIGITS, pool)
 
 
-def manager_of_file(pool: RewardPool, path: str, name: str, **values: Any) -> RewardManager:
+def manager_of_file(pool: RewardPool, path: str, name: str) -> RewardManager:
     """A manager class of a file."""
     module = ModuleConfig(path=path, name=name)
     reward = GradingConfig(reward_manager=RewardManagerConfig(source="importlib", module=module))
-    return build_reward_manager(reward, tokenizer=Digits(), pool=pool, max_response_length=6, **values)
+    return build_reward_manager(EvalConfig(data=PromptsConfig(max_response_length=6), reward=reward), DIGITS, pool)
 
 
 ROWS = batch([[4, 2, EOS], [4, 1, EOS], [4, 2, 4, 2, 4, 2], [EOS], []], ["42", "42", "424242", "0", "1"])
@@ -182,7 +186,7 @@ class Legacy:
 
 class Single:
     def __init__(self, config, tokenizer, compute_score):
-        self.scale = config["scale"]
+        self.scale = config.data.max_response_length
 
     async def run_single(self, data):
         return {"reward_score": self.scale * len(data), "reward_extra_info": {"acc": 1.0}}
@@ -199,8 +203,8 @@ def test_managers_written_for_verl_work_from_a_file(pool: RewardPool, tmp_path: 
     assert legacy.rm_scores[:, 0].tolist() == [1.0, 0.0, 1.0, 0.0, 0.0]
     assert legacy.extra["acc"].tolist() == [1.0, 0.0, 1.0, 0.0, 0.0]
     assert legacy.metrics["reward/zeros"] == 3
-    single = manager_of_file(pool, path, "Single", config={"scale": 3}).grade(ROWS)
-    assert single.rm_scores.sum(-1).tolist() == [3.0, 3.0, 3.0, 3.0, 0.0]
+    single = manager_of_file(pool, path, "Single").grade(ROWS)
+    assert single.rm_scores.sum(-1).tolist() == [6.0, 6.0, 6.0, 6.0, 0.0]
     assert np.array_equal(single.extra["acc"], np.ones(5))
     with pytest.raises(ConfigError, match="none of grade"):
         manager_of_file(pool, path, "Nothing")

@@ -55,9 +55,6 @@ def test_what_it_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", torch)
     with pytest.raises(ConfigError, match="start this process with VLLM_BATCH_INVARIANT=1"):
         aligned_arguments({}, device="cuda")
-    monkeypatch.setattr(VersionTable, "installed", lambda table: "0.24.0")
-    with pytest.raises(ConfigError, match=r"vLLM 0.24.0 is not known.*install 0.26"):
-        aligned_arguments({}, device="cpu")
 
 
 def test_torch_keeps_its_product_with_gradients() -> None:

@@ -125,10 +125,10 @@ def test_copies_of_the_attention_have_as_many_requests_each() -> None:
     assert "dp_size" not in arguments(replica=place, tensor_model_parallel_size=4)
 
 
-def test_copies_of_the_attention_need_a_version_that_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_older_than_those_of_the_table_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(VersionTable, "installed", lambda table: "0.5.15")
-    with pytest.raises(ConfigError, match=r"data_parallel_size: needs SGLang 0\.5\.16 or newer"):
-        SGLangRollout(model_folder(), GenerationConfig(data_parallel_size=2), EngineContext())
+    with pytest.raises(ConfigError, match=r"SGLang in this process 0\.5\.15: older than rlsys drives"):
+        SGLangRollout(model_folder(), GenerationConfig(), EngineContext())
 
 
 def test_batches_up_to_the_largest_are_decoded_by_graphs_unless_configured_otherwise() -> None:

@@ -161,7 +161,7 @@ def test_an_address_that_cannot_be_written_is_one_clear_error(tmp_path: Path) ->
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"checkpoints at file://.*cannot be read or written.*credentials"):
         CheckpointStore(tmp_path, keep={}, remote=f"file://{tmp_path}/file/run").remote.check()
-    with pytest.raises(ConfigError, match="StoreError: no such endpoint; check the address"):
+    with pytest.raises(ConfigError, match="its credentials: StoreError: no such endpoint"):
         CheckpointStore(tmp_path, keep={}, remote="full://bucket").remote.check()
     with pytest.raises(ConfigError, match=r"full://bucket/rows\.parquet cannot be read.*no such endpoint"):
         local_copy("full://bucket/rows.parquet")

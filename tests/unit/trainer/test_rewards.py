@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from rlsys.config import PPOConfig, load_config
+from rlsys.rewards.manager import build_reward_manager
 from rlsys.rewards.pool.pool import RewardPool
 from rlsys.utils.errors import ConfigError
 from trainer.backend import import_external_libs
 from trainer.build import prepare
 from trainer.ppo import RayPPOTrainer
-from trainer.rewards import check_reward_function, reward_manager, reward_pool
+from trainer.rewards import check_reward_function, reward_pool
 
 LENGTHY = """
 class Lengthy:
@@ -26,6 +27,7 @@ class Lengthy:
 
 
 NUMBERS = count()
+no_tokenizer: Any = None
 WEIGHTED = """
 from rlsys.rewards.manager import register
 
@@ -64,7 +66,7 @@ def pool(cfg: PPOConfig) -> Iterator[RewardPool]:
 
 def test_a_manager_from_a_file_is_given_the_reward_kwargs(cfg: PPOConfig, pool: RewardPool) -> None:
     rows: Any = None
-    assert reward_manager(cfg, None, pool).grade(rows) == (40, True, 7)
+    assert build_reward_manager(cfg, no_tokenizer, pool).grade(rows) == (40, True, 7)
 
 
 def weighted(tmp_path: Path, source: str, *kwargs: str) -> PPOConfig:
@@ -84,12 +86,12 @@ def test_a_manager_of_ones_own_takes_its_reward_kwargs(tmp_path: Path, source: s
     weights = ["+reward_model.reward_kwargs.metric_weights.accuracy=1", "reward.reward_kwargs.metric_weights.len=-0.1"]
     cfg = weighted(tmp_path, source, *weights, "reward.reward_kwargs.scale=${data.max_response_length}")
     import_external_libs({"actor_rollout_ref.model": cfg.actor_rollout_ref.model})
-    made: Any = reward_manager(cfg, None, pool)
+    made: Any = build_reward_manager(cfg, no_tokenizer, pool)
     given = ({"accuracy": 1, "len": -0.1}, cfg.data.max_response_length, 0)
     assert made._manager.given == given
     removed = weighted(tmp_path, source, *weights, "reward.reward_kwargs.scale=3", "~reward.reward_kwargs.scale")
     import_external_libs({"actor_rollout_ref.model": removed.actor_rollout_ref.model})
-    made = reward_manager(removed, None, pool)
+    made = build_reward_manager(removed, no_tokenizer, pool)
     assert made._manager.given == (given[0], 1.0, 0)
 
 

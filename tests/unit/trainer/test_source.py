@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 
 from rlsys.protocol import DataProto
 from rlsys.utils.errors import ConfigError
-from trainer.source import GroupFilter, Make, RolloutSource
+from trainer.source import GroupFilter, RolloutSource
 
 
 class Counted:
@@ -36,10 +37,9 @@ def answer(prompts: DataProto, *, step: int, call: int) -> tuple[DataProto, dict
     return prompts, {"rollout/step": float(step)}
 
 
-def make(*, group_filter: GroupFilter | None = None, make_answers: Make = answer) -> RolloutSource:
-    return RolloutSource(
-        prompts=Counted(), make=make_answers, prompts_per_step=2, num_samples=1, group_filter=group_filter
-    )
+def make(*, group_filter: GroupFilter | None = None) -> RolloutSource:
+    rollout: Any = SimpleNamespace(make=answer, num_answers=1)
+    return RolloutSource(Counted(), rollout, prompts_per_step=2, group_filter=group_filter)
 
 
 def seen(source: RolloutSource) -> tuple[list[int], list[str], dict[str, float]]:
