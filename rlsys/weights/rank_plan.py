@@ -110,15 +110,14 @@ class PlanReceiver:
         self.checksums: Checksums | None = None
         """Made at the first `finish` after the memory of the engine has moved."""
 
-    def finish(self, version: int, sent: np.ndarray | None) -> None:
+    def finish(self, version: int, sent: np.ndarray) -> None:
         """Compare the checksums with those sent and release the engine; WeightTransferError names a tensor."""
         if self.received != version:
             raise WeightTransferError(f"this engine has not received weight version {version}")
-        if sent is not None:
-            if self.checksums is None:
-                tensors = self.update.tensors()
-                self.checksums = _checksums(self.plan, [copy.view(tensors) for copy in self.plan.copies])
-            for copy, number, checksum in zip(self.plan.copies, self.plan.checksum_ids, self.checksums(), strict=True):
-                if checksum != int(sent[number]):
-                    raise WeightTransferError(f"tensor '{copy.tensor}': the received values differ from the trainer's")
+        if self.checksums is None:
+            tensors = self.update.tensors()
+            self.checksums = _checksums(self.plan, [copy.view(tensors) for copy in self.plan.copies])
+        for copy, number, checksum in zip(self.plan.copies, self.plan.checksum_ids, self.checksums(), strict=True):
+            if checksum != int(sent[number]):
+                raise WeightTransferError(f"tensor '{copy.tensor}': the received values differ from the trainer's")
         self.update.finish(version)

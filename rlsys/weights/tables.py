@@ -76,9 +76,7 @@ def merged(mappings: Iterable[Mapping[str, ValueT]]) -> dict[str, ValueT]:
 def find_templates(layouts: Sequence[WeightLayout]) -> tuple[list[WeightLayout], Ints]:
     """One layout for each digest or set of shards, and the template of every layout (L,)."""
     keys = [layout.digest or (id(layout.shards), id(layout.dtypes)) for layout in layouts]
-    templates: dict[object, WeightLayout] = {}
-    for key, layout in zip(keys, layouts, strict=True):
-        templates.setdefault(key, layout)
+    templates = dict(zip(keys, layouts, strict=True))
     number_of = {key: number for number, key in enumerate(templates)}
     return list(templates.values()), np.array([number_of[key] for key in keys], dtype=np.int64)
 
