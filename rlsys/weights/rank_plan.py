@@ -70,7 +70,7 @@ class RankPlans:
         boxes: dict[str, dict[Box, int]] = {}
         copies = (copy for source in self.sources for copy in source.copies)
         for copy, number in zip(copies, np.concatenate(self.checksum_ids).tolist(), strict=True):
-            boxes.setdefault(copy.tensor, {}).setdefault(copy.box, number)
+            boxes.setdefault(copy.tensor, {}).setdefault(Box(copy.tensor, copy.start, copy.shape), number)
         shapes = self.sources[0].full_shapes
         return {name: [ids[box] for box in tiling(name, tuple(shapes[name]), ids)] for name, ids in boxes.items()}
 

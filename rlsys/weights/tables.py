@@ -31,9 +31,6 @@ class ShardTable:
     local_dims: Ints
     dtype: Ints
 
-    def __len__(self) -> int:
-        return len(self.tensor)
-
     def places(self, shards: Ints, start: Ints) -> tuple[Ints, Ints, Ints, Ints]:
         """Local tensor, start in it, its dimensions and dtype of the elements of shards from `start` (N, D) on."""
         local_start = self.local_start[shards] + start - self.start[shards]
@@ -48,10 +45,6 @@ class BoxTable:
     start: Ints
     stop: Ints
     of_shard: Ints
-
-    @property
-    def volume(self) -> Ints:
-        return (self.stop - self.start).prod(1)
 
 
 def new_ids() -> defaultdict[str, int]:
@@ -119,7 +112,7 @@ def disjoint_boxes(boxes: BoxTable, shards: ShardTable) -> tuple[BoxTable, Ints,
     """
     overlapping = _overlapping(boxes)
     if not len(overlapping):
-        return boxes, boxes.of_shard, np.arange(len(shards))
+        return boxes, boxes.of_shard, np.arange(len(shards.tensor))
     rest = np.flatnonzero(~np.isin(shards.tensor, overlapping))
     parts = [(shards.tensor[rest], shards.start[rest], shards.stop[rest], rest)]
     for tensor in overlapping:
