@@ -1,4 +1,4 @@
-"""A process group of weights whose peer is killed in the middle of a message: the other rank goes on."""
+"""A process group of weights whose peer is killed in the middle of a message: the other rank continues."""
 
 import os
 import time
@@ -16,7 +16,7 @@ ON_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GP
 
 
 def member(device: str, rank: int, pipe: Connection) -> None:
-    """Rank 0 sends to rank 1 once that is gone, and says how that went and whether it computes."""
+    """Rank 0 sends to rank 1 once that is gone, and reports how that went and whether it computes."""
     os.environ["NCCL_HOSTID"] = f"host-{rank}"
     where = torch.device("cpu")
     if device == "cuda":
@@ -31,15 +31,15 @@ def member(device: str, rank: int, pipe: Connection) -> None:
     group.exchange(where, **{"receives" if rank else "sends": [(1 - rank, message)]})
     pipe.send(float(message.sum()))
     pipe.recv()
-    said = ""
+    error_text = ""
     try:
         with group.guarded("a message"):
             group.exchange(where, sends=[(1, torch.zeros(1 << 26, device=where))])
     except PeerLostError as error:
-        said = str(error)
+        error_text = str(error)
     computed = float(torch.ones(4, device=where).sum())
     group.close()
-    pipe.send((said, computed))
+    pipe.send((error_text, computed))
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, ON_GPUS])])
@@ -59,10 +59,10 @@ def test_a_rank_outlives_a_peer_that_is_killed_in_a_message(device: str) -> None
         pipes[0].send("the peer is gone")
         started_s = time.monotonic()
         assert pipes[0].poll(scaled_s(6 * TIMEOUT_S)), "the rank still waits for its peer"
-        said, computed = pipes[0].recv()
-        print(f"{device}: {time.monotonic() - started_s:.1f} s, {said or 'no error'}")
+        error_text, computed = pipes[0].recv()
+        print(f"{device}: {time.monotonic() - started_s:.1f} s, {error_text or 'no error'}")
         assert computed == 4.0
-        assert device == "cuda" or said.startswith("weight transfer lost a peer (a message)")
+        assert device == "cuda" or error_text.startswith("weight transfer lost a peer (a message)")
         ranks[0].join(scaled_s(6 * TIMEOUT_S))
         assert ranks[0].exitcode == 0
     finally:
