@@ -28,6 +28,9 @@ from rlsys.config.schema.algorithm import AlgorithmConfig, RolloutCorrectionConf
 from rlsys.protocol import DataProto
 from rlsys.protocol.columns import tensors_of
 
+ROW_SUMS = {"seq_reward": "token_level_scores", "seq_final_reward": "token_level_rewards"}
+"""Metrics of `filter_groups` that are the sums of a column's rows."""
+
 
 def with_columns(batch: DataProto, **columns: Tensor) -> DataProto:
     """A new DataProto with these tensors added or replaced; the others are shared."""
@@ -94,7 +97,8 @@ def shape_batch_rewards(batch: DataProto, config: AlgorithmConfig, *, num_repeat
     In AReaL's order: bias and scaling, clip, norm, truncation: with `mask_no_eos_with_zero` responses that were cut off
     get 0, after they took part in the normalisation. The batch itself where every reward key has its default.
     """
-    if not config.shapes_rewards:
+    is_scaled = config.reward_bias != 0.0 or config.reward_scaling != 1.0 or config.reward_clip is not None
+    if not (is_scaled or config.reward_norm.enabled or config.mask_no_eos_with_zero):
         return batch
     scores, ids = column(batch, "token_level_scores").sum(dim=1), group_ids(batch, num_repeat=num_repeat)
     truncated = is_truncated(batch) if config.mask_no_eos_with_zero else torch.zeros(len(batch), dtype=torch.bool)
@@ -198,14 +202,12 @@ def filter_groups(batch: DataProto, *, metric: str = "seq_reward") -> tuple[Data
     `metric`: `seq_final_reward` or `seq_reward` (the row sum of the token-level rewards or scores) or a non-tensor
     column such as `acc` or `score`. Metrics: training/filter_groups_{kept,dropped}, in groups.
     """
-    if metric == "seq_final_reward":
-        values = column(batch, "token_level_rewards").sum(dim=1)
-    elif metric == "seq_reward":
-        values = column(batch, "token_level_scores").sum(dim=1)
+    if metric in ROW_SUMS:
+        values = column(batch, ROW_SUMS[metric]).sum(dim=1)
     elif metric in batch.non_tensor_batch:
         values = torch.as_tensor(batch.non_tensor_batch[metric].astype(np.float64))
     else:
-        known = ", ".join(["seq_reward", "seq_final_reward", *sorted(batch.non_tensor_batch)])
+        known = ", ".join([*ROW_SUMS, *sorted(batch.non_tensor_batch)])
         raise ValueError(f"filter_groups.metric '{metric}' is not one of {known}")
     ids = group_ids(batch)
     keep = informative_groups(values, ids)

@@ -56,17 +56,16 @@ class Cursor:
 
     def state_dict(self) -> dict[str, object]:
         """Plain values; the position counts rows, so a run with another batch size can continue from it."""
-        position = {"epoch": self._epoch, "position": self._position}
-        return {"seed": self._seed, **position, **self._rows()}
+        return {**self._order(), "epoch": self._epoch, "position": self._position}
 
-    def _rows(self) -> dict[str, Any]:
-        return {"num_rows": self._num_rows, "shuffle": self._shuffle, "dataset": self._dataset}
+    def _order(self) -> dict[str, Any]:
+        return {"seed": self._seed, "shuffle": self._shuffle, "num_rows": self._num_rows, "dataset": self._dataset}
 
     def load_state_dict(self, state: State) -> None:
         """Continue where a cursor over the same rows was. CheckpointError for another dataset, seed or order."""
         if state.keys() != self.state_dict().keys():
             raise CheckpointError(f"the checkpoint has no data position: it holds {', '.join(state)}")
-        for name, new in {"seed": self._seed, **self._rows()}.items():
+        for name, new in self._order().items():
             if (old := state[name]) != new:
                 is_setting = name in ("seed", "shuffle")
                 what = f"data.{name} is {new}" if is_setting else f"the training rows have changed: {name} is {new}"

@@ -53,11 +53,10 @@ def read_rows(files: str | Sequence[str]) -> Iterator[Row | BadRow]:
         readers = {".parquet": _read_parquet, ".jsonl": _read_json_lines, ".json": _read_json, ".csv": _read_csv}
         reader = _read_saved_dataset if path.is_dir() else readers[path.suffix.lower()]
         try:
-            is_empty = True
+            row = None
             for row in reader(path):
-                is_empty = False
                 yield row
-            if is_empty:
+            if row is None:
                 raise ValueError("it has no rows")
         except ValueError as error:
             yield BadRow(str(path), "whole file", str(error))

@@ -15,10 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlsys.utils.environment import environment
 from rlsys.utils.errors import WeightTransferError
 
 LOOPBACK = "127.0.0.1"
 TAG = 7
+OUTLIVES_PEERS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+"""How NCCL's group is made: where a peer is lost it ends what waits for it, but not this process."""
 Messages = Sequence[tuple[int, Tensor]]
 """Tensors to send to ranks, or to receive from them."""
 
@@ -87,7 +90,8 @@ class ProcessGroup:
             if device.type == "cuda":
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = wait
-                self.group = dist.ProcessGroupNCCL(store, rendezvous.rank, rendezvous.world_size, options)
+                with environment(OUTLIVES_PEERS):
+                    self.group = dist.ProcessGroupNCCL(store, rendezvous.rank, rendezvous.world_size, options)
             else:
                 gloo: Any = dist.ProcessGroupGloo
                 options, name = gloo._Options(), rendezvous.host or socket.gethostname()

@@ -343,7 +343,7 @@ def _role(
         ranks=min(settings.fsdp_size, ranks) if settings.fsdp_size > 0 else ranks,
         master=width_of(settings.model_dtype, job.device),
         trained=trained is not None,
-        lm=head == "lm",
+        head=head,
         on_host=settings.offload_policy and job.device == "cuda",
         lora_rank=lora.rank if lora is not None else 0,
         optim=optim,

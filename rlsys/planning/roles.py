@@ -5,6 +5,7 @@ layers in the computing type and reduces gradients in float32; Megatron keeps ha
 gradients for good, and masters and moments spread over its data-parallel ranks.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -55,7 +56,7 @@ class FsdpRole:
     ranks: int
     master: int
     trained: bool
-    lm: bool
+    head: Head = "lm"
     on_host: bool = False
     lora_rank: int = 0
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -120,7 +121,7 @@ class FsdpRole:
         return _higher(
             {GRADIENTS: summed, GATHERED: c * d.outer, ACTIVATIONS: kept + head, LOGITS: logits},
             {
-                GRADIENTS: summed + (c * d.vocab * d.hidden if full and self.lm else 0),
+                GRADIENTS: summed + (c * d.vocab * d.hidden if full and self.head == "lm" else 0),
                 GATHERED: c * (d.outer + d.layer * self._prefetched) + layer_comm,
                 ACTIVATIONS: kept + extra,
             },
@@ -173,10 +174,6 @@ class MegatronRole:
     @property
     def expert_dp(self) -> int:
         return max(1, self.ranks // (self.sizes.expert_tp * self.sizes.ep * self.sizes.pp))
-
-    @property
-    def lm(self) -> bool:
-        return self.head == "lm"
 
     def held(self) -> Bytes:
         """Between calls: gradients stay, in float32."""
@@ -244,7 +241,7 @@ Role = FsdpRole | MegatronRole
 
 def _logits(role: Role, size: Pass, *, backward: bool) -> int:
     """Bytes of logits at their highest; a value head has none."""
-    if not role.lm:
+    if role.head != "lm":
         return 0
     how, tp = role.how, role.tp if isinstance(role, FsdpRole) else role.sizes.tp
     trained = not role.lora_rank if isinstance(role, FsdpRole) else role.adapters is None
@@ -258,9 +255,4 @@ def _higher(*candidates: Bytes) -> Bytes:
 
 def together(parts: Sequence[Mapping[str, int]]) -> Bytes:
     """Bytes of several by owner."""
-    total: Bytes = {}
-    for owners in parts:
-        for owner, size in owners.items():
-            if size > 0:
-                total[owner] = total.get(owner, 0) + size
-    return total
+    return sum(map(Counter, parts), Counter[str]())

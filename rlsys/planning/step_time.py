@@ -120,18 +120,18 @@ def _passes(job: PlanInputs, role: Role, size: Pass, cluster: GpuCluster, *, tra
     fused, flops = kind != "fsdp", cluster.gpu.flops
     if isinstance(role, MegatronRole):
         tp, pp, vp, held = role.sizes.tp, role.sizes.pp, role.sizes.vp, role.held_here.parameters
-        is_fp8 = role.trained and role.lm and job.cfg.actor_rollout_ref.actor.megatron.fp8
+        is_fp8 = role.trained and role.head == "lm" and job.cfg.actor_rollout_ref.actor.megatron.fp8
         flops = cluster.gpu.fp8_flops if is_fp8 else flops
     else:
         tp, pp, vp, held = role.tp, 1, 1, d.parameters / role.tp
     again, layers = int(trains and role.how.recompute), d.num_layers / pp
     blocks, attended = (2.0 * size.tokens * n / (pp * tp) for n in (d.active, d.attended * (row + 1) / 2))
-    head = 2.0 * size.responses * d.vocab * d.hidden / tp if role.lm else 0.0
+    head = 2.0 * size.responses * d.vocab * d.hidden / tp if role.head == "lm" else 0.0
     passes = 1 + again + 2 * trains
     compute = (blocks * passes + head * (1 + 3 * trains)) / (MATMUL * flops)  # logits are always computed again
     compute += attended * (passes + trains / 2) / (ATTENTION * cluster.gpu.flops)
     saved = layers * fp.layer_saved_bytes(d, size.tokens, c=c, fused=fused, tp=tp, shared_norms=kind == "megatron")
-    logits = fp.WIDE * size.responses * d.vocab / tp if role.lm else 0.0
+    logits = fp.WIDE * size.responses * d.vocab / tp if role.head == "lm" else 0.0
     moved = READS * (1 + again + trains) * saved + LOGITS_READS * (1 + trains) * logits
     memory = (moved + held * (c * passes + (c + 2 * fp.WIDE) * trains)) / (MEMORY * cluster.gpu.memory_rate)
     if isinstance(role, MegatronRole):

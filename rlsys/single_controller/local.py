@@ -15,8 +15,9 @@ from rlsys.single_controller.calls import DEFAULT_DEADLINE_S, Backend, Deadlines
 from rlsys.single_controller.host import WorkerHost
 from rlsys.single_controller.resource_pool import ResourcePool
 from rlsys.single_controller.rows import is_rows
-from rlsys.single_controller.worker import NO_PROCESS_GROUP, RANK_VARIABLES, environment, free_port, rank_environment
+from rlsys.single_controller.worker import NO_PROCESS_GROUP, RANK_VARIABLES, free_port, rank_environment
 from rlsys.single_controller.worker_group import ClassWithInitArgs, WorkerGroup
+from rlsys.utils.environment import environment
 
 
 class LocalWorkerGroup(WorkerGroup):

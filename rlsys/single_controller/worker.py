@@ -3,8 +3,8 @@
 import errno
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from random import SystemRandom
 from typing import ParamSpec, Self, TypeVar
 
@@ -94,20 +94,6 @@ def rank_environment(
     """The variables torch.distributed starts from."""
     values = (rank, world_size, local_rank, local_world_size, *(master or ()))
     return dict(zip(RANK_VARIABLES, map(str, values)))
-
-
-@contextmanager
-def environment(values: Mapping[str, str], unset: Sequence[str] = ()) -> Iterator[None]:
-    """Set variables of this process, and unset others, for a while."""
-    names = (*unset, *values)
-    before = {name: os.environ.pop(name) for name in names if name in os.environ}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name in names:
-            os.environ.pop(name, None)
-        os.environ.update(before)
 
 
 def free_port(address: str = "127.0.0.1") -> int:

@@ -13,7 +13,7 @@ from math import prod
 import numpy as np
 from torch import Tensor
 
-from rlsys.types import Box, WeightLayout
+from rlsys.types import WeightLayout
 from rlsys.utils.errors import WeightTransferError
 from rlsys.weights import tables
 from rlsys.weights.layout import element_bytes, missing_boxes, view_of
@@ -38,10 +38,6 @@ class Copy:
     local: str
     local_start: tuple[int, ...]
     dtype: str
-
-    @property
-    def box(self) -> Box:
-        return Box(self.tensor, self.start, self.shape)
 
     @property
     def num_bytes(self) -> int:
@@ -206,7 +202,7 @@ class _Parts:
         """The tensors of boxes that their parts do not fill."""
         filled = np.zeros(len(self.wanted.tensor), np.int64)
         np.add.at(filled, self.box, self.volume)
-        return self.wanted.tensor[filled != self.wanted.volume]
+        return self.wanted.tensor[filled != (self.wanted.stop - self.wanted.start).prod(1)]
 
     def of_shards(self, shards: Ints) -> tuple[Ints, Ints]:
         """Every (position of a shard, part of its box) as two columns."""

@@ -70,7 +70,7 @@ class RankPlans:
         boxes: dict[str, dict[Box, int]] = {}
         copies = (copy for source in self.sources for copy in source.copies)
         for copy, number in zip(copies, np.concatenate(self.checksum_ids).tolist(), strict=True):
-            boxes.setdefault(copy.tensor, {}).setdefault(copy.box, number)
+            boxes.setdefault(copy.tensor, {}).setdefault(Box(copy.tensor, copy.start, copy.shape), number)
         shapes = self.sources[0].full_shapes
         return {name: [ids[box] for box in tiling(name, tuple(shapes[name]), ids)] for name, ids in boxes.items()}
 
@@ -110,15 +110,14 @@ class PlanReceiver:
         self.checksums: Checksums | None = None
         """Made at the first `finish` after the memory of the engine has moved."""
 
-    def finish(self, version: int, sent: np.ndarray | None) -> None:
+    def finish(self, version: int, sent: np.ndarray) -> None:
         """Compare the checksums with those sent and release the engine; WeightTransferError names a tensor."""
         if self.received != version:
             raise WeightTransferError(f"this engine has not received weight version {version}")
-        if sent is not None:
-            if self.checksums is None:
-                tensors = self.update.tensors()
-                self.checksums = _checksums(self.plan, [copy.view(tensors) for copy in self.plan.copies])
-            for copy, number, checksum in zip(self.plan.copies, self.plan.checksum_ids, self.checksums(), strict=True):
-                if checksum != int(sent[number]):
-                    raise WeightTransferError(f"tensor '{copy.tensor}': the received values differ from the trainer's")
+        if self.checksums is None:
+            tensors = self.update.tensors()
+            self.checksums = _checksums(self.plan, [copy.view(tensors) for copy in self.plan.copies])
+        for copy, number, checksum in zip(self.plan.copies, self.plan.checksum_ids, self.checksums(), strict=True):
+            if checksum != int(sent[number]):
+                raise WeightTransferError(f"tensor '{copy.tensor}': the received values differ from the trainer's")
         self.update.finish(version)

@@ -31,9 +31,6 @@ class ShardTable:
     local_dims: Ints
     dtype: Ints
 
-    def __len__(self) -> int:
-        return len(self.tensor)
-
     def places(self, shards: Ints, start: Ints) -> tuple[Ints, Ints, Ints, Ints]:
         """Local tensor, start in it, its dimensions and dtype of the elements of shards from `start` (N, D) on."""
         local_start = self.local_start[shards] + start - self.start[shards]
@@ -48,10 +45,6 @@ class BoxTable:
     start: Ints
     stop: Ints
     of_shard: Ints
-
-    @property
-    def volume(self) -> Ints:
-        return (self.stop - self.start).prod(1)
 
 
 def new_ids() -> defaultdict[str, int]:
@@ -76,9 +69,7 @@ def merged(mappings: Iterable[Mapping[str, ValueT]]) -> dict[str, ValueT]:
 def find_templates(layouts: Sequence[WeightLayout]) -> tuple[list[WeightLayout], Ints]:
     """One layout for each digest or set of shards, and the template of every layout (L,)."""
     keys = [layout.digest or (id(layout.shards), id(layout.dtypes)) for layout in layouts]
-    templates: dict[object, WeightLayout] = {}
-    for key, layout in zip(keys, layouts, strict=True):
-        templates.setdefault(key, layout)
+    templates = dict(zip(keys, layouts, strict=True))
     number_of = {key: number for number, key in enumerate(templates)}
     return list(templates.values()), np.array([number_of[key] for key in keys], dtype=np.int64)
 
@@ -121,7 +112,7 @@ def disjoint_boxes(boxes: BoxTable, shards: ShardTable) -> tuple[BoxTable, Ints,
     """
     overlapping = _overlapping(boxes)
     if not len(overlapping):
-        return boxes, boxes.of_shard, np.arange(len(shards))
+        return boxes, boxes.of_shard, np.arange(len(shards.tensor))
     rest = np.flatnonzero(~np.isin(shards.tensor, overlapping))
     parts = [(shards.tensor[rest], shards.start[rest], shards.stop[rest], rest)]
     for tensor in overlapping:

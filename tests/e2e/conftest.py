@@ -30,6 +30,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 GPU_CACHE_BYTES = 1 << 30
 GPU_CACHE = f"+actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes={GPU_CACHE_BYTES}"
 """With it vLLM does not measure the GPU's memory, which fails where other tests release theirs meanwhile."""
+GPU_SHARE = {"vllm": 0.1, "sglang": 0.3}
+"""`rollout.gpu_memory_utilization` of a tiny model: vLLM asks whether so much is free before it looks at GPU_CACHE."""
 UNCOMPILED = "actor_rollout_ref.actor.use_torch_compile=false"
 """Without it a job on a GPU compiles the layers first, which takes a minute."""
 

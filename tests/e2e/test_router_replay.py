@@ -13,7 +13,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from rlsys.config import load_config
 from rlsys.utils.errors import ConfigError
-from tests.e2e.conftest import GPU_CACHE, Toy, with_model
+from tests.e2e.conftest import GPU_CACHE, GPU_SHARE, Toy, with_model
 from trainer.main_ppo import main
 
 ACTOR = "actor_rollout_ref.actor"
@@ -119,7 +119,11 @@ def test_routes_of_engines_on_a_gpu_bring_log_probs_nearer(
     if find_spec(engine) is None:
         pytest.skip(f"needs {engine}")
     rollout = "actor_rollout_ref.rollout"
-    settings = (f"{rollout}.name={engine}", f"{rollout}.enforce_eager=true", f"{rollout}.gpu_memory_utilization=0.3")
+    settings = (
+        f"{rollout}.name={engine}",
+        f"{rollout}.enforce_eager=true",
+        f"{rollout}.gpu_memory_utilization={GPU_SHARE[engine]}",
+    )
     k3 = k3_by_replay(modes, served, tmp_path, *settings, GPU_CACHE)
     with capsys.disabled():
         print(f"{engine}: K3 by replay", {mode: f"{value:.2e}" for mode, value in k3.items()})

@@ -35,7 +35,7 @@ def test_vllm_on_gpus_serves_on_two_hosts(
     tp: int,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    share = "actor_rollout_ref.rollout.gpu_memory_utilization=0.2"
+    share = "actor_rollout_ref.rollout.gpu_memory_utilization=0.1"
     on_gpus = ("trainer.device=cuda", share, GPU_CACHE, UNCOMPILED)
     assert main([*serves_on_two_hosts(toy, tmp_path, hosts, tp), *on_gpus]) == 0
     lines = check_pushes(tmp_path)

@@ -153,7 +153,7 @@ def test_a_run_serves_in_two_stages(enforce_eager: bool, toy: Toy, tmp_path: Pat
         tmp_path / "out",
         *(f"{rollout}.name=vllm", f"{rollout}.pipeline_model_parallel_size=2", "trainer.n_gpus_per_node=2"),
         *([UNCOMPILED] if enforce_eager else []),
-        *(f"{rollout}.enforce_eager={enforce_eager}", f"{rollout}.gpu_memory_utilization=0.2", GPU_CACHE),
+        *(f"{rollout}.enforce_eager={enforce_eager}", f"{rollout}.gpu_memory_utilization=0.1", GPU_CACHE),
         *(f"{rollout}.validate_weight=true", f"{rollout}.parity.freq=1", f"{rollout}.parity.policy=stop"),
         f"reward.custom_reward_function.path={model.grader}",
     )

@@ -55,7 +55,8 @@ def _holds(cfg: Section, rule: Condition, parent: str) -> bool:
     key = absolute(rule.key, parent)
     value = value_at(cfg, key)
     registered = [known for path, _, known in rules(type(cfg)) if path == key and isinstance(known, Registered)]
-    return rule.holds(value) or any(value not in known.names for known in registered)
+    holds = value in rule.values if rule.values else bool(value)
+    return holds or any(value not in known.names for known in registered)
 
 
 def _reason(cfg: Section, rule: ActiveIf, other: str) -> str:

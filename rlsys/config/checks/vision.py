@@ -17,12 +17,9 @@ def check_vision(cfg: GradedJob) -> Iterator[str]:
     """Engines and roles beside a vision-language model, and settings of images beside a model of text."""
     path, engine = cfg.actor_rollout_ref.model.path, cfg.actor_rollout_ref.rollout.name
     facts = model_facts(path)
-    actor = cfg.actor_rollout_ref.actor if isinstance(cfg, PPOConfig) else None
-    if facts and facts.get("model_type") not in (*GRIDS, *TILES):
-        if actor is not None and actor.freeze_vision_tower:
+    if not facts or facts.get("model_type") not in (*GRIDS, *TILES):
+        if facts and isinstance(cfg, PPOConfig) and cfg.actor_rollout_ref.actor.freeze_vision_tower:
             yield wrong(cfg, f"{POLICY}.actor.freeze_vision_tower", "images of this model are not taken", "false")
-        return
-    if not facts:
         return
     if engine not in IMAGE_ENGINES:
         yield wrong(cfg, f"{POLICY}.rollout.name", "it is not given images here", IMAGE_ENGINES[0])

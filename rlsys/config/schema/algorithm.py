@@ -233,12 +233,6 @@ class AlgorithmConfig(Section):
     mask_no_eos_with_zero: t.Flag = False
     """Set the score of truncated responses to zero."""
 
-    @property
-    def shapes_rewards(self) -> bool:
-        """Whether AReaL's reward stage changes anything."""
-        scaled = self.reward_bias != 0.0 or self.reward_scaling != 1.0 or self.reward_clip is not None
-        return scaled or self.reward_norm.enabled or self.mask_no_eos_with_zero
-
 
 class CustomRewardConfig(Section):
     """A custom reward function."""

@@ -22,9 +22,6 @@ class Condition:
     key: str
     values: tuple[Any, ...] = ()
 
-    def holds(self, value: Any) -> bool:
-        return value in self.values if self.values else bool(value)
-
 
 @dataclass(frozen=True)
 class ActiveIf(Condition):

@@ -27,8 +27,4 @@ SERVERS: Mapping[str, VersionTable[Capabilities]] = {
         ),
     ),
 }
-
-
-def capabilities_of(kind: str, version: str) -> Capabilities:
-    """What a server can load; one that does not report its version is treated as the newest. ConfigError if too old."""
-    return SERVERS[kind].features(version) if version else ALL
+"""What servers can load; one that does not report its version is treated as the newest."""

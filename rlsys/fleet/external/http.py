@@ -77,15 +77,13 @@ async def events(
 ) -> AsyncGenerator[dict[str, object], None]:
     """The JSON objects of a server-sent event stream up to its end mark; ServerFault where it ends without one."""
     async with _answer(session, url, call, stage=stage, timeout=timeout) as response:
-        buffer = bytearray()
+        rest = b""
         async for part in response.content.iter_any():
-            buffer += part
-            *lines, rest = buffer.split(b"\n")
-            buffer = bytearray(rest)
+            *lines, rest = (rest + part).split(b"\n")
             if max(map(len, (*lines, rest))) > max_event_bytes:
                 raise ServerFault(url, stage, f"an event of more than {max_event_bytes} bytes")
             for line in lines:
-                text = bytes(line).strip()
+                text = line.strip()
                 if not text.startswith(EVENT):
                     continue
                 text = text.removeprefix(EVENT).strip()

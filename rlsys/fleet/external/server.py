@@ -12,7 +12,7 @@ from tenacity import AsyncRetrying, retry_if_exception_type, wait_exponential
 
 from rlsys.config.checks.files import model_facts
 from rlsys.fleet.external.backends import FULL, RAW, BadResponseError, adapter_of, check, probed_mode, setting_of
-from rlsys.fleet.external.capabilities import ALL, capabilities_of
+from rlsys.fleet.external.capabilities import ALL, SERVERS
 from rlsys.fleet.external.http import Call, RefusedError, ServerFault, StaleWeightsFault, ask, events
 from rlsys.rollout.base import check_sampling
 from rlsys.types import Finish, ModelRequest, ResponseDelta, WeightUpdateMeta
@@ -190,7 +190,7 @@ class ServerReplica:
             await self._ask(HEALTH, "health", limit_s)
             if not again:
                 self.version = await self._first_answer(backend.version, "version")
-                self.capabilities = capabilities_of(backend.kind, self.version)
+                self.capabilities = SERVERS[backend.kind].features(self.version) if self.version else ALL
                 if backend.about:
                     about = await self._ask(backend.about, "start", limit_s)
                     self.on_cpu = setting_of(about, "device_config", "device") == "cpu"

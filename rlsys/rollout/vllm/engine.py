@@ -63,6 +63,7 @@ class VLLMRollout(BaseRolloutEngine):
             share_cache_plans()
         with restored_torch(), names, rank_within_replica(self._place):
             self.engine = _start(arguments, self.hf_config, kv_cache_gib=config.kv_cache_gib)
+        self._stream = None if on_cpu else torch.cuda.current_stream()
         self._sampling = self._rpc("rlsys_start_sampling")
         self._rpc("rlsys_share_gpu")
         needs_all = config.enable_rollout_routing_replay or has_images(self.hf_config)
@@ -139,6 +140,10 @@ class VLLMRollout(BaseRolloutEngine):
         of the others are kept for it: it would look at each of them at every step.
         """
         core, processor = self.engine.engine_core, self.engine.output_processor
+        if (
+            self._stream is not None
+        ):  # vLLM gives a thread a stream of its own at its first all-reduce, amid its first step
+            torch.cuda.set_stream(self._stream)
         if self.config.data_parallel_size > 1 and not core.engine_core.scheduler.has_requests():
             core.execute_dummy_batch()
         if not self._skips_running:

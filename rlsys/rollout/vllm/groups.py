@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rlsys.single_controller.worker import environment
+from rlsys.utils.environment import environment
 
 SHARED_MEMORY = Path("/dev/shm")
 

@@ -28,7 +28,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rlsys.single_controller.diagnosis import ProcessInfo
 from rlsys.single_controller.guard import MARK, Guard
 from rlsys.single_controller.resource_pool import NodeCapacity
-from rlsys.single_controller.worker import environment
+from rlsys.utils.environment import environment
 from rlsys.utils.errors import ConfigError
 
 T = TypeVar("T")

@@ -11,6 +11,7 @@ the staging memory of those ranks, see `relay.py`.
 
 import os
 from collections.abc import Collection, Mapping
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from math import prod
 from uuid import uuid4
@@ -89,7 +90,7 @@ class ImportedTensors:
 
     def __init__(self, handle: IpcHandle, names: Collection[str], *, device: torch.device) -> None:
         """Map what the named tensors need. Device memory of any GPU of this host appears on `device`."""
-        self._memories: list[SharedMemory] = []
+        self._memories = ExitStack()
         storages: dict[int, torch.UntypedStorage] = {}
         self.tensors: dict[str, Tensor] = {}
         for name in names:
@@ -104,8 +105,7 @@ class ImportedTensors:
 
     def _open(self, handle: StorageHandle, device: torch.device) -> torch.UntypedStorage:
         if handle.path:
-            memory = SharedMemory.open(handle.path, handle.num_bytes)
-            self._memories.append(memory)
+            memory = self._memories.enter_context(closing(SharedMemory.open(handle.path, handle.num_bytes)))
             return memory.bytes.untyped_storage()
         if handle.exporter == PROCESS:
             return _exported_here[handle.address]
@@ -118,9 +118,7 @@ class ImportedTensors:
 
     def close(self) -> None:
         self.tensors = {}
-        for memory in self._memories:
-            memory.close()
-        self._memories = []
+        self._memories.close()
 
 
 def _end_bytes(entry: TensorHandle) -> int:

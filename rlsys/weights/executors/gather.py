@@ -6,7 +6,7 @@ of all other executors and their fallback.
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 
 import torch
@@ -50,7 +50,7 @@ class GatherSender:
     def __init__(self, spec: GatherSpec, engine: TrainEngine) -> None:
         self.spec, self.engine = spec, engine
         self._buckets: Iterator[list[tuple[str, Tensor]]] = iter(())
-        self._memory: SharedMemory | None = None
+        self._memory = ExitStack()  # closes that of the last bucket
 
     def send(self, version: int) -> None:
         """Start again from the first bucket."""
@@ -64,8 +64,8 @@ class GatherSender:
             return gathered is not None
         wanted = {name: tensor for name, tensor in gathered if name in self.spec.dtypes}
         packed, num_bytes = pack_tensors((n, tuple(t.shape), self.spec.dtypes[n]) for n, t in wanted.items())
-        self._free()
-        self._memory = memory = SharedMemory.create(num_bytes)
+        self._memory.close()
+        memory = self._memory.enter_context(closing(SharedMemory.create(num_bytes)))
         tensors = unpack_tensors(memory.bytes, packed)
         for name, tensor in wanted.items():
             tensors[name].copy_(tensor)
@@ -73,12 +73,7 @@ class GatherSender:
 
     def close(self) -> None:
         self._buckets = iter(())
-        self._free()
-
-    def _free(self) -> None:
-        if self._memory is not None:
-            self._memory.close()
-            self._memory = None
+        self._memory.close()
 
 
 class GatherLoader:

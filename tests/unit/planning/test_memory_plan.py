@@ -254,7 +254,7 @@ def test_megatron_training_of_7b_on_two_h200(tp: int, measured_gib: float) -> No
 def test_half_a_billion_parameters_on_either_engine_on_one_h200() -> None:
     how, size = Computing(2, "cuda", recompute=False), Pass(4096, 4032, 8)
     megatron = MegatronRole(SHAPES["0.5B"], how, ParallelSizes(), ranks=1)
-    fsdp = FsdpRole(fp.decoder_of(SHAPES["0.5B"]), how, ranks=1, master=4, trained=True, lm=True)
+    fsdp = FsdpRole(fp.decoder_of(SHAPES["0.5B"]), how, ranks=1, master=4, trained=True)
     for role, measured_gib in ((megatron, 15.0), (fsdp, 16.0)):
         total = sum(role.held().values()) + sum(role.training(size).values())
         assert total / GIB == pytest.approx(measured_gib, rel=0.06)
@@ -264,7 +264,7 @@ def test_optimizers_of_less_memory_are_planned() -> None:
     d, how = fp.decoder_of(SHAPES["0.5B"]), Computing(2, "cuda", recompute=False)
     on_host = OptimConfig(override_optimizer_config=OverrideOptimizerConfig(optimizer_cpu_offload=True))
     kinds = {name: OptimConfig(optimizer=name) for name in ("AdamW", "AdamW8bit", "Muon")} | {"host": on_host}
-    held = {name: FsdpRole(d, how, 2, 4, trained=True, lm=True, optim=optim).held() for name, optim in kinds.items()}
+    held = {name: FsdpRole(d, how, 2, 4, trained=True, optim=optim).held() for name, optim in kinds.items()}
     moments = {name: by_owner["optimizer"] * 2 / d.parameters for name, by_owner in held.items()}
     assert moments["AdamW"] == pytest.approx(8)
     assert moments["AdamW8bit"] == pytest.approx(2 + 8 / 256)

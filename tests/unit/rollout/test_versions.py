@@ -10,7 +10,7 @@ from transformers import PretrainedConfig, Qwen2Config, Qwen2VLConfig, Qwen3MoeC
 
 import rlsys
 from rlsys.config.schema.rollout import GenerationConfig
-from rlsys.fleet.external.capabilities import ALL, SERVERS, capabilities_of
+from rlsys.fleet.external.capabilities import ALL, SERVERS
 from rlsys.rollout.base import EngineContext
 from rlsys.rollout.versions import SGLANG, VLLM, VersionRow, VersionTable
 from rlsys.rollout.vllm import engine_args
@@ -108,7 +108,7 @@ def test_every_version_that_an_adapter_serves_has_every_name_it_uses() -> None:
 @pytest.mark.parametrize("kind", SERVERS)
 def test_servers_can_what_their_row_says_and_no_more(kind: str) -> None:
     for version in RECORD[kind]:
-        capabilities, routes = capabilities_of(kind, version), RECORD[kind][version]["routes"]
+        capabilities, routes = SERVERS[kind].features(version), RECORD[kind][version]["routes"]
         for ability, needed in NEEDED[kind].items():
             has = all(names <= set(routes.get(route, ())) for route, names in needed.items())
             if kind == "vllm" and ability == "files":
@@ -163,10 +163,10 @@ def test_dense_models_take_the_runner_that_needs_no_processor_unless_the_environ
 
 
 def test_newer_servers_are_taken_as_the_newest_and_older_ones_refused() -> None:
-    assert capabilities_of("vllm", "0.40.1") == capabilities_of("vllm", "0.33.0") == ALL
-    assert capabilities_of("sglang", "0.6.0") == capabilities_of("sglang", "0.5.23") == ALL
+    assert SERVERS["vllm"].features("0.40.1") == SERVERS["vllm"].features("0.33.0") == ALL
+    assert SERVERS["sglang"].features("0.6.0") == SERVERS["sglang"].features("0.5.23") == ALL
     with pytest.raises(ConfigError, match=r"vLLM server of version 0.8.4: not in the table(?s:.*)>=0.8.5,<0.16"):
-        capabilities_of("vllm", "0.8.4")
+        SERVERS["vllm"].features("0.8.4")
 
 
 def test_the_documented_versions_are_those_of_the_tables() -> None:

@@ -1,0 +1,70 @@
+"""A process group of weights whose peer is killed in the middle of a message: the other rank continues."""
+
+import os
+import time
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+
+import pytest
+import torch
+
+from rlsys.ipc.process_group import LOOPBACK, PeerLostError, ProcessGroup, Rendezvous
+from tests.timing import scaled_s
+
+TIMEOUT_S = 10.0
+ON_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+def member(device: str, rank: int, pipe: Connection) -> None:
+    """Rank 0 sends to rank 1 once that is gone, and reports how that went and whether it computes."""
+    os.environ["NCCL_HOSTID"] = f"host-{rank}"
+    where = torch.device("cpu")
+    if device == "cuda":
+        where = torch.device(device, rank)
+        torch.cuda.set_device(where)
+    address = pipe.recv() if rank else ""
+    group = ProcessGroup(Rendezvous(address, "token", rank, 2, scaled_s(TIMEOUT_S), LOOPBACK))
+    if not rank:
+        pipe.send(group.address)
+    group.join(where)
+    message = torch.ones(4, device=where)
+    group.exchange(where, **{"receives" if rank else "sends": [(1 - rank, message)]})
+    pipe.send(float(message.sum()))
+    pipe.recv()
+    error_text = ""
+    try:
+        with group.guarded("a message"):
+            group.exchange(where, sends=[(1, torch.zeros(1 << 26, device=where))])
+    except PeerLostError as error:
+        error_text = str(error)
+    computed = float(torch.ones(4, device=where).sum())
+    group.close()
+    pipe.send((error_text, computed))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, ON_GPUS])])
+def test_a_rank_outlives_a_peer_that_is_killed_in_a_message(device: str) -> None:
+    context, pipes, ranks = get_context("spawn"), [], []
+    for rank in range(2):
+        ours, theirs = context.Pipe()
+        pipes.append(ours)
+        ranks.append(context.Process(target=member, args=(device, rank, theirs), daemon=True))
+        ranks[-1].start()
+        theirs.close()
+    try:
+        pipes[1].send(pipes[0].recv())
+        assert [pipe.recv() for pipe in pipes] == [4.0, 4.0]
+        ranks[1].kill()
+        ranks[1].join()
+        pipes[0].send("the peer is gone")
+        started_s = time.monotonic()
+        assert pipes[0].poll(scaled_s(6 * TIMEOUT_S)), "the rank still waits for its peer"
+        error_text, computed = pipes[0].recv()
+        print(f"{device}: {time.monotonic() - started_s:.1f} s, {error_text or 'no error'}")
+        assert computed == 4.0
+        assert device == "cuda" or error_text.startswith("weight transfer lost a peer (a message)")
+        ranks[0].join(scaled_s(6 * TIMEOUT_S))
+        assert ranks[0].exitcode == 0
+    finally:
+        for process in ranks:
+            process.kill()
