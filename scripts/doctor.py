@@ -21,6 +21,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
+from importlib.util import cache_from_source, find_spec
 from ipaddress import IPv6Address, ip_address
 from pathlib import Path
 from typing import Literal
@@ -104,6 +105,7 @@ def examine() -> Iterator[Finding]:
     yield from machine_findings()
     yield from gpu_findings()
     yield from package_findings(project["dependencies"])
+    yield from bytecode_findings("torch")
     yield from extra_findings(project["optional-dependencies"])
     yield from engine_findings()
     yield from ray_findings(ray_listeners(), dashboard_asks_for_token)
@@ -139,6 +141,24 @@ def machine_findings() -> Iterator[Finding]:
         "machine", "memory", text, "warn" if small else "ok", "lower the batch sizes (docs/oom.md)" if small else ""
     )
     yield shm_finding(Path("/dev/shm"))
+
+
+def bytecode_findings(package: str) -> Iterator[Finding]:
+    """Whether a package is compiled: each process of a job imports some thousand modules, twice as fast then."""
+    spec = find_spec(package)
+    if spec is None or spec.origin is None:
+        return
+    if Path(cache_from_source(spec.origin)).exists():
+        yield Finding("packages", "bytecode", f"{package} is compiled")
+        return
+    compiles = f"run {sys.executable} -m compileall -q {Path(spec.origin).parents[1]}"
+    if os.environ.get("PYTHONDONTWRITEBYTECODE"):
+        advice = f"unset PYTHONDONTWRITEBYTECODE, or {compiles}: every process compiles what it imports"
+        yield Finding("packages", "bytecode", f"{package} has none, and none is written", "warn", advice)
+    else:
+        yield Finding(
+            "packages", "bytecode", f"{package} has none yet", "note", f"its first import writes it; or {compiles}"
+        )
 
 
 def shm_finding(path: Path) -> Finding:

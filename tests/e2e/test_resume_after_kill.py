@@ -33,7 +33,7 @@ SAVE_CRITIC = "workers.critic:CriticWorker.save_checkpoint"
 BEGIN_SAVE = "rlsys.engines.base:BaseTrainEngine.begin_save"
 FINISH_SAVE = "workers.base:EngineWorker.finish_save"
 SAVE_STATE = "trainer.loop:save_state"
-COMMIT = "trainer.checkpoint:commit_dir"
+COMMIT = "rlsys.utils.atomic:commit_dir"
 POINTER = "trainer.checkpoint:CheckpointStore._point_at"
 PRUNE = "trainer.checkpoint:CheckpointStore.prune"
 

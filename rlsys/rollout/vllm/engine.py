@@ -140,9 +140,8 @@ class VLLMRollout(BaseRolloutEngine):
         of the others are kept for it: it would look at each of them at every step.
         """
         core, processor = self.engine.engine_core, self.engine.output_processor
-        if (
-            self._stream is not None
-        ):  # vLLM gives a thread a stream of its own at its first all-reduce, amid its first step
+        if self._stream is not None:
+            # At a thread's first all-reduce vLLM gives it a stream of its own, in the middle of its first step.
             torch.cuda.set_stream(self._stream)
         if self.config.data_parallel_size > 1 and not core.engine_core.scheduler.has_requests():
             core.execute_dummy_batch()

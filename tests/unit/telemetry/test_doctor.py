@@ -1,5 +1,6 @@
 """The environment report: real runs, and each verdict from made-up circumstances."""
 
+import compileall
 import contextlib
 import importlib.util
 import json
@@ -82,6 +83,25 @@ def test_missing_and_unfit_packages_fail(doctor: ModuleType) -> None:
     assert [f.verdict for f in findings] == ["ok", "fail", "fail"]
     assert findings[1].advice == "pip install 'numpy>=99'"
     assert findings[2].value == "not installed, needs >=1"
+
+
+def test_packages_without_bytecode_are_compiled_by_every_process(
+    doctor: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "fresh"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    (warning,) = doctor.bytecode_findings("fresh")
+    assert (warning.verdict, warning.value) == ("warn", "fresh has none, and none is written")
+    assert warning.advice.startswith("unset PYTHONDONTWRITEBYTECODE, or run ")
+    assert f"-m compileall -q {tmp_path}:" in warning.advice
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE")
+    assert [finding.verdict for finding in doctor.bytecode_findings("fresh")] == ["note"]
+    compileall.compile_dir(tmp_path, quiet=1)
+    assert [finding.verdict for finding in doctor.bytecode_findings("fresh")] == ["ok"]
+    assert not list(doctor.bytecode_findings("no_such_package"))
 
 
 def test_a_missing_extra_is_a_note_that_says_what_it_gives(doctor: ModuleType) -> None:
