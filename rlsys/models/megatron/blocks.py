@@ -28,30 +28,28 @@ QK_NORM = attention(
     Rule("k_layernorm.weight", whole, ("k_norm.weight [head_dim]",)),
 )
 SPARSE_NORM = Rule("pre_mlp_layernorm.weight", whole, ("post_attention_layernorm.weight [hidden]",))
-GATED_MLP = (
-    replace(SPARSE_NORM, te="mlp.linear_fc1.layer_norm_weight"),
-    Rule("mlp.linear_fc1.weight", stacked, ("mlp.gate_proj.weight [ffn, hidden]", "mlp.up_proj.weight [ffn, hidden]")),
-    Rule("mlp.linear_fc2.weight", columns, ("mlp.down_proj.weight [hidden, ffn]",)),
-)
 ROUTER = Rule("mlp.router.weight", whole, ("mlp.gate.weight [experts, hidden]",))
 
 
-def expert_rules(path: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
-    """The rules of one gated expert, whose matrices have these names below `path` and its number."""
-    expert = f"{path}.{{e}}."
+def gated_rules(
+    ffn: str, hf: str = "", *, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
+) -> tuple[Rule, ...]:
+    """The rules of a gated MLP as wide as the dimension `ffn`, for models where that is not zero; its matrices have
+    these names below `hf`."""
+    above = tuple(f"{hf}{name}.weight [{ffn}, hidden]" for name in (gate, up))
     return (
-        Rule(
-            "linear_fc1.weight",
-            stacked,
-            (f"{expert}{gate}.weight [expert_ffn, hidden]", f"{expert}{up}.weight [expert_ffn, hidden]"),
-        ),
-        Rule("linear_fc2.weight", columns, (f"{expert}{down}.weight [hidden, expert_ffn]",)),
+        Rule("linear_fc1.weight", stacked, above, when=ffn),
+        Rule("linear_fc2.weight", columns, (f"{hf}{down}.weight [hidden, {ffn}]",), when=ffn),
     )
 
 
 SCALED_ROPE = ("llama3", "yarn")
 """Rotary scalings that are computed by transformers' functions."""
-EXPERT = expert_rules("mlp.experts", "gate_proj", "up_proj", "down_proj")
+GATED_MLP = (
+    replace(SPARSE_NORM, te="mlp.linear_fc1.layer_norm_weight"),
+    *within("mlp", "mlp", *gated_rules("ffn")),
+)
+EXPERT = gated_rules("expert_ffn", "mlp.experts.{e}.")
 ONLY: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "attention_bias": (False, None),

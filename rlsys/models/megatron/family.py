@@ -76,7 +76,7 @@ class Family:
     needs: tuple[str, ...] = NEEDS
     only: Mapping[str, tuple[object, ...]] = field(default_factory=lambda: blocks.ONLY)
     refuse: Callable[[HFConfig], str] = lambda hf_config: ""
-    mtp: tuple[Rule, ...] = ()
+    mtp: tuple[str, ...] = ()
     mtp_prefix: str = ""
     mla: bool = False
     window_rope: Callable[[HFConfig], blocks.Settings] | None = None
@@ -143,8 +143,7 @@ class Family:
             hf = f"{own}layers.{number}." if own else f"{self.prefix}layers.{dims['layers'] + number}."
             for rule in self._layer_rules(sparse, dims):
                 shards += _rule_shards(rule, "", hf, index, te=False)
-            for rule in self.mtp:
-                shards += _rule_shards(rule, "", own or hf, index, te=False)
+            shards += _rule_shards(Rule("mtp", whole, self.mtp), "", own or hf, index, te=False)
             shards += self._experts("", hf, RankPlace(), index, te=False) if sparse else ()
         return whole_shapes(shards)
 

@@ -24,14 +24,12 @@ from rlsys.types import HFConfig
 
 # isort: split
 
-from megatron.core import parallel_state as mpu
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
-    copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
@@ -116,11 +114,7 @@ class DeltaNorm(nn.RMSNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.group = mpu.get_tensor_model_parallel_group()
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight = copy_to_tensor_model_parallel_region(self.weight, self.group)
-        return F.rms_norm(x, self.normalized_shape, weight, self.eps)
+        self.weight.partial_over = "tensors"  # type: ignore[assignment]
 
 
 class PackedGatedDelta(GatedDeltaNet):

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 from rlsys.models.megatron import blocks
 from rlsys.models.megatron.families import qwen3_moe
-from rlsys.models.megatron.families.deepseek_v3 import SHARED_RULES
 from rlsys.models.megatron.family import SPARSE_NEEDS
 from rlsys.models.megatron.rules import Rule, columns, gated_grouped, regrouped, rows, whole, within
 from rlsys.types import HFConfig
@@ -14,12 +13,7 @@ SIZES = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "
 DELTA = tuple(f"linear_{size}" for size in SIZES)
 """Sizes of gated delta layers, which Megatron calls as config.json does."""
 NORM, QKV, OUT = blocks.ATTENTION
-GATED_ATTENTION = (
-    NORM,
-    replace(QKV, shard_fn=gated_grouped, hf=("self_attn.q_proj.weight [gated_q, hidden]", *QKV.hf[1:])),
-    OUT,
-    *blocks.QK_NORM,
-)
+GATED_QKV = replace(QKV, shard_fn=gated_grouped, hf=("self_attn.q_proj.weight [gated_q, hidden]", *QKV.hf[1:]))
 
 
 def delta_rules(in_proj: Rule) -> tuple[Rule, ...]:
@@ -41,10 +35,8 @@ IN_PROJ = Rule(
     regrouped(("delta_head_k", "delta_head_k", "delta_each_v", "delta_each_v"), ("delta_each", "delta_each")),
     ("in_proj_qkvz.weight [delta_qkvz, hidden]", "in_proj_ba.weight [delta_ba, hidden]"),
 )
-MTP = (
-    Rule("fc", whole, ("fc.weight [hidden, two_hidden]",)),
-    *(Rule(x, whole, (f"{x}.weight [hidden]",)) for x in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")),
-)
+MTP_NORMS = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+MTP = ("fc.weight [hidden, two_hidden]", *(f"{name}.weight [hidden]" for name in MTP_NORMS))
 
 
 def delta_dims(hf_config: HFConfig) -> dict[str, int]:
@@ -91,12 +83,12 @@ FAMILY = replace(
     settings=settings,
     rope=lambda hf_config: blocks.rope_args({"partial_rotary_factor": 0.25, **hf_config}),
     needs=(*SPARSE_NEEDS, *DELTA, "shared_expert_intermediate_size"),
-    layer=GATED_ATTENTION,
+    layer=(NORM, GATED_QKV, OUT, *blocks.QK_NORM),
     linear=delta_rules(IN_PROJ),
     is_linear=is_linear,
     sparse=(
         *qwen3_moe.FAMILY.sparse,
-        *within("mlp.shared_experts", "mlp.shared_expert", *SHARED_RULES),
+        *within("mlp.shared_experts", "mlp.shared_expert", *blocks.gated_rules("shared_ffn")),
         Rule("mlp.shared_experts.gate_weight", whole, ("mlp.shared_expert_gate.weight [1, hidden]",)),
     ),
     mtp=MTP,
