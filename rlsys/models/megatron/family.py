@@ -264,8 +264,7 @@ def decoder_family(config: "PretrainedConfig") -> tuple[Family, HFConfig]:
 
 def _need_packed_delta() -> None:
     """ConfigError unless what is installed computes gated delta layers on packed rows; none of it is imported."""
-    megatron = find_spec("megatron")
-    folders = (megatron.submodule_search_locations if megatron else None) or ()
+    folders = getattr(find_spec("megatron"), "submodule_search_locations", None) or ()
     lacking = [] if any(Path(folder, PACKED_DELTA).is_dir() for folder in folders) else ["'megatron-core>=0.19'"]
     lacking += ["flash-linear-attention"] * (find_spec("fla") is None)
     if find_spec("triton") and version("triton") in WRONG_ON_HOPPER and find_spec("tilelang") is None:

@@ -84,13 +84,7 @@ def is_gated_delta(name: str) -> bool:
 
 
 def _make_all(paths: list[Path], sizes: ParallelSizes) -> list[Made]:
-    mpu.initialize_model_parallel(
-        tensor_model_parallel_size=sizes.tp,
-        pipeline_model_parallel_size=sizes.pp,
-        virtual_pipeline_model_parallel_size=sizes.vp if sizes.vp > 1 else None,
-        expert_model_parallel_size=sizes.ep,
-        expert_tensor_parallel_size=sizes.expert_tp,
-    )
+    mpu.initialize_model_parallel(**sizes.arguments())
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     return [_make(path, sizes) for path in paths]
 
