@@ -83,8 +83,7 @@ def _factors(plan: AdapterPlan, name: str, local: Sequence[Shard], partial: Lite
     rows: list[int] = []
     for shard in (shard for shard in local if shard.box.tensor == name):
         first, count = shard.box.start[0], shard.box.shape[0]
-        follows = boxes and boxes[-1][0] + boxes[-1][1] == first
-        if follows:
+        if boxes and boxes[-1][0] + boxes[-1][1] == first:
             boxes[-1] = (boxes[-1][0], boxes[-1][1] + count, boxes[-1][2])
         else:
             boxes.append((first, count, len(rows)))

@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from rlsys.models.megatron.rules import Rule, columns, grouped, stacked, whole, within
+from rlsys.models.megatron.rules import Rule, columns, grouped, rows, whole, within
 from rlsys.types import HFConfig
 from rlsys.utils.errors import ConfigError
 
@@ -38,7 +38,7 @@ def gated_rules(
     these names below `hf`."""
     above = tuple(f"{hf}{name}.weight [{ffn}, hidden]" for name in (gate, up))
     return (
-        Rule("linear_fc1.weight", stacked, above, when=ffn),
+        Rule("linear_fc1.weight", rows, above, when=ffn),
         Rule("linear_fc2.weight", columns, (f"{hf}{down}.weight [hidden, {ffn}]",), when=ffn),
     )
 

@@ -79,24 +79,18 @@ def whole(parts: NamedShapes, index: ShardIndex) -> Iterator[PlacedBox]:
 
 
 def rows(parts: NamedShapes, index: ShardIndex) -> Iterator[PlacedBox]:
-    """Equal parts of the first dimension."""
-    ((name, shape),) = parts
-    yield _part(name, shape, 0, index), (0,) * len(shape)
-
-
-def columns(parts: NamedShapes, index: ShardIndex) -> Iterator[PlacedBox]:
-    """Equal parts of the last dimension."""
-    ((name, shape),) = parts
-    yield _part(name, shape, len(shape) - 1, index), (0,) * len(shape)
-
-
-def stacked(parts: NamedShapes, index: ShardIndex) -> Iterator[PlacedBox]:
-    """Equal parts of the rows of each tensor, one below the other: a gate above its up projection."""
+    """An equal part of the first dimension of each tensor, one below the other: a gate above its up projection."""
     at = 0
     for name, shape in parts:
         box = _part(name, shape, 0, index)
         yield box, (at, *box.start[1:])
         at += box.shape[0]
+
+
+def columns(parts: NamedShapes, index: ShardIndex) -> Iterator[PlacedBox]:
+    """An equal part of the last dimension."""
+    ((name, shape),) = parts
+    yield _part(name, shape, len(shape) - 1, index), (0,) * len(shape)
 
 
 def padded_rows(parts: NamedShapes, index: ShardIndex) -> Iterator[PlacedBox]:
