@@ -31,15 +31,13 @@ SPARSE_NORM = Rule("pre_mlp_layernorm.weight", whole, ("post_attention_layernorm
 ROUTER = Rule("mlp.router.weight", whole, ("mlp.gate.weight [experts, hidden]",))
 
 
-def gated_rules(
-    ffn: str, hf: str = "", *, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
-) -> tuple[Rule, ...]:
+def mlp_rules(ffn: str, hf: str = "", names: Sequence[str] = ("gate_proj", "up_proj", "down_proj")) -> tuple[Rule, ...]:
     """The rules of a gated MLP as wide as the dimension `ffn`, for models where that is not zero; its matrices have
     these names below `hf`."""
-    above = tuple(f"{hf}{name}.weight [{ffn}, hidden]" for name in (gate, up))
+    gate, up, down = (f"{hf}{name}.weight" for name in names)
     return (
-        Rule("linear_fc1.weight", rows, above, when=ffn),
-        Rule("linear_fc2.weight", columns, (f"{hf}{down}.weight [hidden, {ffn}]",), when=ffn),
+        Rule("linear_fc1.weight", rows, (f"{gate} [{ffn}, hidden]", f"{up} [{ffn}, hidden]"), when=ffn),
+        Rule("linear_fc2.weight", columns, (f"{down} [hidden, {ffn}]",), when=ffn),
     )
 
 
@@ -47,9 +45,9 @@ SCALED_ROPE = ("llama3", "yarn")
 """Rotary scalings that are computed by transformers' functions."""
 GATED_MLP = (
     replace(SPARSE_NORM, te="mlp.linear_fc1.layer_norm_weight"),
-    *within("mlp", "mlp", *gated_rules("ffn")),
+    *within("mlp", "mlp", *mlp_rules("ffn")),
 )
-EXPERT = gated_rules("expert_ffn", "mlp.experts.{e}.")
+EXPERT = mlp_rules("expert_ffn", "mlp.experts.{e}.")
 ONLY: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "attention_bias": (False, None),

@@ -22,7 +22,7 @@ MLA = (
     ),
 )
 BIASED_ROUTER = (blocks.ROUTER, Rule("mlp.router.expert_bias", whole, ("mlp.gate.e_score_correction_bias [experts]",)))
-SHARED_EXPERTS = within("mlp.shared_experts", "mlp.shared_experts", *blocks.gated_rules("shared_ffn"))
+SHARED_EXPERTS = within("mlp.shared_experts", "mlp.shared_experts", *blocks.mlp_rules("shared_ffn"))
 MTP = (
     "embed_tokens.weight [vocab, hidden]",
     "enorm.weight [hidden]",

@@ -88,7 +88,7 @@ FAMILY = replace(
     is_linear=is_linear,
     sparse=(
         *qwen3_moe.FAMILY.sparse,
-        *within("mlp.shared_experts", "mlp.shared_expert", *blocks.gated_rules("shared_ffn")),
+        *within("mlp.shared_experts", "mlp.shared_expert", *blocks.mlp_rules("shared_ffn")),
         Rule("mlp.shared_experts.gate_weight", whole, ("mlp.shared_expert_gate.weight [1, hidden]",)),
     ),
     mtp=MTP,
