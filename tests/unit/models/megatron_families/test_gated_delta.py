@@ -14,6 +14,9 @@ from rlsys.models.hf import in_memory
 from rlsys.models.megatron.family import family_of
 from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
 from rlsys.planning.footprint import decoder_of
+from tests.contracts.train_engine import TP2_SP, Case, megatron_engine, one_step, reference
+from tests.fla_stand_in import HAS_PACKED_DELTA
+from tests.ranks import run_ranks
 from tests.unit.models.megatron_families.tiny import CONFIGS
 
 TP, HIDDEN, KEYS, VALUES, K, V = 2, 32, 4, 8, 6, 5
@@ -72,6 +75,16 @@ def test_gates_lie_below_the_queries_of_their_group() -> None:
     whole = torch.cat([queries, gates, keys, values], dim=1).flatten(0, 2)
     for rank, piece in zip(ranks, of_ranks(whole), strict=True):
         assert torch.equal(rank["1.self_attention.linear_qkv.weight"], piece)
+
+
+@pytest.mark.skipif(not HAS_PACKED_DELTA, reason="needs megatron-core>=0.19")
+def test_ranks_that_share_heads_have_the_gradients_of_the_reference() -> None:
+    expected = reference("qwen3.5", "lm")[2]
+    case = Case(rows=3, megatron=TP2_SP)
+    for rank in run_ranks(2, one_step, megatron_engine, "qwen3.5", "lm", case):
+        assert rank["gradients"].keys() == expected.keys()
+        for name, gradient in expected.items():
+            torch.testing.assert_close(rank["gradients"][name].double(), gradient, rtol=2e-3, atol=1e-6, msg=name)
 
 
 PUBLISHED = [
