@@ -20,6 +20,7 @@ export VLLM_SERVER_DEV_MODE=1
 if [ "${PROCESS_GROUP:-}" = 1 ]; then
     root=$(cd "$(dirname "$0")/.." && pwd)
     export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
+    export TORCH_NCCL_DUMP_ON_TIMEOUT=${TORCH_NCCL_DUMP_ON_TIMEOUT:-0}  # else a trainer that is lost ends the server
     options+=(--worker-extension-cls rlsys.rollout.vllm.server.WeightTransferExtension
         --weight-transfer-config '{"backend": "rlsys"}')
 fi

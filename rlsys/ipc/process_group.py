@@ -20,8 +20,8 @@ from rlsys.utils.errors import WeightTransferError
 
 LOOPBACK = "127.0.0.1"
 TAG = 7
-OUTLIVES_PEERS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-"""How NCCL's group is made: where a peer is lost it ends what waits for it, but not this process."""
+OUTLIVES_PEERS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1"}
+"""How NCCL's group is made: where a peer is lost it ends what waits for it, at once, but not this process."""
 Messages = Sequence[tuple[int, Tensor]]
 """Tensors to send to ranks, or to receive from them."""
 

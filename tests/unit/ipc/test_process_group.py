@@ -1,6 +1,5 @@
 """A process group of weights whose peer is killed in the middle of a message: the other rank continues."""
 
-import os
 import time
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -8,20 +7,24 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 
+from rlsys.engines.mesh import ensure_process_group
 from rlsys.ipc.process_group import LOOPBACK, PeerLostError, ProcessGroup, Rendezvous
+from rlsys.single_controller.host import WorkerHost
 from tests.timing import scaled_s
 
 TIMEOUT_S = 10.0
+HEARTBEAT_S = 2
 ON_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
 def member(device: str, rank: int, pipe: Connection) -> None:
-    """Rank 0 sends to rank 1 once that is gone, and reports how that went and whether it computes."""
-    os.environ["NCCL_HOSTID"] = f"host-{rank}"
+    """Rank 0 sends to rank 1 once that is gone, and reports how that went and whether it computes afterwards."""
+    WorkerHost().set_environment({"NCCL_HOSTID": f"host-{rank}", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": f"{HEARTBEAT_S}"})
     where = torch.device("cpu")
     if device == "cuda":
         where = torch.device(device, rank)
         torch.cuda.set_device(where)
+        ensure_process_group(device)
     address = pipe.recv() if rank else ""
     group = ProcessGroup(Rendezvous(address, "token", rank, 2, scaled_s(TIMEOUT_S), LOOPBACK))
     if not rank:
@@ -38,6 +41,7 @@ def member(device: str, rank: int, pipe: Connection) -> None:
     except PeerLostError as error:
         error_text = str(error)
     computed = float(torch.ones(4, device=where).sum())
+    time.sleep(3 * HEARTBEAT_S)  # a group that was asked for a dump would end the process
     group.close()
     pipe.send((error_text, computed))
 
