@@ -43,14 +43,18 @@ def run_ranks(world_size: int, work: Callable[..., Any], *args: Any, backend: st
     return run_cases(world_size, {"": partial(work, *args)}, backend=backend)[""]
 
 
-def run_cases(world_size: int, cases: Mapping[Any, Callable[[], Any]], *, backend: str = "gloo") -> Answers:
+def run_cases(
+    world_size: int, cases: Mapping[Any, Callable[[], Any]], *, backend: str = "gloo", deadline_s: float = DEADLINE_S
+) -> Answers:
     """Every case on every rank of a process group, one after the other.
 
-    Ranks of which one failed are not used again: fresh ones run the cases that come after. Each case has DEADLINE_S.
+    Ranks of which one failed are not used again: fresh ones run the cases that come after. Each case has `deadline_s`.
     """
     answers = Answers()
     while left := [name for name in cases if name not in answers]:
-        answers.update(zip(left, _run_until_one_fails(world_size, [cases[name] for name in left], backend)))
+        answers.update(
+            zip(left, _run_until_one_fails(world_size, [cases[name] for name in left], backend, scaled_s(deadline_s)))
+        )
     return answers
 
 
@@ -60,9 +64,10 @@ def params_beside(request: Any) -> list[Mapping[str, Any]]:
     return [test.callspec.params for test in tests]
 
 
-def _run_until_one_fails(world_size: int, works: Sequence[Callable[[], Any]], backend: str) -> list[list[Any] | str]:
+def _run_until_one_fails(
+    world_size: int, works: Sequence[Callable[[], Any]], backend: str, deadline_s: float
+) -> list[list[Any] | str]:
     """Results of each work in rank order, up to the first that failed on a rank; of that one how it failed."""
-    deadline_s = scaled_s(DEADLINE_S)
     context: Any = multiprocessing.get_context("forkserver" if "nccl" in backend else "fork")
     if "nccl" in backend:
         _start_server(context)

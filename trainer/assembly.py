@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from torch.utils.data import Sampler
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from rlsys.agent.endpoint import Endpoint
 from rlsys.agent.session import Session, SessionSettings
@@ -51,7 +51,7 @@ JUDGE_START_S = 30.0
 class Inputs:
     """What a trainer was given beside its configuration; `sampler` takes the place of the configured cursor."""
 
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     train_dataset: PromptDataset
     val_dataset: PromptDataset | None
     sampler: Prompts | Sampler[int] | None

@@ -4,7 +4,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from rlsys.config import PPOConfig, plan_batches
 from rlsys.config.engines import worker_class
@@ -72,7 +72,7 @@ class PreparedRun:
     config: PPOConfig
     plan: BatchPlan
     external_libs: tuple[tuple[str, str], ...]
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     train_rows: PromptDataset
     val_rows: PromptDataset | None
     num_steps: int
@@ -140,7 +140,7 @@ def _build(
     )
 
 
-def check_vocabularies(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+def check_vocabularies(config: PPOConfig, tokenizer: Tokenizer) -> None:
     """ConfigError for a reference, a teacher or a reward model that reads the policy's token ids as other tokens."""
     policy, grader = config.actor_rollout_ref, config.reward.reward_model
     if config.use_reference and policy.reference_model is not policy.model:
@@ -153,7 +153,7 @@ def check_vocabularies(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) ->
         _check_vocabulary("reward.reward_model.model_path", grader.model, tokenizer, fix)
 
 
-def _check_vocabulary(key: str, model: ServedModelConfig, tokenizer: PreTrainedTokenizerBase, fix: str) -> None:
+def _check_vocabulary(key: str, model: ServedModelConfig, tokenizer: Tokenizer, fix: str) -> None:
     if not (Path(model.path or "") / "tokenizer_config.json").is_file():
         return
     theirs = load_tokenizer(model).get_vocab()

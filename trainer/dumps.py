@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from tensordict import TensorDict
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from rlsys.config.schema.trainer import TrainerConfig
 from rlsys.data.chat import with_parts
@@ -37,9 +37,7 @@ class _Lazy(Sequence[T]):
         return self._make(row)
 
 
-def dump(
-    batch: DataProto, step: int, folder: Path, tokenizer: PreTrainedTokenizerBase, *, max_mb: float | None = None
-) -> Path:
+def dump(batch: DataProto, step: int, folder: Path, tokenizer: Tokenizer, *, max_mb: float | None = None) -> Path:
     """Write the rows of a batch as `{folder}/{step}.jsonl` and bring `{folder}/index.html` up to date.
 
     With `max_mb` a sample of a big batch, see `dump_rollouts`.
@@ -98,7 +96,7 @@ class BackgroundDumps:
     deadlines.save_s is a DeadlineError and the last one: nothing more is written. The batch must stay as it is.
     """
 
-    def __init__(self, run: TrainerConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, run: TrainerConfig, tokenizer: Tokenizer) -> None:
         """Writes to `run.rollout_data_dir`; nothing where that is null."""
         self.run, self.tokenizer, self._stuck = run, copy.deepcopy(tokenizer), False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="dumps")
@@ -129,9 +127,7 @@ class BackgroundDumps:
             self._thread.shutdown(wait=False)
 
 
-def sample_rows(
-    batch: DataProto, tokenizer: PreTrainedTokenizerBase, count: int, *, seed: int
-) -> list[tuple[str, str, float]]:
+def sample_rows(batch: DataProto, tokenizer: Tokenizer, count: int, *, seed: int) -> list[tuple[str, str, float]]:
     """`count` rows drawn by seed as (prompt, answer, score), for the trackers' tables."""
     batch = batch.select_idxs(torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed))[:count])
     rows, lengths = batch.tensors, response_lengths(batch).tolist()

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypedDict, TypeVar
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from rlsys.agent.collate import collate_episodes
 from rlsys.agent.episode_log import EpisodeLog, read_episodes, write_episodes
@@ -25,7 +25,7 @@ from rlsys.agent.template import ChatTemplate
 from rlsys.agent.tool_config import read_entries, tools_of_yaml
 from rlsys.agent.tool_pool import ToolPool
 from rlsys.agent.tools import Tool, tools_of_file
-from rlsys.config import EvalConfig, PPOConfig
+from rlsys.config import EvalConfig, GradedJob, PPOConfig
 from rlsys.config.introspect import replaced
 from rlsys.config.pools import generates_ahead
 from rlsys.config.schema.rollout import AgentConfig, MultiTurnConfig
@@ -72,7 +72,7 @@ class EpisodeRollout(GradedRollout):
     """A GradedRollout whose answers are episodes; the workflow's rewards take the place of the reward manager's."""
 
     runner: EpisodeRunner
-    cfg: PPOConfig | EvalConfig
+    cfg: GradedJob
 
     @property
     def deadline_s(self) -> float:
@@ -223,12 +223,7 @@ def check_episodes(results: Sequence[EpisodeResult], max_failed_share: float) ->
 
 
 def graded_rollout(
-    cfg: PPOConfig | EvalConfig,
-    fleet: RolloutFleet,
-    tokenizer: PreTrainedTokenizerBase,
-    pool: RewardPool,
-    stack: ExitStack,
-    stage: StageTimer,
+    cfg: GradedJob, fleet: RolloutFleet, tokenizer: Tokenizer, pool: RewardPool, stack: ExitStack, stage: StageTimer
 ) -> GradedRollout:
     """The configured rollout, by episodes where there is a workflow; `stack` closes what it starts."""
     rollout = GradedRollout(
@@ -287,7 +282,7 @@ class LoadedAgents:
     template: ChatTemplate | None
 
 
-def load_agents(cfg: PPOConfig | EvalConfig, tokenizer: PreTrainedTokenizerBase | None = None) -> LoadedAgents | None:
+def load_agents(cfg: GradedJob, tokenizer: Tokenizer | None = None) -> LoadedAgents | None:
     """The configured workflow, tools and chat template, None where each prompt is answered by one draw. ConfigError,
     also for a class that cannot be imported.
     """

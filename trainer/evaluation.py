@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rlsys.config import EvalConfig, PPOConfig
+from rlsys.config import EvalConfig, GradedJob
 from rlsys.config.engines import worker_class
 from rlsys.data.collate import collate_prompts
 from rlsys.data.dataset import PromptDataset
@@ -41,7 +41,7 @@ OnValidation = Callable[[DataProto, int], None]
 class Validation:
     """Answers the prompts of `dataset` as val_kwargs say and grades them; `on_validation` gets all answers."""
 
-    cfg: PPOConfig | EvalConfig
+    cfg: GradedJob
     dataset: PromptDataset
     rollout: GradedRollout
     on_validation: OnValidation

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from rlsys.config import EvalConfig, PPOConfig
+from rlsys.config import GradedJob, PPOConfig
 from rlsys.config.schema.rollout import RolloutConfig, ValKwargsConfig
 from rlsys.fleet.fleet import RolloutFleet
 from rlsys.protocol import IMAGES, DataProto
@@ -30,7 +30,7 @@ class GradedRollout:
     greedy_baseline: bool
     pad_token_id: int
     stage: StageTimer
-    print_by: PreTrainedTokenizerBase | None
+    print_by: Tokenizer | None
 
     def make(self, prompts: DataProto, *, step: int, call: int = 0) -> tuple[DataProto, dict[str, float]]:
         """Graded answers of a training step, those of a prompt in neighbouring rows, and metrics."""
@@ -88,7 +88,7 @@ def new_counts(now: Mapping[str, float], before: Mapping[str, float]) -> dict[st
     return {name: n if name.endswith("_ready") else n - before.get(name, 0.0) for name, n in now.items()}
 
 
-def print_answers(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> None:
+def print_answers(batch: DataProto, tokenizer: Tokenizer) -> None:
     """Print the text and the token ids of each answer."""
     responses, mask = batch.tensors["responses"], batch.tensors["response_mask"].bool()
     for row, (ids, kept) in enumerate(zip(responses, mask, strict=True)):
@@ -115,13 +115,13 @@ def training_sampling(cfg: PPOConfig) -> SamplingParams:
     return _sampling(cfg, rollout, seed=rollout.seed)
 
 
-def validation_sampling(cfg: PPOConfig | EvalConfig) -> SamplingParams:
+def validation_sampling(cfg: GradedJob) -> SamplingParams:
     """How validation prompts are completed: by `val_kwargs`."""
     rollout = cfg.actor_rollout_ref.rollout
     return _sampling(cfg, rollout.val_kwargs, seed=rollout.seed + VALIDATION_SEED)
 
 
-def _sampling(cfg: PPOConfig | EvalConfig, section: RolloutConfig | ValKwargsConfig, *, seed: int) -> SamplingParams:
+def _sampling(cfg: GradedJob, section: RolloutConfig | ValKwargsConfig, *, seed: int) -> SamplingParams:
     rollout = cfg.actor_rollout_ref.rollout
     return SamplingParams(
         max_new_tokens=cfg.data.max_response_length,

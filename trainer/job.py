@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, TextIO, TypeVar
 from rlsys.config import DPOConfig, EvalConfig, PPOConfig, RMConfig, SFTConfig, main_config
 from rlsys.config.arguments import Arguments
 from rlsys.config.introspect import replaced
-from rlsys.config.schema.jobs import SupervisedConfig
+from rlsys.config.schema.jobs import GradedJob, SupervisedConfig
 from rlsys.telemetry.log import FILE_ONLY, get_logger, setup_logging
 from rlsys.utils import errors
 from rlsys.utils.gpus import GPUS
@@ -70,7 +70,7 @@ def _check(config: C, arguments: Arguments) -> tuple[list[str], dict[str, str]]:
     from rlsys.data.first_rows import check_first_rows  # numpy, which a wrong key need not wait for
 
     data_sources, facts = check_first_rows(config)
-    if isinstance(config, PPOConfig | EvalConfig):
+    if isinstance(config, GradedJob):
         from trainer.rewards import check_data_sources, check_reward_function
 
         check_reward_function(config.reward)

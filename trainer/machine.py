@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from rlsys.config import EvalConfig, PPOConfig
+from rlsys.config import GradedJob, PPOConfig
 from rlsys.config.checks.all import check
 from rlsys.config.introspect import replaced, shown
 from rlsys.config.pools import min_nodes, process_pools, resolve_pools
@@ -51,7 +51,7 @@ def check_machine(config: JobConfig, *, dry_run: bool, here: bool = True) -> lis
     downloads models itself, but for a reward model, whose config.json is read first.
     """
     notes: list[str] = []
-    if isinstance(config, PPOConfig | EvalConfig):
+    if isinstance(config, GradedJob):
         name = config.actor_rollout_ref.rollout.name
         has_ours = not set(OWN_ENVIRONMENT) & set(config.ray_kwargs.ray_init.runtime_env)
         if name in SERVING and here and has_ours:
@@ -83,7 +83,7 @@ def installed_engines() -> Iterator[str]:
             yield name
 
 
-def _check_arguments(config: PPOConfig | EvalConfig, *, is_here: bool) -> Iterator[str]:
+def _check_arguments(config: GradedJob, *, is_here: bool) -> Iterator[str]:
     """ConfigError for names in engine_kwargs that the workers' engine lacks, and a note where it is not here."""
     name = config.actor_rollout_ref.rollout.name
     asked = getattr(config.actor_rollout_ref.rollout.engine_kwargs, name, {})

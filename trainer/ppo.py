@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from torch.utils.data import Sampler
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from rlsys.agent.collate import first_rows, with_branches
 from rlsys.config import PPOConfig, plan_batches
@@ -52,7 +52,7 @@ class RayPPOTrainer(CheckpointedLoop):
     def __init__(
         self,
         config: PPOConfig,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Tokenizer,
         role_worker_mapping: Mapping[Role, ClassWithInitArgs],
         resource_pool_manager: ResourcePoolManager,
         ray_worker_group_cls: Callable[..., WorkerGroup],

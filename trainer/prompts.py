@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from torch.utils.data import Sampler
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from rlsys.config import EvalConfig, PPOConfig
+from rlsys.config import GradedJob, PPOConfig
 from rlsys.config.plan import check_enough_rows, total_steps
 from rlsys.config.schema.data import DataConfig
 from rlsys.data.collate import collate_prompts
@@ -66,7 +66,7 @@ def num_steps(cfg: PPOConfig, dataset: PromptDataset) -> int:
 
 
 def prompt_datasets(
-    config: PPOConfig, tokenizer: PreTrainedTokenizerBase, processor: VisionProcessor | None = None
+    config: PPOConfig, tokenizer: Tokenizer, processor: VisionProcessor | None = None
 ) -> tuple[PromptDataset, PromptDataset | None]:
     """Training and validation prompts."""
     data, load = config.data, partial(load_prompts, config, tokenizer, processor=processor)
@@ -85,8 +85,8 @@ def prompt_datasets(
 
 
 def load_prompts(
-    config: PPOConfig | EvalConfig,
-    tokenizer: PreTrainedTokenizerBase,
+    config: GradedJob,
+    tokenizer: Tokenizer,
     files: Sequence[str],
     *,
     max_samples: int,
@@ -107,7 +107,7 @@ def load_prompts(
     return rows
 
 
-def _check_agents(config: PPOConfig | EvalConfig, rows: PromptDataset) -> None:
+def _check_agents(config: GradedJob, rows: PromptDataset) -> None:
     """DataError for a row that asks for an agent, a tool or an interaction where there is no workflow."""
     has_workflow = config.actor_rollout_ref.rollout.has_workflow
     for row in rows if has_workflow else ():
@@ -122,7 +122,7 @@ def _check_agents(config: PPOConfig | EvalConfig, rows: PromptDataset) -> None:
             raise DataError(f"{why}; {fix}")
 
 
-def load_processor(config: PPOConfig | EvalConfig, tokenizer: PreTrainedTokenizerBase) -> VisionProcessor | None:
+def load_processor(config: GradedJob, tokenizer: Tokenizer) -> VisionProcessor | None:
     """The image processor of the policy, None for a model of text; ConfigError for one that cannot be used."""
     policy, settings = config.actor_rollout_ref, config.data.mm_processor_kwargs
     path, limit = policy.model.path, policy.rollout.limit_images

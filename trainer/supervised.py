@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from rlsys.config import DPOConfig, RMConfig, SFTConfig
 from rlsys.config.plan import shared_by, total_steps
@@ -43,7 +43,7 @@ def train(config: Config) -> str | None:
     return None
 
 
-def load_rows(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Texts | RowStream, Texts | None]:
+def load_rows(config: Config, tokenizer: Tokenizer) -> tuple[Texts | RowStream, Texts | None]:
     """Training and validation rows of the configured files or dataset class, the former as a stream if it is set."""
     data = config.data
     assert data.train_files is not None

@@ -107,8 +107,7 @@ def split(model_dir: Path, target_dir: Path, layout: SplitLayout, *, overwrite: 
             grouped = by_local(shards)
             specs = {name: (weights[own[0].box.tensor].dtype, shapes[name]) for name, own in grouped.items()}
             write_file(staging / file, specs, (_local(weights, specs[n], own) for n, own in grouped.items()))
-        kept = {name: (weights[name].dtype, shape) for name, shape in carried.items() if name in weights}
-        if kept:
+        if kept := {name: (weights[name].dtype, shape) for name, shape in carried.items() if name in weights}:
             write_file(staging / "carried.safetensors", kept, (hf.read_whole(weights[name]) for name in kept))
         write_whole(staging / SPLIT, msgspec.json.encode(layout), durable=True)
         (staging / HUGGINGFACE).mkdir()

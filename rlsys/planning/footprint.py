@@ -1,7 +1,9 @@
 """Bytes that a decoder's tensors take while it is trained or scored: arithmetic on config.json, checked against runs.
 
 T tokens of a pass on a rank, M of them responses, h hidden size, f MLP width a token passes through, q and k widths of
-queries and of keys (values alike), c bytes of the computing type. Norms are computed in float32.
+queries and of keys (values alike), c bytes of the computing type. Norms are computed in float32. A gated delta layer
+keeps keys and queries projected, convolved and normed, and values projected, convolved, with their gate, and what comes
+of them before the norm, after it and after the gate, with queries and keys for each head of values.
 """
 
 import json
@@ -118,6 +120,7 @@ def _decoder(config: str, head: Head) -> Decoder:
     in_experts = sum(prod(shape) for name, shape in matrices if EXPERTS in name)
     in_dense = sum(prod(shape) for _, shape in matrices) - in_experts
     q, kv = _attention_widths(hf_config, sizes)
+    attending = sum(not family.is_linear(hf_config, layer) for layer in range(sizes["layers"]))
     latent = hf_config.get("kv_lora_rank")
     return Decoder(
         parameters=outer + sum(layers.values()),
@@ -127,7 +130,7 @@ def _decoder(config: str, head: Head) -> Decoder:
         num_layers=sizes["layers"],
         hidden=sizes["hidden"],
         vocab=sizes["vocab"],
-        q=q,
+        q=max(q, sizes.get("gated_q", 0), 3 * sizes.get("delta_k", 0) + 5 * sizes.get("delta_v", 0)),
         kv=kv,
         ffn=max(sparse, sizes["ffn"] if num_sparse < sizes["layers"] else 0),
         routed=routed,
@@ -136,7 +139,7 @@ def _decoder(config: str, head: Head) -> Decoder:
         in_experts=in_experts,
         in_dense=in_dense,
         active=in_dense + in_experts * routed // experts,
-        attended=sizes["layers"] * 2 * (kv if latent else q),
+        attended=attending * 2 * (kv if latent else q),
         cached=sizes["layers"] * (latent + hf_config["qk_rope_head_dim"] if latent else 2 * kv),
         cache_heads=1 if latent else sizes["groups"],
         adaptable=sum(sum(shape) for _, shape in matrices if len(shape) == 2) + encoder.adaptable,

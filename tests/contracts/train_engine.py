@@ -32,8 +32,8 @@ SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "vo
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 GATED_DELTA = {
     "head_dim": 8,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "layer_types": ["linear_attention", "full_attention"],

@@ -177,9 +177,7 @@ def loaded_weights(model: dict[str, Any], case: Case) -> list[str]:
     source = ModelConfig(override_config=model)
     expected = open_weights(source, read_config(source), head="lm", seed=SEED)
     loaded = whole(megatron(model, case=case))
-    return [
-        name for name, tensor in loaded.items() if not torch.equal(tensor, read_whole(expected[name]).to(tensor.dtype))
-    ]
+    return [name for name, tensor in loaded.items() if not torch.equal(tensor, read_whole(expected[name]).to(tensor))]
 
 
 @cache

@@ -73,7 +73,9 @@ def current(sizes: ParallelSizes) -> Iterator[None]:
     try:
         if key not in _made:
             vars(mpu).update(_EMPTY)
-            _make(sizes)
+            mpu.initialize_model_parallel(**sizes.arguments(), create_gloo_process_groups=False)
+            with torch.random.fork_rng(devices=[] if shim.ON_CPU else [torch.cuda.current_device()]):
+                model_parallel_cuda_manual_seed(1)
             _made[key] = _globals()
         vars(mpu).update(_made[key])
         yield
@@ -83,17 +85,3 @@ def current(sizes: ParallelSizes) -> Iterator[None]:
 
 def _globals() -> dict[str, object]:
     return {name: vars(mpu)[name] for name in _EMPTY}
-
-
-def _make(sizes: ParallelSizes) -> None:
-    mpu.initialize_model_parallel(
-        tensor_model_parallel_size=sizes.tp,
-        pipeline_model_parallel_size=sizes.pp,
-        virtual_pipeline_model_parallel_size=sizes.vp if sizes.vp > 1 else None,
-        context_parallel_size=sizes.cp,
-        expert_model_parallel_size=sizes.ep,
-        expert_tensor_parallel_size=sizes.expert_tp,
-        create_gloo_process_groups=False,
-    )
-    with torch.random.fork_rng(devices=[] if shim.ON_CPU else [torch.cuda.current_device()]):
-        model_parallel_cuda_manual_seed(1)

@@ -154,11 +154,6 @@ class ModelShards:
         buffers = (name for part in self._all_ranks for name in part["buffers"])
         return frozenset([*buffers, *(name for name in self.full_shapes if not self.is_trained(name))])
 
-    def untrained_here(self) -> dict[str, Tensor]:
-        """What is not trained of this rank's tensors, by local name, live."""
-        names = {shard.local for shard in self.shards if shard.box.tensor in self.untrained}
-        return {name: tensor for name, tensor in self.local().items() if name in names}
-
     @cached_property
     def base_held(self) -> tuple[Shard, ...]:
         """The shards of the model itself."""
@@ -260,9 +255,10 @@ class MegatronState:
             for kind, prefix in kinds.items():
                 yield prefix + self._saved_name(box.tensor), box.start, tensors[kind]
         if "model" in self.parts:
-            local = self.held.untrained_here() if self.ranges else self.held.local()
+            local = self.held.local()
             for shard in self.held.shards:
-                if shard.local in local and self.held.gives(shard):
+                has_master = bool(self.ranges) and shard.box.tensor not in self.held.untrained
+                if not has_master and self.held.gives(shard):
                     name = f"model.{self._saved_name(shard.box.tensor)}"
                     yield name, shard.box.start, region(local[shard.local], shard)
 

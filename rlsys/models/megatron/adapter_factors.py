@@ -15,6 +15,8 @@ from rlsys.models.megatron.rules import by_local, extents
 from rlsys.types import Box, Shard
 
 EXPERTS = ".mlp.experts."
+LINEAR = (".linear_", ".in_proj.", ".out_proj.")
+"""What names of Megatron's linear layers have in them, those of gated delta layers included."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,8 @@ def plan_adapters(settings: LoraSettings, model: Sequence[Shard], shapes: Mappin
 
     Experts are linear layers too, routers and the output layer are not. ConfigError if no layer is targeted.
     """
-    linear = {shard.box.tensor for shard in model if ".linear_" in shard.local and len(shard.box.shape) == 2}
+    matrices = [shard for shard in model if len(shard.box.shape) == 2]
+    linear = {shard.box.tensor for shard in matrices if any(name in shard.local for name in LINEAR)}
     layers = targeted([name.removesuffix(".weight") for name in shapes if name in linear], settings)
     adapted = {f"{layer}.weight": adapter_of(layer, settings.alpha / settings.rank) for layer in layers}
     factors = {}
@@ -80,8 +83,7 @@ def _factors(plan: AdapterPlan, name: str, local: Sequence[Shard], partial: Lite
     rows: list[int] = []
     for shard in (shard for shard in local if shard.box.tensor == name):
         first, count = shard.box.start[0], shard.box.shape[0]
-        follows = boxes and boxes[-1][0] + boxes[-1][1] == first
-        if follows:
+        if boxes and boxes[-1][0] + boxes[-1][1] == first:
             boxes[-1] = (boxes[-1][0], boxes[-1][1] + count, boxes[-1][2])
         else:
             boxes.append((first, count, len(rows)))

@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from rlsys.models.megatron.rules import Rule, columns, grouped, stacked, whole, within
+from rlsys.models.megatron.rules import Rule, columns, grouped, rows, whole, within
 from rlsys.types import HFConfig
 from rlsys.utils.errors import ConfigError
 
@@ -28,30 +28,26 @@ QK_NORM = attention(
     Rule("k_layernorm.weight", whole, ("k_norm.weight [head_dim]",)),
 )
 SPARSE_NORM = Rule("pre_mlp_layernorm.weight", whole, ("post_attention_layernorm.weight [hidden]",))
-GATED_MLP = (
-    replace(SPARSE_NORM, te="mlp.linear_fc1.layer_norm_weight"),
-    Rule("mlp.linear_fc1.weight", stacked, ("mlp.gate_proj.weight [ffn, hidden]", "mlp.up_proj.weight [ffn, hidden]")),
-    Rule("mlp.linear_fc2.weight", columns, ("mlp.down_proj.weight [hidden, ffn]",)),
-)
 ROUTER = Rule("mlp.router.weight", whole, ("mlp.gate.weight [experts, hidden]",))
 
 
-def expert_rules(path: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
-    """The rules of one gated expert, whose matrices have these names below `path` and its number."""
-    expert = f"{path}.{{e}}."
+def mlp_rules(ffn: str, hf: str = "", names: Sequence[str] = ("gate_proj", "up_proj", "down_proj")) -> tuple[Rule, ...]:
+    """The rules of a gated MLP as wide as the dimension `ffn`, for models where that is not zero; its matrices have
+    these names below `hf`."""
+    gate, up, down = (f"{hf}{name}.weight" for name in names)
     return (
-        Rule(
-            "linear_fc1.weight",
-            stacked,
-            (f"{expert}{gate}.weight [expert_ffn, hidden]", f"{expert}{up}.weight [expert_ffn, hidden]"),
-        ),
-        Rule("linear_fc2.weight", columns, (f"{expert}{down}.weight [hidden, expert_ffn]",)),
+        Rule("linear_fc1.weight", rows, (f"{gate} [{ffn}, hidden]", f"{up} [{ffn}, hidden]"), when=ffn),
+        Rule("linear_fc2.weight", columns, (f"{down} [hidden, {ffn}]",), when=ffn),
     )
 
 
 SCALED_ROPE = ("llama3", "yarn")
 """Rotary scalings that are computed by transformers' functions."""
-EXPERT = expert_rules("mlp.experts", "gate_proj", "up_proj", "down_proj")
+GATED_MLP = (
+    replace(SPARSE_NORM, te="mlp.linear_fc1.layer_norm_weight"),
+    *within("mlp", "mlp", *mlp_rules("ffn")),
+)
+EXPERT = mlp_rules("expert_ffn", "mlp.experts.{e}.")
 ONLY: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "attention_bias": (False, None),

@@ -58,12 +58,7 @@ def transformer_config(
     settings: dict[str, Any] = {
         "activation_func": nn.functional.silu,
         **own,
-        "tensor_model_parallel_size": sizes.tp,
-        "pipeline_model_parallel_size": sizes.pp,
-        "virtual_pipeline_model_parallel_size": sizes.vp if sizes.vp > 1 else None,
-        "context_parallel_size": sizes.cp,
-        "expert_model_parallel_size": sizes.ep,
-        "expert_tensor_parallel_size": sizes.expert_tp,
+        **sizes.arguments(),
         "sequence_parallel": sizes.sequence_parallel and sizes.tp > 1,
         "num_layers_in_first_pipeline_stage": sizes.first_layers,
         "num_layers_in_last_pipeline_stage": sizes.last_layers,
@@ -78,17 +73,13 @@ def transformer_config(
         "bias_activation_fusion": fused and "activation_func" not in own,
         "bias_dropout_fusion": fused,
         "apply_rope_fusion": fused and not family.mla and own.get("mrope_section") is None,
-        "masked_softmax_fusion": False,
-        "persist_layer_norm": False,
         "gradient_accumulation_fusion": True,
         "moe_grouped_gemm": fused and moe,
         "moe_permute_fusion": fused and moe,
-        "attention_softmax_in_fp32": True,
+        "fp8": fp8,
     }
     if recompute:
         settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    if fp8 is not None:
-        settings["fp8"] = fp8
     kind = MLATransformerConfig if family.mla else TransformerConfig
     with raised_as(ConfigError, "Megatron refuses this configuration", TypeError, ValueError, AssertionError):
         config = kind(**settings | overrides)

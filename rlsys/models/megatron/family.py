@@ -7,10 +7,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
+from importlib.metadata import version
+from importlib.util import find_spec
 from math import ceil
 from operator import add
+from pathlib import Path
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Literal
+
+from packaging.specifiers import SpecifierSet
 
 from rlsys.models.megatron import blocks
 from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
@@ -32,25 +37,28 @@ OUTPUT = Rule("output_layer.weight", padded_rows, ("lm_head.weight [vocab, hidde
 TIED_OUTPUT = Rule("output_layer.weight", padded_rows, ("embed_tokens.weight [vocab, hidden]",))
 SCORE = Rule("output_layer.weight", whole, ("score.weight [1, hidden]",))
 SCORE_BIAS = Rule("output_layer.bias", whole, ("score.bias [1]",))
-_GATED_DELTA = " (Megatron-Core 0.16 has gated delta layers for rows that are not packed only)"
-WITHOUT_TABLE = {"qwen3_next": _GATED_DELTA, "qwen3_5": _GATED_DELTA}
-"""Why a family has no table, by the beginning of its model_type."""
+PACKED_DELTA = "core/ssm/gated_delta_net"
+"""The folder that Megatron-Core has since its gated delta layers take packed rows."""
+WRONG_ON_HOPPER = SpecifierSet(">=3.4,<3.7.1")
+"""Versions of Triton with which flash-linear-attention computes these layers' gradients on Hopper GPUs by TileLang."""
 VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 
 
 @dataclass(frozen=True)
 class Family:
-    """One family: rules of every `layer`, of the ones with `dense` or `sparse` MLPs, and of one `expert` or the
-    `expert_stacks` of a layer; what it does not set is a plain decoder's: grouped-query attention and a gated MLP.
+    """One family: rules of every `layer` but those with `linear` attention, of the ones with `dense` or `sparse` MLPs,
+    and of one `expert` or the `expert_stacks` of a layer; what it does not set is a plain decoder's: grouped-query
+    attention and a gated MLP.
 
     `dims` reads the dimensions that the rules name from the HF config, `settings` the keyword arguments of Megatron's
     transformer configuration and `rope` GPTModel's rotary ones. The HF config must have the keys `needs`; keys in
     `only` must have one of the given values; `refuse` says what else is wrong. HF names in rules are below
     `model.layers.N.`, with `{e}` for the number of an expert. `mtp` is what a layer for multi-token prediction,
-    numbered after the last, has besides a sparse layer's tensors. `window_rope` is `rope` of layers that attend to a
-    window, where they have their own; `post_norms`: what attention and MLP give is normed too; `scaled_embedding`:
-    embeddings are multiplied by the root of the hidden size. The decoder of a vision-language model has a `prefix` of
-    its own, and beside it the tensors of the image encoder, `tower`: (HF name, local name, shape).
+    numbered after the last, or from zero below `mtp_prefix`, has besides the tensors of a layer without linear
+    attention. `window_rope` is `rope` of layers that attend to a window, where they have their own; `post_norms`: what
+    attention and MLP give is normed too; `scaled_embedding`: embeddings are multiplied by the root of the hidden size.
+    The decoder of a vision-language model has a `prefix` of its own, and beside it the tensors of the image encoder,
+    `tower`: (HF name, local name, shape).
     """
 
     model_types: tuple[str, ...]
@@ -58,6 +66,8 @@ class Family:
     settings: Callable[[HFConfig], blocks.Settings] = blocks.attention_settings
     rope: Callable[[HFConfig], blocks.Settings] = blocks.rope_args
     layer: tuple[Rule, ...] = blocks.ATTENTION
+    linear: tuple[Rule, ...] = ()
+    is_linear: Callable[[HFConfig, int], bool] = lambda hf_config, layer: False
     dense: tuple[Rule, ...] = blocks.GATED_MLP
     sparse: tuple[Rule, ...] = ()
     expert: tuple[Rule, ...] = ()
@@ -66,7 +76,8 @@ class Family:
     needs: tuple[str, ...] = NEEDS
     only: Mapping[str, tuple[object, ...]] = field(default_factory=lambda: blocks.ONLY)
     refuse: Callable[[HFConfig], str] = lambda hf_config: ""
-    mtp: tuple[Rule, ...] = ()
+    mtp: tuple[str, ...] = ()
+    mtp_prefix: str = ""
     mla: bool = False
     window_rope: Callable[[HFConfig], blocks.Settings] | None = None
     post_norms: bool = False
@@ -96,10 +107,12 @@ class Family:
     def transformer_config(self, hf_config: HFConfig) -> blocks.Settings:
         """Keyword arguments of Megatron's TransformerConfig, or MLATransformerConfig when `mla`; no parallel sizes."""
         settings = self.settings(hf_config)
-        if not self.sparse:
-            return settings
-        pattern = [int(self.is_sparse(hf_config, layer)) for layer in range(settings["num_layers"])]
-        return {**settings, "moe_layer_freq": pattern}
+        layers = range(settings["num_layers"])
+        if self.linear:
+            settings["linear_attention_freq"] = [int(self.is_linear(hf_config, layer)) for layer in layers]
+        if self.sparse:
+            settings["moe_layer_freq"] = [int(self.is_sparse(hf_config, layer)) for layer in layers]
+        return settings
 
     def model_args(self, hf_config: HFConfig, *, tp_size: int, head: Head = "lm") -> blocks.Settings:
         """Keyword arguments of Megatron's GPTModel besides its configuration, specs and stage."""
@@ -125,11 +138,13 @@ class Family:
         dims = self.dims(hf_config)
         index = ShardIndex(0, 1, dims)
         shards: list[Shard] = []
-        for layer in range(dims["layers"], dims["layers"] + dims.get("mtp_layers", 0)):
-            hf = f"{self.prefix}layers.{layer}."
-            for rule in (*self._layer_rules(True, dims), *self.mtp):
+        own, sparse = self.mtp_prefix, bool(self.sparse)
+        for number in range(dims.get("mtp_layers", 0)):
+            hf = f"{own}layers.{number}." if own else f"{self.prefix}layers.{dims['layers'] + number}."
+            for rule in self._layer_rules(sparse, dims):
                 shards += _rule_shards(rule, "", hf, index, te=False)
-            shards += self._experts("", hf, RankPlace(), index, te=False)
+            shards += _rule_shards(Rule("mtp", whole, self.mtp), "", own or hf, index, te=False)
+            shards += self._experts("", hf, RankPlace(), index, te=False) if sparse else ()
         return whole_shapes(shards)
 
     def layers_of(self, hf_config: HFConfig, place: RankPlace) -> list[list[int]]:
@@ -176,7 +191,7 @@ class Family:
             for number, layer in enumerate(layers):
                 local, hf = f"{chunk}.decoder.layers.{number}.", f"{self.prefix}layers.{layer}."
                 sparse = self.is_sparse(hf_config, layer)
-                for rule in self._layer_rules(sparse, dims):
+                for rule in self._layer_rules(sparse, dims, linear=self.is_linear(hf_config, layer)):
                     yield from _rule_shards(rule, local, hf, tensor, te)
                 if sparse:
                     yield from self._experts(local, hf, place, expert, te)
@@ -195,8 +210,8 @@ class Family:
         if head == "lm" and not (tied(hf_config) and shared):
             yield (TIED_OUTPUT, self.prefix) if tied(hf_config) else (OUTPUT, "")
 
-    def _layer_rules(self, sparse: bool, dims: Dims) -> list[Rule]:
-        rules = (*self.layer, *(self.sparse if sparse else self.dense))
+    def _layer_rules(self, sparse: bool, dims: Dims, *, linear: bool = False) -> list[Rule]:
+        rules = (*(self.linear if linear else self.layer), *(self.sparse if sparse else self.dense))
         return [rule for rule in rules if not rule.when or dims[rule.when]]
 
     def _experts(self, local: str, hf: str, place: RankPlace, index: ShardIndex, te: bool) -> Iterator[Shard]:
@@ -230,20 +245,35 @@ def family_of(hf_config: HFConfig) -> Family:
         return family
     if "vision_config" in hf_config:
         raise ConfigError(f"{hf_config['model_type']} has an image encoder: no table of sizes to plan or split by")
-    asked, known = str(hf_config.get("model_type")), ", ".join(sorted(known_families()))
-    why = next((why for start, why in WITHOUT_TABLE.items() if asked.startswith(start)), "")
-    raise ConfigError(f"Megatron has no table for {asked}{why}: known are {known}; set strategy=fsdp for others")
+    asked, known = hf_config.get("model_type"), ", ".join(sorted(known_families()))
+    raise ConfigError(f"Megatron has no table for {asked}: known are {known}; set strategy=fsdp for others")
 
 
 def decoder_family(config: "PretrainedConfig") -> tuple[Family, HFConfig]:
-    """The family of the decoder of a transformers configuration and what it reads; ConfigError as of `family_of`, or
-    for an encoder that `ImageTower` does not hold."""
+    """The family of the decoder of a transformers configuration and what it reads; ConfigError as of `family_of`, for
+    an encoder that `ImageTower` does not hold, or for layers that what is installed here does not compute."""
     from rlsys.models.vision import has_images  # the planner reads families without torch
 
     if hasattr(config, "vision_config") and not has_images(config):
         raise ConfigError(f"Megatron does not hold the image encoder of {config.model_type}: set strategy=fsdp")
     hf_config = config.get_text_config().to_dict() | {"tie_word_embeddings": config.tie_word_embeddings}
-    return family_of(hf_config), hf_config
+    if (family := family_of(hf_config)).linear:
+        _need_packed_delta()
+    return family, hf_config
+
+
+def _need_packed_delta() -> None:
+    """ConfigError unless what is installed computes gated delta layers on packed rows; none of it is imported."""
+    folders = getattr(find_spec("megatron"), "submodule_search_locations", None) or ()
+    lacking = [] if any(Path(folder, PACKED_DELTA).is_dir() for folder in folders) else ["'megatron-core>=0.19'"]
+    lacking += ["flash-linear-attention"] * (find_spec("fla") is None)
+    if find_spec("triton") and version("triton") in WRONG_ON_HOPPER and find_spec("tilelang") is None:
+        lacking.append("tilelang")
+    if lacking:
+        raise ConfigError(
+            f"Megatron computes gated delta layers on packed rows with other packages: pip install {' '.join(lacking)}"
+            " on Python 3.12, or set strategy=fsdp and use_remove_padding=false"
+        )
 
 
 @cache
@@ -300,6 +330,7 @@ def _indivisible(dims: Dims, place: RankPlace) -> list[str]:
         ("heads", "attention heads", tp, "tensor_model_parallel_size"),
         ("ffn", "MLP channels", tp, "tensor_model_parallel_size"),
         ("shared_ffn", "channels of shared experts", tp, "tensor_model_parallel_size"),
+        ("delta_heads", "gated delta heads", tp * place.sizes.cp, "tensor x context parallel size"),
         ("experts", "experts", place.sizes.ep, "expert_model_parallel_size"),
         ("expert_ffn", "channels of an expert", place.sizes.expert_tp, "expert_tensor_parallel_size"),
     )

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from rlsys.config.schema.megatron import MegatronShardConfig
+from rlsys.models.megatron.blocks import Settings
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,17 @@ class ParallelSizes:
     @property
     def expert_tp(self) -> int:
         return self.tp if self.etp is None else self.etp
+
+    def arguments(self) -> Settings:
+        """The sizes by Megatron's names."""
+        return {
+            "tensor_model_parallel_size": self.tp,
+            "pipeline_model_parallel_size": self.pp,
+            "virtual_pipeline_model_parallel_size": self.vp if self.vp > 1 else None,
+            "context_parallel_size": self.cp,
+            "expert_model_parallel_size": self.ep,
+            "expert_tensor_parallel_size": self.expert_tp,
+        }
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ Dims = Mapping[str, int]
 NamedShapes = Sequence[tuple[str, tuple[int, ...]]]
 PlacedBox = tuple[Box, tuple[int, ...]]
 """A box of an HF tensor and where it starts in the Megatron parameter."""
+Run = tuple[str, int, int, tuple[int, ...]]
+"""Rows of an HF tensor: its name, the first, how many, and the other dimensions."""
 
 
 @dataclass(frozen=True)
@@ -77,24 +79,18 @@ def whole(parts: NamedShapes, index: ShardIndex) -> Iterator[PlacedBox]:
 
 
 def rows(parts: NamedShapes, index: ShardIndex) -> Iterator[PlacedBox]:
-    """Equal parts of the first dimension."""
-    ((name, shape),) = parts
-    yield _part(name, shape, 0, index), (0,) * len(shape)
-
-
-def columns(parts: NamedShapes, index: ShardIndex) -> Iterator[PlacedBox]:
-    """Equal parts of the last dimension."""
-    ((name, shape),) = parts
-    yield _part(name, shape, len(shape) - 1, index), (0,) * len(shape)
-
-
-def stacked(parts: NamedShapes, index: ShardIndex) -> Iterator[PlacedBox]:
-    """Equal parts of the rows of each tensor, one below the other: a gate above its up projection."""
+    """An equal part of the first dimension of each tensor, one below the other: a gate above its up projection."""
     at = 0
     for name, shape in parts:
         box = _part(name, shape, 0, index)
         yield box, (at, *box.start[1:])
         at += box.shape[0]
+
+
+def columns(parts: NamedShapes, index: ShardIndex) -> Iterator[PlacedBox]:
+    """An equal part of the last dimension."""
+    ((name, shape),) = parts
+    yield _part(name, shape, len(shape) - 1, index), (0,) * len(shape)
 
 
 def padded_rows(parts: NamedShapes, index: ShardIndex) -> Iterator[PlacedBox]:
@@ -113,18 +109,52 @@ def grouped(parts: NamedShapes, index: ShardIndex) -> Iterator[PlacedBox]:
     With fewer groups than parts a part is a run of rows inside a group, as Megatron cuts it.
     """
     heads = index.dims["groups"]
-    runs = [(name, shape[0] // heads, shape[1:]) for name, shape in parts]
-    per_group = sum(length for _, length, _ in runs)
-    each = _divided(per_group * heads, index.of, parts[0][0])
+    sizes = [(name, shape[0] // heads, shape[1:]) for name, shape in parts]
+    return _equal_part([(name, g * n, n, rest) for g in range(heads) for name, n, rest in sizes], index)
+
+
+def gated_grouped(parts: NamedShapes, index: ShardIndex) -> Iterator[PlacedBox]:
+    """As `grouped`, with a gate below the queries of a group; HF has each head's gate below its query."""
+    (query, (num_rows, *rest)), *others = parts
+    groups, heads = index.dims["groups"], index.dims["heads"]
+    size, each = num_rows // (2 * heads), heads // groups
+    runs: list[Run] = []
+    for group in range(groups):
+        own = range(group * each, (group + 1) * each)
+        runs += [(query, (2 * head + half) * size, size, tuple(rest)) for half in range(2) for head in own]
+        runs += [(name, group * shape[0] // groups, shape[0] // groups, shape[1:]) for name, shape in others]
+    return _equal_part(runs, index)
+
+
+def regrouped(*splits: tuple[str, ...]) -> ShardFn:
+    """Tensors whose rows are groups, each split as these dimensions say: a rank holds, one below the other, its equal
+    part of the first split of all groups, of the second, and so on."""
+
+    def shard(parts: NamedShapes, index: ShardIndex) -> Iterator[PlacedBox]:
+        at = 0
+        for (name, (num_rows, *rest)), split in zip(parts, splits, strict=True):
+            sizes = [index.dims[size] for size in split]
+            groups = range(0, num_rows, sum(sizes))
+            for number, size in enumerate(sizes):
+                runs = [(name, group + sum(sizes[:number]), size, tuple(rest)) for group in groups]
+                for box, start in _equal_part(runs, index):
+                    yield box, (at + start[0], *start[1:])
+                at += size * len(groups) // index.of
+
+    return shard
+
+
+def _equal_part(runs: Sequence[Run], index: ShardIndex) -> Iterator[PlacedBox]:
+    """An equal part of the rows of these runs, one below the other."""
+    each = _divided(sum(size for _, _, size, _ in runs), index.of, runs[0][0])
     first, last = index.number * each, (index.number + 1) * each
-    for group in range(first // per_group, ceil(last / per_group)):
-        at = group * per_group
-        for name, length, rest in runs:
-            low, high = max(first, at), min(last, at + length)
-            if low < high:
-                tail = (0,) * len(rest)
-                yield (Box(name, (group * length + low - at, *tail), (high - low, *rest)), (low - first, *tail))
-            at += length
+    at = 0
+    for name, start, size, rest in runs:
+        low, high = max(first, at), min(last, at + size)
+        if low < high:
+            tail = (0,) * len(rest)
+            yield Box(name, (start + low - at, *tail), (high - low, *rest)), (low - first, *tail)
+        at += size
 
 
 def by_local(shards: Iterable[Shard]) -> dict[str, list[Shard]]:

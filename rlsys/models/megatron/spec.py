@@ -5,6 +5,7 @@ T packed tokens, N heads on this rank, D head size.
 
 import importlib.util
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,7 @@ from rlsys.types import HFConfig
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     gather_from_sequence_parallel_region,
@@ -37,6 +39,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules, get_transformer_layer_offset
 from megatron.core.transformer.utils import is_layer_window_attention
 
 HAS_TRANSFORMER_ENGINE = not shim.ON_CPU and importlib.util.find_spec("transformer_engine") is not None
@@ -105,6 +108,26 @@ class PackedAttention(nn.Module):
         return torch.cat(outs, dim=2)[0].transpose(0, 1).flatten(1)
 
 
+class DeltaNorm(nn.RMSNorm):
+    """The norm of a gated delta layer's heads: its weight counts from zero, and its gradient is a sum over the ranks
+    that share the heads, with sequence parallelism or without."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.partial_over = "tensors"  # type: ignore[assignment]
+
+
+class PackedGatedDelta(GatedDeltaNet):
+    """Megatron's gated delta layer for the sequences of a pack, whose ends the host knows, decaying in float32 as
+    transformers' does."""
+
+    def _resolve_cu_seqlens(self, padded: object, ends: Tensor, *args: object, **options: object) -> Tensor:
+        return ends
+
+    def _compute_g_and_beta(self, a_log: Tensor, *args: Tensor) -> tuple[Tensor, Tensor]:
+        return super()._compute_g_and_beta(a_log.float(), *args)  # pyrefly: ignore
+
+
 class StackedExperts(GptOssExperts):
     """Transformers' experts of gpt-oss behind Megatron's dispatcher. T tokens, H hidden size."""
 
@@ -131,12 +154,24 @@ def block_spec(config: Any, *, vp_stage: int | None) -> Any:
     )
     if not HAS_TRANSFORMER_ENGINE:
         spec.layer_norm = RMSNorm
-    for layer in spec.layer_specs:
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage) if config.linear_attention_freq else 0
+    for number, layer in enumerate(spec.layer_specs):
         _swap(layer, _replaced(config))
+        if config.linear_attention_freq and config.linear_attention_freq[first + number]:
+            spec.layer_specs[number] = _with_gated_delta(layer)
     for layer in spec.layer_specs if config.num_moe_experts and config.add_bias_linear else ():
         mlp = layer.submodules.mlp  # since 0.17 a partial
         getattr(mlp, "keywords", vars(mlp))["submodules"].experts = StackedExperts
     return spec
+
+
+def _with_gated_delta(layer: ModuleSpec) -> ModuleSpec:
+    """A layer with gated delta attention instead of its own, made of the same linear layers."""
+    own: TransformerLayerSubmodules = layer.submodules  # pyrefly: ignore
+    linear = own.self_attention.submodules  # pyrefly: ignore
+    parts = GatedDeltaNetSubmodules(linear.linear_qkv, DeltaNorm, linear.linear_proj)  # pyrefly: ignore
+    attention = ModuleSpec(module=PackedGatedDelta, submodules=parts)
+    return replace(layer, submodules=replace(own, self_attention=attention))
 
 
 def _replaced(config: Any) -> dict[object, type[nn.Module]]:

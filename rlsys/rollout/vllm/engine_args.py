@@ -37,11 +37,11 @@ def engine_arguments(path: str | Path, config: GenerationConfig, context: Engine
     Raises ConfigError for a setting that the installed version does not support. With `full_determinism` this process's
     switch for batch-invariant kernels is set too.
     """
-    features, on_cpu = VLLM.installed_features(), context.device == "cpu"
+    can_run_ahead, on_cpu = VLLM.installed_features(), context.device == "cpu"
     hf_config = model_config(path)
     text = hf_config.get_text_config()
     is_pushed = context.load_format == "dummy"
-    runs_ahead = features.runs_ahead and not on_cpu and config.pipeline_model_parallel_size == 1
+    runs_ahead = can_run_ahead and not on_cpu and config.pipeline_model_parallel_size == 1
     if config.quantization and on_cpu:
         why = "vLLM keeps FP8 weights in another form on CPUs"
         raise ConfigError(f"{QUANTIZATION}={config.quantization}: {why}; set {QUANTIZATION}=null")

@@ -147,6 +147,15 @@ def test_a_dry_run_plans_without_torch(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == "False"
 
 
+GATED_DELTA = {
+    "model_type": "qwen3_next",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+
+
 def dry_run(folder: Path, shape: dict[str, Any], *settings: str) -> int | str | None:
     (folder / "config.json").write_text(json.dumps(shape))
     model = f"actor_rollout_ref.model.path={folder}"
@@ -159,7 +168,8 @@ def dry_run(folder: Path, shape: dict[str, Any], *settings: str) -> int | str | 
 @pytest.mark.parametrize(
     ("shape", "stages", "says"),
     [
-        ({"model_type": "qwen3_next"}, 1, "Megatron has no table for qwen3_next"),
+        ({"model_type": "falcon"}, 1, "Megatron has no table for falcon"),
+        (GATED_DELTA, 1, "Megatron computes gated delta layers on packed rows with other packages: pip install "),
         ({"num_hidden_layers": 61}, 8, "61 layers do not split evenly"),
     ],
 )

@@ -1,6 +1,7 @@
 """A model that its training engine cannot take is refused before any worker starts."""
 
 import json
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ from transformers import AutoConfig
 
 from rlsys.config.schema.megatron import MegatronConfig
 from rlsys.config.schema.model import ModelConfig, ShardConfig
-from rlsys.models.megatron.family import decoder_family, family_of
+from rlsys.models.megatron import family
+from rlsys.models.megatron.family import PACKED_DELTA, decoder_family
 from rlsys.utils.errors import ConfigError
 from tests.contracts.train_engine import HEADS, MODELS, SHAPE
 from workers.build import check_model
@@ -83,9 +85,35 @@ def test_what_fsdp_cannot_split_is_refused(
         check_model("critic.fsdp", ModelConfig(path=str(tmp_path), **settings), ShardConfig(tensor_parallel_size=2))
 
 
-def test_models_without_blocks_in_megatron_are_refused_with_the_reason() -> None:
-    with pytest.raises(ConfigError, match=r"Megatron has no table for qwen3_next.*gated delta.*strategy=fsdp"):
-        family_of({"model_type": "qwen3_next"})
+@pytest.mark.parametrize("model", ["qwen3-next", "qwen3.5"])
+def test_gated_delta_layers_need_other_packages(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODELS[model]))
+    megatron, lacking = ModuleSpec("megatron", None, is_package=True), "flash-linear-attention"
+    installed: dict[str, ModuleSpec | None] = {"megatron": megatron}
+    folder = tmp_path / "megatron" / PACKED_DELTA
+    megatron.submodule_search_locations = [str(tmp_path / "megatron")]
+    monkeypatch.setattr(family, "find_spec", installed.get)
+    triton = {"triton": "3.6.0"}
+    monkeypatch.setattr(family, "version", triton.get)
+
+    def check(**sizes: int) -> None:
+        check_model("critic.megatron", ModelConfig(path=str(tmp_path)), MegatronConfig(full_determinism=False, **sizes))
+
+    with pytest.raises(ConfigError, match=f"^critic.megatron: .*: pip install 'megatron-core>=0.19' {lacking} on"):
+        check()
+    folder.mkdir(parents=True)
+    with pytest.raises(ConfigError, match=f": pip install {lacking} on Python 3.12, or set strategy=fsdp and"):
+        check()
+    installed |= {name: ModuleSpec(name, None) for name in ("fla", "triton")}
+    with pytest.raises(ConfigError, match=": pip install tilelang on"):
+        check()
+    triton["triton"] = "3.7.1"
+    check()
+    triton["triton"] = "3.6.0"
+    installed["tilelang"] = ModuleSpec("tilelang", None)
+    check(tensor_model_parallel_size=2)
+    with pytest.raises(ConfigError, match="2 gated delta heads are not divisible by tensor x context parallel size=4"):
+        check(tensor_model_parallel_size=2, context_parallel_size=2)
 
 
 def test_a_decoder_behind_an_encoder_without_a_table_is_refused() -> None:

@@ -3,11 +3,11 @@ chosen by sigmoid scores plus a bias, within the best groups of experts. Multi-t
 
 from rlsys.models.megatron import blocks
 from rlsys.models.megatron.family import SPARSE_NEEDS, Family
-from rlsys.models.megatron.rules import Dims, Rule, columns, rows, stacked, whole, within
+from rlsys.models.megatron.rules import Dims, Rule, columns, rows, whole, within
 from rlsys.types import HFConfig
 from rlsys.utils.errors import ConfigError
 
-LORA_NORM, SHARED = "linear_{}_up_proj.layer_norm_weight", "shared_ffn"
+LORA_NORM = "linear_{}_up_proj.layer_norm_weight"
 MLA = (
     blocks.INPUT_NORM,
     *blocks.attention(
@@ -22,24 +22,14 @@ MLA = (
     ),
 )
 BIASED_ROUTER = (blocks.ROUTER, Rule("mlp.router.expert_bias", whole, ("mlp.gate.e_score_correction_bias [experts]",)))
-SHARED_EXPERTS = within(
-    "mlp.shared_experts",
-    "mlp.shared_experts",
-    Rule(
-        "linear_fc1.weight",
-        stacked,
-        tuple(f"{x}_proj.weight [shared_ffn, hidden]" for x in ("gate", "up")),
-        when=SHARED,
-    ),
-    Rule("linear_fc2.weight", columns, ("down_proj.weight [hidden, shared_ffn]",), when=SHARED),
-)
+SHARED_EXPERTS = within("mlp.shared_experts", "mlp.shared_experts", *blocks.mlp_rules("shared_ffn"))
 MTP = (
-    Rule("embedding", whole, ("embed_tokens.weight [vocab, hidden]",)),
-    Rule("enorm", whole, ("enorm.weight [hidden]",)),
-    Rule("hnorm", whole, ("hnorm.weight [hidden]",)),
-    Rule("eh_proj", whole, ("eh_proj.weight [hidden, two_hidden]",)),
-    Rule("norm", whole, ("shared_head.norm.weight [hidden]",)),
-    Rule("head", whole, ("shared_head.head.weight [vocab, hidden]",)),
+    "embed_tokens.weight [vocab, hidden]",
+    "enorm.weight [hidden]",
+    "hnorm.weight [hidden]",
+    "eh_proj.weight [hidden, two_hidden]",
+    "shared_head.norm.weight [hidden]",
+    "shared_head.head.weight [vocab, hidden]",
 )
 
 

@@ -26,5 +26,5 @@ FAMILY = Family(
     dense=(),
     is_sparse=lambda hf_config, layer: True,
     sparse=(blocks.SPARSE_NORM, Rule("mlp.router.weight", whole, ("block_sparse_moe.gate.weight [experts, hidden]",))),
-    expert=blocks.expert_rules("block_sparse_moe.experts", "w1", "w3", "w2"),
+    expert=blocks.mlp_rules("expert_ffn", "block_sparse_moe.experts.{e}.", ("w1", "w3", "w2")),
 )

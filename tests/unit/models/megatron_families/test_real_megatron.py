@@ -16,6 +16,7 @@ from rlsys.models.megatron.build import build_chunks
 from rlsys.models.megatron.family import family_of
 from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
 from tests.contracts.train_engine import megatron_section
+from tests.fla_stand_in import HAS_PACKED_DELTA
 from tests.ranks import run_ranks
 from tests.unit.models.megatron_families.assemble import full_tensors
 from tests.unit.models.megatron_families.tiny import CONFIGS, read_config, write_model
@@ -59,6 +60,7 @@ def test_logits_and_weights_are_those_of_transformers(layout: str, models: dict[
     sizes, world = LAYOUTS[layout], WORLDS.get(layout, 4)
     names = [name for name in models if sizes.ep == 1 or "experts" in str(read_config(models[name][0]))]
     names = [name for name in names if sizes.expert_tp == 1 or name != "gpt-oss"]
+    names = [name for name in names if HAS_PACKED_DELTA or not is_gated_delta(name)]
     ranks = run_ranks(world, _make_all, [models[name][0] for name in names], sizes)
     for number, name in enumerate(names):
         path, expected = models[name]
@@ -66,7 +68,8 @@ def test_logits_and_weights_are_those_of_transformers(layout: str, models: dict[
         assert any(rank.logits is not None for rank in made)
         for rank in made:
             if rank.logits is not None:
-                torch.testing.assert_close(rank.logits, expected, rtol=0, atol=5e-5, msg=lambda m: f"{name}: {m}")  # noqa: B023
+                near = 5e-4 if is_gated_delta(name) else 5e-5  # norms of short vectors round so far in transformers too
+                torch.testing.assert_close(rank.logits, expected, rtol=0, atol=near, msg=lambda m: f"{name}: {m}")  # noqa: B023
         config = read_config(path)
         family = family_of(config)
         holders = [(family.shards(config, rank.place), in_memory(rank.tensors)) for rank in made]
@@ -76,14 +79,12 @@ def test_logits_and_weights_are_those_of_transformers(layout: str, models: dict[
         assert all(torch.equal(back[key], stored[key]) for key in stored), name
 
 
+def is_gated_delta(name: str) -> bool:
+    return "linear_key_head_dim" in CONFIGS[name]
+
+
 def _make_all(paths: list[Path], sizes: ParallelSizes) -> list[Made]:
-    mpu.initialize_model_parallel(
-        tensor_model_parallel_size=sizes.tp,
-        pipeline_model_parallel_size=sizes.pp,
-        virtual_pipeline_model_parallel_size=sizes.vp if sizes.vp > 1 else None,
-        expert_model_parallel_size=sizes.ep,
-        expert_tensor_parallel_size=sizes.expert_tp,
-    )
+    mpu.initialize_model_parallel(**sizes.arguments())
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     return [_make(path, sizes) for path in paths]
 

@@ -72,6 +72,22 @@ PLAIN_YARN = {
     "original_max_position_embeddings": 4096,
 }
 EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 16, "head_dim": 6}
+GATED_DELTA = {
+    "head_dim": 16,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5,
+    "linear_conv_kernel_dim": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+}
+TEXT_ROPE = {
+    "rope_type": "default",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.5,
+    "mrope_section": [2, 1, 1],
+    "mrope_interleaved": True,
+}
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {**DENSE, "model_type": "llama", "rope_parameters": LLAMA3_ROPE},
@@ -121,6 +137,33 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "experts_implementation": "eager",
     },
     "mistral": {**DENSE, "model_type": "mistral", "sliding_window": 5},
+    "qwen3-next": {
+        **DENSE,
+        **EXPERTS,
+        **GATED_DELTA,
+        "model_type": "qwen3_next",
+        "num_experts": 8,
+        "norm_topk_prob": True,
+        "shared_expert_intermediate_size": 24,
+        "mlp_only_layers": [2],
+    },
+    "qwen3.5": {
+        **DENSE,
+        **GATED_DELTA,
+        "model_type": "qwen3_5_text",
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+        "rope_parameters": TEXT_ROPE,
+    },
+    "qwen3.5-moe": {
+        **{name: value for name, value in DENSE.items() if name != "intermediate_size"},
+        **EXPERTS,
+        **GATED_DELTA,
+        "model_type": "qwen3_5_moe_text",
+        "num_experts": 8,
+        "shared_expert_intermediate_size": 24,
+        "rope_parameters": TEXT_ROPE,
+    },
     "deepseek-v3-full-q": {**LATENT, "model_type": "deepseek_v3", "q_lora_rank": None, "n_group": 1, "topk_group": 1},
 }
 
@@ -135,7 +178,7 @@ def write_model(name: str, path: Path) -> Any:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         for tensor_name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if tensor_name.endswith(("norm.weight", "bias", "sinks")):
+            if tensor_name.endswith(("norm.weight", "bias", "sinks", "A_log")):
                 tensor.copy_(torch.randn_like(tensor) * 0.3 + tensor_name.endswith("norm.weight"))
     model.save_pretrained(path, max_shard_size="100KB")
     return model

@@ -1,0 +1,54 @@
+"""Qwen3.5, its text models: Qwen3-Next's layers with input projections stored apart, dense or with experts."""
+
+from dataclasses import replace
+
+from rlsys.models.megatron import blocks
+from rlsys.models.megatron.families import qwen3_next
+from rlsys.models.megatron.family import NEEDS
+from rlsys.models.megatron.rules import Rule, regrouped
+from rlsys.types import HFConfig
+
+PARTS = {"qkv": "qkv", "z": "v", "b": "values", "a": "values"}
+IN_PROJ = Rule(
+    "in_proj.weight",
+    regrouped(("delta_k", "delta_k", "delta_v"), ("delta_v",), ("delta_values",), ("delta_values",)),
+    tuple(f"in_proj_{part}.weight [delta_{size}, hidden]" for part, size in PARTS.items()),
+)
+
+
+def settings(hf_config: HFConfig) -> blocks.Settings:
+    """Keyword arguments of Megatron's transformer configuration for a dense model."""
+    return {**blocks.attention_settings(hf_config), **qwen3_next.delta_settings(hf_config), "mrope_section": None}
+
+
+def rope(hf_config: HFConfig) -> blocks.Settings:
+    """Rotary arguments of GPTModel: text has one position in all three dimensions of images."""
+    return {**qwen3_next.FAMILY.rope(hf_config), "position_embedding_type": "rope"}
+
+
+def sparse_config(hf_config: HFConfig) -> HFConfig:
+    """What config.json says of a model with experts, and what Qwen3-Next's says besides."""
+    return {**hf_config, "intermediate_size": hf_config["moe_intermediate_size"], "norm_topk_prob": True}
+
+
+FAMILY = replace(
+    qwen3_next.FAMILY,
+    model_types=("qwen3_5_text",),
+    dims=qwen3_next.delta_dims,
+    settings=settings,
+    rope=rope,
+    needs=(*NEEDS, *qwen3_next.DELTA),
+    linear=qwen3_next.delta_rules(IN_PROJ),
+    is_sparse=lambda hf_config, layer: False,
+    sparse=(),
+    expert=(),
+)
+SPARSE = replace(
+    qwen3_next.FAMILY,
+    model_types=("qwen3_5_moe_text",),
+    dims=lambda hf_config: qwen3_next.dims(sparse_config(hf_config)),
+    settings=lambda hf_config: {**qwen3_next.settings(sparse_config(hf_config)), "mrope_section": None},
+    rope=rope,
+    needs=tuple(key for key in qwen3_next.FAMILY.needs if key != "intermediate_size"),
+    linear=FAMILY.linear,
+)
