@@ -24,10 +24,13 @@ export -f run
 export log
 
 gpu=(  # the longest first
-  'tests/gpu/test_gated_delta_cuda.py -k full'
-  'tests/gpu/test_gated_delta_cuda.py -k lora'
-  'tests/gpu/test_gated_delta_cuda.py -k bit_by_bit'
+  'tests/gpu/test_gated_delta_cuda.py -k (trains_as)and(tp2)'
+  'tests/gpu/test_gated_delta_cuda.py -k (trains_as)and(cp2)'
+  'tests/gpu/test_gated_delta_cuda.py -k (trains_as)and(dp2)'
+  'tests/gpu/test_gated_delta_cuda.py -k (trains_as)and(pp2)'
+  'tests/gpu/test_gated_delta_cuda.py -k (trains_as)and((ep2)or(1-one))'
   'tests/gpu/test_gated_delta_cuda.py -k float64'
+  'tests/gpu/test_gated_delta_cuda.py -k bit_by_bit'
   'tests/gpu/test_fsdp_cuda.py -k compiled'
   'tests/gpu/test_megatron_cuda.py -k not((every_layout)or(of_the_source)or(shared_sequences)or(float64)or(products)or(fp8_trains))'
   'tests/gpu/test_megatron_cuda.py -k (products)or(fp8_trains)'

@@ -1,5 +1,6 @@
 """The rollout workers: engines that complete prompts with the weights that were pushed last."""
 
+import gc
 from collections.abc import Callable
 
 import torch
@@ -55,7 +56,9 @@ class RolloutWorker(ProfiledWorker, WeightReceiver):
             ensure_process_group(self.run.device, timeout_s=self.run.nccl_timeout_s)
         self._register_dispatch_collect_info(MESH, self.rank // size, self.rank % size == 0)
         context = EngineContext(self.run.device, self.load_format, self.run.offload_on_sleep, self.rank)
+        gc.disable()  # looking for garbage among all that an engine imports takes a tenth of its start
         self.engine = self.build_engine(self.model_cfg.path, context)
+        gc.enable()
         if self.load_format == "dummy":
             set_local_rollout(self.engine)
 

@@ -157,6 +157,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "granite": {"model_type": "granite", "embedding_multiplier": 3.0, "residual_multiplier": 0.5, **SHAPE, **HEADS},
     "qwen3-4-layers": {"model_type": "qwen3", "head_dim": 8, **SHAPE, **HEADS, "num_hidden_layers": 4},
 }
+MODELS["deepseek-v3-full-q"] = MODELS["deepseek-v3"] | {"q_lora_rank": None}  # as Moonlight
 
 
 @dataclass(frozen=True)

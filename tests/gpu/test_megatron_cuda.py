@@ -303,7 +303,10 @@ def test_shared_sequences_have_the_numbers_of_one_gpu(name: str) -> None:
     assert shared["metrics"]["row_length"] == alone["metrics"]["row_length"]
 
 
-FLOAT64 = [("qwen2-tied", "lm"), ("llama-untied", "scalar"), ("deepseek-v3", "lm"), ("gpt-oss", "lm")]
+FLOAT64 = [
+    *(("qwen2-tied", "lm"), ("llama-untied", "scalar"), ("gpt-oss", "lm")),
+    *(("deepseek-v3", "lm"), ("deepseek-v3-full-q", "lm")),
+]
 
 
 @cache

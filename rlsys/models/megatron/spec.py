@@ -229,6 +229,8 @@ def _rotate_pack(t: Tensor, ends: Tensor, freqs: Tensor, *, cp_group: object = N
 
 
 rope_utils._apply_rotary_pos_emb_thd = _rotate_pack  # pyrefly: ignore
+# Megatron-Core 0.19 gives queries without a latent a norm that the models do not have; the specification has none.
+MLASelfAttention._resolve_qk_norm_config = lambda self, submodules: vars(submodules)  # pyrefly: ignore
 
 
 def _is_windowed(config: Any, layer_number: int) -> bool:
