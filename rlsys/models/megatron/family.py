@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
-from importlib.metadata import version
+from importlib.metadata import distributions
 from importlib.util import find_spec
 from math import ceil
 from operator import add
@@ -267,7 +267,7 @@ def _need_packed_delta() -> None:
     folders = getattr(find_spec("megatron"), "submodule_search_locations", None) or ()
     lacking = [] if any(Path(folder, PACKED_DELTA).is_dir() for folder in folders) else ["'megatron-core>=0.19'"]
     lacking += ["flash-linear-attention"] * (find_spec("fla") is None)
-    if find_spec("triton") and version("triton") in WRONG_ON_HOPPER and find_spec("tilelang") is None:
+    if find_spec("tilelang") is None and any(it.version in WRONG_ON_HOPPER for it in distributions(name="triton")):
         lacking.append("tilelang")
     if lacking:
         raise ConfigError(

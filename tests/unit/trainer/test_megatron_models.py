@@ -3,6 +3,7 @@
 import json
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -93,8 +94,8 @@ def test_gated_delta_layers_need_other_packages(model: str, tmp_path: Path, monk
     folder = tmp_path / "megatron" / PACKED_DELTA
     megatron.submodule_search_locations = [str(tmp_path / "megatron")]
     monkeypatch.setattr(family, "find_spec", installed.get)
-    triton = {"triton": "3.6.0"}
-    monkeypatch.setattr(family, "version", triton.get)
+    triton: list[SimpleNamespace] = []
+    monkeypatch.setattr(family, "distributions", lambda name: {"triton": triton}[name])
 
     def check(**sizes: int) -> None:
         check_model("critic.megatron", ModelConfig(path=str(tmp_path)), MegatronConfig(full_determinism=False, **sizes))
@@ -104,12 +105,13 @@ def test_gated_delta_layers_need_other_packages(model: str, tmp_path: Path, monk
     folder.mkdir(parents=True)
     with pytest.raises(ConfigError, match=f": pip install {lacking} on Python 3.12, or set strategy=fsdp and"):
         check()
-    installed |= {name: ModuleSpec(name, None) for name in ("fla", "triton")}
+    installed["fla"] = ModuleSpec("fla", None)
+    check()
+    triton[:] = [SimpleNamespace(version="3.7.1")]
+    check()
+    triton[:] = [SimpleNamespace(version="3.6.0")]
     with pytest.raises(ConfigError, match=": pip install tilelang on"):
         check()
-    triton["triton"] = "3.7.1"
-    check()
-    triton["triton"] = "3.6.0"
     installed["tilelang"] = ModuleSpec("tilelang", None)
     check(tensor_model_parallel_size=2)
     with pytest.raises(ConfigError, match="2 gated delta heads are not divisible by tensor x context parallel size=4"):
