@@ -61,6 +61,23 @@ QWEN3 = {
     },
     **IDS,
 }
+QWEN35 = {
+    "model_type": "qwen3_5",
+    "text_config": {
+        **TEXT,
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "rope_parameters": {**ROPE, "mrope_interleaved": True},
+        "head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
+    "vision_config": {**GRID_TOWER, "out_hidden_size": 32, "num_position_embeddings": 16},
+    **IDS,
+}
+"""Its gated delta layers take packed rows on Megatron only, so it is not one of MODELS."""
 SMOL = {
     "model_type": "smolvlm",
     "text_config": {**TEXT, "model_type": "llama"},
@@ -86,7 +103,7 @@ def wide(config: dict[str, Any], *, head_dim: int = 32) -> dict[str, Any]:
     text, tower = {**config["text_config"], **sizes}, {**config["vision_config"], "hidden_size": 2 * head_dim}
     if "rope_parameters" in text:
         section = [head_dim // 2 - 2 * (head_dim // 6), head_dim // 6, head_dim // 6]
-        interleaved = config["model_type"] == "qwen3_vl"
+        interleaved = "qwen3" in config["model_type"]
         text["rope_parameters"] = {**ROPE, "mrope_section": section, "mrope_interleaved": interleaved}
         tower |= {"out_hidden_size": 4 * head_dim, "patch_size": 14, "window_size": 56}
     return {**config, "text_config": text, "vision_config": tower}
@@ -115,7 +132,7 @@ def random_images(config: dict[str, Any], sizes: Sequence[tuple[int, ...]], *, s
 def random_video(config: dict[str, Any], size: Sequence[int], *, seed: int = 0, seconds: float = 0.5) -> ImageInputs:
     """A video of this size (steps in time, height, width) in patches, as the model takes it."""
     video = random_images(config, [(size[0] * size[1], size[2])], seed=seed)
-    grids = [[1, *size[1:]]] * size[0] if config["model_type"] == "qwen3_vl" else [[*size]]
+    grids = [[1, *size[1:]]] * size[0] if "qwen3" in config["model_type"] else [[*size]]
     tensors = {**video.tensors, "image_grid_thw": torch.tensor(grids)}
     return ImageInputs((f"video {seed} {size}",), video.pictures, tensors, seconds)
 

@@ -21,7 +21,7 @@ from rlsys.engines.mesh import ensure_process_group
 from rlsys.interfaces import TrainEngine
 from rlsys.models.flops import peak_flops
 from rlsys.models.hf import Head, build, read_config
-from rlsys.models.megatron.family import decoder_family
+from rlsys.models.megatron.family import decoder_family, need_packed_delta
 from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
 from rlsys.utils.errors import ConfigError, raised_as
 from rlsys.utils.hub import ensure_downloaded, is_hub_id
@@ -83,6 +83,8 @@ def check_model(key: str, model: ModelConfig, section: Shard, *, head: Head = "l
     with raised_as(ConfigError, f"{key}", ConfigError):
         if isinstance(section, MegatronShardConfig):
             family, hf_config = decoder_family(read_config(model))
+            if family.linear:
+                need_packed_delta()
             family.check(hf_config, RankPlace(ParallelSizes.from_config(section)))
         else:
             config, packed = read_config(model), model.use_remove_padding

@@ -32,9 +32,9 @@ ALWAYS_WRITTEN = ("file", "jsonl")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """What a config.json calls the number of routed experts."""
 ROW_FILES = (".parquet", ".json", ".jsonl", ".csv")
-GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 """Vision-language models (model_type) that cut images of any size into a grid; positions have three axes (M-RoPE)."""
-TIMESTAMPS = ("qwen3_vl", "qwen3_vl_moe")
+TIMESTAMPS = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 """Those of GRIDS that read the time of a video's frames as text."""
 TILES = ("idefics3", "smolvlm")
 """Those that cut images into tiles of one size, each with as many features; positions are plain."""

@@ -1,5 +1,6 @@
 """FSDPEngine: a transformers model trained on FSDP2, on 1..n ranks, on CPU (gloo) or CUDA (NCCL)."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -89,7 +90,9 @@ class FSDPEngine(BaseTrainEngine[Ranks, ShardedOptimizer]):
         base = self._parameters()
         shapes = {saved: s for n, p in base.items() for saved, s in saved_shapes(n, p.shape, self._stacks).items()}
         weights = open_weights(self.model_config, self.config, head=self.head, seed=self.shard.seed)
-        check_names(shapes, weights, aliases=tied_names(self.model, self._stacks))
+        never_read = "|".join(self.model.model._keys_to_ignore_on_load_unexpected or ["(?!)"])
+        unused = [name for name in weights if re.search(never_read, name)]
+        check_names(shapes, weights, aliases=[*tied_names(self.model, self._stacks), *unused])
         sharding.fill(base, weights, self.ranks, self._stacks)
         if self.lora is not None:
             factors = self._factors()

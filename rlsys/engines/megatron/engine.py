@@ -74,7 +74,7 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
         family.check(hf_config, ranks.place)
         self.tower: ImageTower | None = None
         if has_images(config):
-            whole = build(config, head=head, packed=True, trust_remote_code=model.trust_remote_code)
+            whole = build(config, head=head, packed=False, trust_remote_code=model.trust_remote_code)
             first = family.layers_of(hf_config, replace(ranks.place, pp_rank=0))[0]
             self.tower = ImageTower(whole, family, len(first))
             family = self.tower.family

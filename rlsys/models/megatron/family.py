@@ -250,19 +250,19 @@ def family_of(hf_config: HFConfig) -> Family:
 
 
 def decoder_family(config: "PretrainedConfig") -> tuple[Family, HFConfig]:
-    """The family of the decoder of a transformers configuration and what it reads; ConfigError as of `family_of`, for
-    an encoder that `ImageTower` does not hold, or for layers that what is installed here does not compute."""
+    """The family of the decoder of a transformers configuration and what it reads; ConfigError as of `family_of`, or
+    for an encoder that `ImageTower` does not hold."""
     from rlsys.models.vision import has_images  # the planner reads families without torch
 
     if hasattr(config, "vision_config") and not has_images(config):
         raise ConfigError(f"Megatron does not hold the image encoder of {config.model_type}: set strategy=fsdp")
     hf_config = config.get_text_config().to_dict() | {"tie_word_embeddings": config.tie_word_embeddings}
-    if (family := family_of(hf_config)).linear:
-        _need_packed_delta()
-    return family, hf_config
+    if not hasattr(config, "vision_config"):  # text has the same position in all dimensions
+        (hf_config.get("rope_parameters") or {}).pop("mrope_section", None)
+    return family_of(hf_config), hf_config
 
 
-def _need_packed_delta() -> None:
+def need_packed_delta() -> None:
     """ConfigError unless what is installed computes gated delta layers on packed rows; none of it is imported."""
     folders = getattr(find_spec("megatron"), "submodule_search_locations", None) or ()
     lacking = [] if any(Path(folder, PACKED_DELTA).is_dir() for folder in folders) else ["'megatron-core>=0.19'"]

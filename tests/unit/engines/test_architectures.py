@@ -1,12 +1,17 @@
 """One training step of many architectures: packed rows and padded ones give what transformers gives in float64."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.contracts.train_engine import ENGINES, Case, all_steps, reference
+from rlsys.config.schema.model import ModelConfig
+from rlsys.engines.fsdp.engine import FSDPEngine
+from tests.contracts.train_engine import ENGINES, MODELS, Case, all_steps, reference
 from tests.ranks import run_ranks
 
 NAMES = (
@@ -61,3 +66,21 @@ def test_gated_delta_layers_are_trained_on_padded_rows(name: str, steps: dict[st
     assert math.isclose(made["metrics"]["loss"], loss, rel_tol=1e-5, abs_tol=1e-6)
     squares = sum(float(gradient.square().sum()) for gradient in gradients.values())
     assert math.isclose(made["report"].grad_norm, math.sqrt(squares), rel_tol=1e-4)
+
+
+def _loaded(folder: Path) -> int:
+    """The tensors of an engine over the model in a folder."""
+    return len(FSDPEngine(ModelConfig(path=str(folder), use_remove_padding=False)).local_tensors())
+
+
+def test_tensors_that_transformers_never_reads_are_left_unread(tmp_path: Path) -> None:
+    """As the multi-token prediction layer of the published Qwen3-Next and Qwen3.5; others are refused."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODELS["qwen3-next"]))
+    model.save_pretrained(tmp_path)
+    file, saved = tmp_path / "model.safetensors", load_file(tmp_path / "model.safetensors")
+    unread = {"mtp.fc.weight": torch.ones(2, 4), "mtp.layers.0.input_layernorm.weight": torch.ones(2)}
+    save_file(saved | unread, file)
+    assert run_ranks(1, _loaded, tmp_path) == [len(list(model.parameters()))]
+    save_file(saved | {"model.mtp.fc.weight": torch.ones(2, 4)}, file)
+    with pytest.raises(AssertionError, match=r"1 tensors are not the model's \(model.mtp.fc.weight\)"):
+        run_ranks(1, _loaded, tmp_path)

@@ -1,5 +1,6 @@
 """Vision-language models: packed rows against transformers' own forward pass, row by row, in float64."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tests.tiny_vision import (
     MODELS,
     QWEN3,
     QWEN25,
+    QWEN35,
     SIZES,
     VIDEO,
     VIDEOS,
@@ -65,6 +67,14 @@ def scored(config: dict[str, Any], rows: DataProto, packed: bool) -> Tensor:
     return engine_of(config, model={"use_remove_padding": packed}).forward(rows, ("log_probs",))["log_probs"]
 
 
+@pytest.mark.parametrize("sizes", [SIZES, VIDEOS], ids=["images", "videos"])
+def test_padded_rows_of_gated_delta_layers_have_the_log_probs_of_transformers(sizes: Any) -> None:
+    rows = vision_rows(QWEN35, sizes).repeat(2)
+    expected = reference(random_model(QWEN35).double(), rows)
+    (scores,) = run_ranks(1, scored, QWEN35, rows, False)
+    torch.testing.assert_close(scores.double(), expected, rtol=0, atol=2e-6)
+
+
 def grads(config: dict[str, Any], rows: int, sp_size: int = 1, **options: Any) -> dict[str, Tensor]:
     engine = engine_of(config, rows, sp_size=sp_size, **options)
     batch = vision_rows(config, SIZES if "image_size" in config["vision_config"] else VIDEOS).repeat(2)
@@ -72,6 +82,15 @@ def grads(config: dict[str, Any], rows: int, sp_size: int = 1, **options: Any) -
     batch = batch[engine.dp_rank * share : (engine.dp_rank + 1) * share]
     engine.forward_backward(batch, nll)
     return gradients(engine)
+
+
+def test_gradients_of_gated_delta_layers_depend_not_on_the_ranks() -> None:
+    padded = {"model": {"use_remove_padding": False}}
+    (expected,) = run_ranks(1, partial(grads, QWEN35, 4, **padded))
+    assert any("visual" in name for name in expected)
+    for other in run_ranks(2, partial(grads, QWEN35, 1, **padded)):
+        for name, tensor in expected.items():
+            torch.testing.assert_close(other[name], tensor, rtol=0, atol=1e-6, msg=name)
 
 
 @pytest.mark.parametrize("family", some("qwen3_vl"))

@@ -1,4 +1,4 @@
-"""Qwen3.5, its text models: Qwen3-Next's layers with input projections stored apart, dense or with experts."""
+"""Qwen3.5: Qwen3-Next's layers with input projections stored apart, dense or with experts."""
 
 from dataclasses import replace
 
@@ -16,16 +16,6 @@ IN_PROJ = Rule(
 )
 
 
-def settings(hf_config: HFConfig) -> blocks.Settings:
-    """Keyword arguments of Megatron's transformer configuration for a dense model."""
-    return {**blocks.attention_settings(hf_config), **qwen3_next.delta_settings(hf_config), "mrope_section": None}
-
-
-def rope(hf_config: HFConfig) -> blocks.Settings:
-    """Rotary arguments of GPTModel: text has one position in all three dimensions of images."""
-    return {**qwen3_next.FAMILY.rope(hf_config), "position_embedding_type": "rope"}
-
-
 def sparse_config(hf_config: HFConfig) -> HFConfig:
     """What config.json says of a model with experts, and what Qwen3-Next's says besides."""
     return {**hf_config, "intermediate_size": hf_config["moe_intermediate_size"], "norm_topk_prob": True}
@@ -35,8 +25,7 @@ FAMILY = replace(
     qwen3_next.FAMILY,
     model_types=("qwen3_5_text",),
     dims=qwen3_next.delta_dims,
-    settings=settings,
-    rope=rope,
+    settings=lambda hf_config: {**blocks.attention_settings(hf_config), **qwen3_next.delta_settings(hf_config)},
     needs=(*NEEDS, *qwen3_next.DELTA),
     linear=qwen3_next.delta_rules(IN_PROJ),
     is_sparse=lambda hf_config, layer: False,
@@ -47,8 +36,7 @@ SPARSE = replace(
     qwen3_next.FAMILY,
     model_types=("qwen3_5_moe_text",),
     dims=lambda hf_config: qwen3_next.dims(sparse_config(hf_config)),
-    settings=lambda hf_config: {**qwen3_next.settings(sparse_config(hf_config)), "mrope_section": None},
-    rope=rope,
+    settings=lambda hf_config: qwen3_next.settings(sparse_config(hf_config)),
     needs=tuple(key for key in qwen3_next.FAMILY.needs if key != "intermediate_size"),
     linear=FAMILY.linear,
 )

@@ -17,6 +17,8 @@ from rlsys.planning.footprint import decoder_of
 from tests.contracts.train_engine import TP2_SP, Case, megatron_engine, one_step, reference
 from tests.fla_stand_in import HAS_PACKED_DELTA
 from tests.ranks import run_ranks
+from tests.tiny_vision import QWEN35, vision_rows
+from tests.unit.engines.test_megatron_vision import WORLDS, expected_of, stepped
 from tests.unit.models.megatron_families.tiny import CONFIGS
 
 TP, HIDDEN, KEYS, VALUES, K, V = 2, 32, 4, 8, 6, 5
@@ -85,6 +87,19 @@ def test_ranks_that_share_heads_have_the_gradients_of_the_reference() -> None:
         assert rank["gradients"].keys() == expected.keys()
         for name, gradient in expected.items():
             torch.testing.assert_close(rank["gradients"][name].double(), gradient, rtol=2e-3, atol=1e-6, msg=name)
+
+
+@pytest.mark.skipif(not HAS_PACKED_DELTA, reason="needs megatron-core>=0.19")
+@pytest.mark.parametrize("layout", ["one", "sp", "pp", "cp"])
+def test_images_have_the_log_probs_and_gradients_of_transformers(layout: str) -> None:
+    rows = vision_rows(QWEN35)
+    scores, gradients = expected_of(QWEN35, rows)
+    for own_scores, own_gradients in run_ranks(WORLDS.get(layout, 2), stepped, QWEN35, layout, {}):
+        mask = rows.tensors["response_mask"].bool()
+        torch.testing.assert_close(own_scores.double()[mask], scores[mask], rtol=0, atol=2e-6)
+        assert own_gradients.keys() == gradients.keys()
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(own_gradients[name].double(), gradient, rtol=2e-3, atol=1e-6, msg=name)
 
 
 PUBLISHED = [
