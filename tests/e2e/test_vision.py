@@ -10,7 +10,7 @@ import pytest
 from rlsys.model_merger.convert import merge
 from rlsys.rollout.hf.engine import HFRollout
 from tests.e2e.conftest import GRADER
-from tests.tiny_vision import MODELS, wide, write_model, write_rows
+from tests.tiny_vision import MODELS, QWEN35, wide, write_model, write_rows
 from trainer.main_ppo import main
 
 NEEDS_VLLM, NEEDS_SGLANG = (
@@ -79,6 +79,18 @@ def test_an_engine_draws_answers_to_images_as_the_trainer_reads_them(
     lines = metrics_of(tmp_path)
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert max(line["parity/max_abs"] for line in lines) < 1e-4
+
+
+@pytest.mark.vllm
+def test_gated_delta_layers_are_trained_and_served_with_images(tmp_path: Path) -> None:
+    config = wide(QWEN35, head_dim=64)
+    config["text_config"] |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
+    config["text_config"]["rope_parameters"] |= {"mrope_section": [8, 4, 4], "partial_rotary_factor": 0.5}
+    more = ["trainer.backend=local", "trainer.device=cpu", "actor_rollout_ref.model.use_remove_padding=false"]
+    served = ("name=vllm", "enforce_eager=true", "dtype=bfloat16", "validate_weight=true")
+    more += [f"actor_rollout_ref.rollout.{setting}" for setting in served]
+    assert main(arguments(tmp_path, *more, config=config)) == 0
+    assert max(line["parity/mean_abs"] for line in metrics_of(tmp_path)) < 0.01
 
 
 @pytest.mark.slow
