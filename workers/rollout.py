@@ -57,8 +57,10 @@ class RolloutWorker(ProfiledWorker, WeightReceiver):
         self._register_dispatch_collect_info(MESH, self.rank // size, self.rank % size == 0)
         context = EngineContext(self.run.device, self.load_format, self.run.offload_on_sleep, self.rank)
         gc.disable()  # looking for garbage among all that an engine imports takes a tenth of its start
-        self.engine = self.build_engine(self.model_cfg.path, context)
-        gc.enable()
+        try:
+            self.engine = self.build_engine(self.model_cfg.path, context)
+        finally:
+            gc.enable()
         if self.load_format == "dummy":
             set_local_rollout(self.engine)
 

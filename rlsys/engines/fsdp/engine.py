@@ -90,8 +90,8 @@ class FSDPEngine(BaseTrainEngine[Ranks, ShardedOptimizer]):
         base = self._parameters()
         shapes = {saved: s for n, p in base.items() for saved, s in saved_shapes(n, p.shape, self._stacks).items()}
         weights = open_weights(self.model_config, self.config, head=self.head, seed=self.shard.seed)
-        never_read = "|".join(self.model.model._keys_to_ignore_on_load_unexpected or ["(?!)"])
-        unused = [name for name in weights if re.search(never_read, name)]
+        never_read = self.model.model._keys_to_ignore_on_load_unexpected or ()
+        unused = [name for name in weights if any(re.search(pattern, name) for pattern in never_read)]
         check_names(shapes, weights, aliases=[*tied_names(self.model, self._stacks), *unused])
         sharding.fill(base, weights, self.ranks, self._stacks)
         if self.lora is not None:

@@ -43,10 +43,7 @@ def mlp_rules(ffn: str, hf: str = "", names: Sequence[str] = ("gate_proj", "up_p
 
 SCALED_ROPE = ("llama3", "yarn")
 """Rotary scalings that are computed by transformers' functions."""
-GATED_MLP = (
-    replace(SPARSE_NORM, te="mlp.linear_fc1.layer_norm_weight"),
-    *within("mlp", "mlp", *mlp_rules("ffn")),
-)
+GATED_MLP = (replace(SPARSE_NORM, te="mlp.linear_fc1.layer_norm_weight"), *within("mlp", "mlp", *mlp_rules("ffn")))
 EXPERT = mlp_rules("expert_ffn", "mlp.experts.{e}.")
 ONLY: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),

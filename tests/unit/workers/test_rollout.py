@@ -1,16 +1,27 @@
 """A group of rollout workers, called as verl's tutorials call it."""
 
+import gc
+
+import pytest
 import torch
 
 from rlsys.config.schema.model import PolicyModelConfig
 from rlsys.config.schema.rollout import RolloutConfig
 from rlsys.data.start_assets import START_MODEL
+from rlsys.interfaces import RolloutEngine
 from rlsys.protocol import DataProto
 from rlsys.single_controller.base import ClassWithInitArgs
 from rlsys.single_controller.local import LocalWorkerGroup
 from rlsys.single_controller.resource_pool import ResourcePool
+from rlsys.utils.errors import WorkerError
 from workers.build import EngineRun
 from workers.rollout import HFRolloutWorker
+
+
+class Unbuilt(HFRolloutWorker):
+    def build_engine(self, *_: object) -> RolloutEngine:
+        assert not gc.isenabled()
+        raise RuntimeError("no such engine")
 
 
 def test_a_group_generates_sequences_without_a_fleet() -> None:
@@ -25,3 +36,11 @@ def test_a_group_generates_sequences_without_a_fleet() -> None:
     assert first.tensors["responses"].shape == (2, 4)
     assert torch.equal(first.tensors["prompts"], ids)
     assert torch.equal(first.tensors["responses"], again.tensors["responses"])
+
+
+def test_garbage_is_collected_again_in_a_process_whose_engine_failed_to_start() -> None:
+    model, run = PolicyModelConfig(path=str(START_MODEL)), EngineRun(device="cpu", nccl_timeout_s=60.0)
+    cls = ClassWithInitArgs(Unbuilt, model, RolloutConfig(), run, "auto")
+    with LocalWorkerGroup(ResourcePool([1]), cls) as group, pytest.raises(WorkerError, match="no such engine"):
+        group.init_model()
+    assert gc.isenabled()
