@@ -21,6 +21,7 @@ from transformers import (
 from tests.e2e.fork_server import ForkServer
 from tests.e2e.ray_head import Head, ray_head
 from tests.start_tokenizer import build_tokenizer
+from trainer.main_ppo import main
 
 GRADER = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -77,6 +78,21 @@ def with_model(toy: Toy, folder: Path, kind: type[PretrainedConfig], **sizes: An
     config = kind(vocab_size=len(tokenizer), max_position_embeddings=128, **ids, **sizes)  # pyrefly: ignore
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return replace(toy, model=folder)
+
+
+def follow_large_updates(toy: Toy, out: Path, *more: str) -> list[dict[str, float]]:
+    """Metrics of a run of three large updates, each pushed and probed: an engine that does not follow ends it."""
+    argv = toy.overrides(
+        out,
+        *("actor_rollout_ref.rollout.parity.freq=1", "actor_rollout_ref.rollout.parity.policy=stop"),
+        *("actor_rollout_ref.actor.optim.lr=1e-2", f"reward.custom_reward_function.path={toy.grader}"),
+        *more,
+    )
+    assert main(argv) == 0
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["weights/version"] for line in lines] == [1, 2, 3]
+    assert all(line["actor/grad_norm"] > 0 for line in lines)
+    return lines
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,5 @@
 """Models with gated delta layers in live engines of vLLM, which follow large updates of either training engine."""
 
-import json
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -8,9 +7,8 @@ import pytest
 import torch
 from transformers import Qwen3_5TextConfig, Qwen3NextConfig
 
-from tests.e2e.conftest import GPU_CACHE, GPU_SHARE, UNCOMPILED, Toy, with_model
+from tests.e2e.conftest import GPU_CACHE, GPU_SHARE, UNCOMPILED, Toy, follow_large_updates, with_model
 from tests.fla_stand_in import HAS_PACKED_DELTA
-from trainer.main_ppo import main
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")]
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -45,18 +43,9 @@ def delta(request: pytest.FixtureRequest, toy: Toy, tmp_path_factory: pytest.Tem
 
 
 def check(delta: Toy, tmp_path: Path, *more: str) -> None:
-    """Train three steps with large updates; after each push the engine's log-probs are the trainer's."""
-    argv = delta.overrides(
-        tmp_path,
-        *(f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.dtype=bfloat16", f"{ROLLOUT}.validate_weight=true"),
-        *(f"{ROLLOUT}.parity.freq=1", f"{ROLLOUT}.parity.policy=stop", f"{ROLLOUT}.parity.rows=32"),
-        *("actor_rollout_ref.actor.optim.lr=1e-2", f"reward.custom_reward_function.path={delta.grader}"),
-        *more,
-    )
-    assert main(argv) == 0
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["weights/version"] for line in lines] == [1, 2, 3]
-    assert all(line["actor/grad_norm"] > 0 for line in lines)
+    """After each push of a large update vLLM's log-probs are the trainer's."""
+    served = ("name=vllm", "dtype=bfloat16", "validate_weight=true", "parity.rows=32")
+    lines = follow_large_updates(delta, tmp_path, *(f"{ROLLOUT}.{setting}" for setting in served), *more)
     assert max(line["parity/mean_abs"] for line in lines) < 0.02
 
 

@@ -12,15 +12,15 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config
 from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.rollout.base import EngineContext
 from rlsys.types import ModelRequest, ModelResponse, SamplingParams
-from tests.e2e.conftest import GPU_CACHE, GPU_SHARE, Toy, with_model
+from tests.e2e.conftest import GPU_CACHE, GPU_SHARE, Toy, follow_large_updates, with_model
 from tests.ranks import run_ranks
-from trainer.main_ppo import main
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM"),
 ]
 ROLLOUT = "actor_rollout_ref.rollout"
+MEGATRON = "actor_rollout_ref.actor.strategy=megatron"
 
 
 @pytest.fixture(scope="module")
@@ -109,26 +109,11 @@ def test_what_is_derived_from_weights_is_derived_again_in_place(latent: Toy) -> 
     assert result["in_place"]
 
 
-def train_and_serve(latent: Toy, out: Path, *more: str) -> list[dict[str, float]]:
-    """Three large updates by Megatron, each pushed and probed."""
-    argv = latent.overrides(
-        out,
-        *("actor_rollout_ref.actor.strategy=megatron", f"reward.custom_reward_function.path={latent.grader}"),
-        *(f"{ROLLOUT}.parity.freq=1", f"{ROLLOUT}.parity.policy=stop", "actor_rollout_ref.actor.optim.lr=1e-2"),
-        *more,
-    )
-    assert main(argv) == 0
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert [line["weights/version"] for line in lines] == [1, 2, 3]
-    assert all(line["actor/grad_norm"] > 0 for line in lines)
-    return lines
-
-
 @pytest.mark.vllm
 @pytest.mark.timeout(600)
 def test_latent_attention_is_trained_and_served(latent: Toy, tmp_path: Path) -> None:
     more = (f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.enforce_eager=true", f"{ROLLOUT}.parity.max_limit=1e-3")
-    lines = train_and_serve(latent, tmp_path, *more, "trainer.device=cpu")
+    lines = follow_large_updates(latent, tmp_path, MEGATRON, *more, "trainer.device=cpu")
     assert all(line["parity/max_abs"] < 1e-4 for line in lines)
 
 
@@ -146,6 +131,6 @@ def test_weights_pushed_in_place_on_a_gpu_are_served(
         GPU_CACHE,
     )
     limits = (f"{ROLLOUT}.parity.mean_limit=0.05", f"{ROLLOUT}.parity.rows=32", f"{ROLLOUT}.validate_weight=true")
-    lines = train_and_serve(latent, tmp_path, *more, *limits)
+    lines = follow_large_updates(latent, tmp_path, MEGATRON, *more, *limits)
     with capsys.disabled():
         print(f"{engine}: parity/mean_abs", *(round(line["parity/mean_abs"], 5) for line in lines))
