@@ -89,14 +89,9 @@ def assemble(
             num_rows = cfg.data.gen_batch_size * rollout.n
             if cfg.trainer.reproducible:  # batches have one size for any number of replicas
                 num_rows = pools.rollout_ranks // rollout.replica_size * rollout.max_replica_seqs
+            deadlines, alone = cfg.trainer.deadlines, not pools.colocated
             fleet = group_fleet(
-                groups.rollout,
-                rollout,
-                cfg.trainer.deadlines,
-                manager=transfer,
-                num_rows=num_rows,
-                restartable=not pools.colocated,
-                min_replicas=rollout.min_replicas,
+                groups.rollout, rollout, deadlines, manager=transfer, num_rows=num_rows, restartable=alone
             )
             scorer = fleet if isinstance(fleet, ElasticFleet) else groups.rollout
         stack.callback(fleet.close)
@@ -125,7 +120,7 @@ def assemble(
 
 def training_source(cfg: PPOConfig, inputs: Inputs, graded: GradedRollout, fleet: RolloutFleet) -> ExperienceSource:
     """Where training batches come from, as trainer.max_staleness and trainer.reproducible ask."""
-    run, deadlines = cfg.trainer, cfg.trainer.deadlines
+    run, deadlines, per_step = cfg.trainer, cfg.trainer.deadlines, cfg.data.train_batch_size
     prompts = inputs.sampler
     if prompts is None or isinstance(prompts, Sampler):
         prompts = training_prompts(cfg.data, inputs.train_dataset, prompts, pad_token_id=graded.pad_token_id)
@@ -134,12 +129,10 @@ def training_source(cfg: PPOConfig, inputs: Inputs, graded: GradedRollout, fleet
         keep = partial(filter_groups, metric=filters.metric or "seq_reward")
         group_filter = GroupFilter(keep, filters.max_num_gen_batches)
     if not generates_ahead(cfg):
-        return RolloutSource(prompts, graded, prompts_per_step=cfg.data.train_batch_size, group_filter=group_filter)
+        return RolloutSource(prompts, graded, prompts_per_step=per_step, group_filter=group_filter)
+    steps = num_steps(cfg, inputs.train_dataset)
     window = StalenessWindow(
-        groups_per_step=cfg.data.train_batch_size,
-        max_staleness=run.max_staleness,
-        lookahead=run.lookahead,
-        num_steps=num_steps(cfg, inputs.train_dataset),
+        groups_per_step=per_step, max_staleness=run.max_staleness, lookahead=run.lookahead, num_steps=steps
     )
     groups = PromptGroups(window, prompts, graded, group_filter=group_filter, failures=run)
     deadline_s, answers = deadlines.generate_s + deadlines.reward_s, OpenAnswers(groups, fleet)

@@ -5,7 +5,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -107,20 +107,15 @@ class EpisodeRollout(GradedRollout):
         return num_episodes - int(num_episodes * (1 - cfg.actor_rollout_ref.rollout.over_sample_rate))
 
     def _result(self, future: Future[EpisodeResult]) -> EpisodeResult:
-        try:
+        with suppress(CancelledError):
             return result_within(future, self.deadline_s, who="the episodes", stage="generate", hint=BLOCKED)
-        except CancelledError:
-            return EpisodeResult((), 0.0, "over_sampled")
+        return EpisodeResult((), 0.0, "over_sampled")
 
     def collate(self, results: Sequence[EpisodeResult], rows: DataProto) -> DataProto:
         """The episodes of rows as a graded batch; its meta_info has no seed, which differs between calls."""
-        return collate_episodes(
-            results,
-            DataProto(rows.batch, rows.non_tensor_batch, meta_of_all_calls(rows.meta_info)),
-            pad_token_id=self.pad_token_id,
-            prompt_length=self.cfg.data.max_prompt_length,
-            response_length=self.cfg.data.max_response_length,
-        )
+        prompts, data = DataProto(rows.batch, rows.non_tensor_batch, meta_of_all_calls(rows.meta_info)), self.cfg.data
+        lengths = {"prompt_length": data.max_prompt_length, "response_length": data.max_response_length}
+        return collate_episodes(results, prompts, pad_token_id=self.pad_token_id, **lengths)
 
     def keep(self, starts: Sequence[EpisodeStart], sampling: SamplingParams, step: int) -> None:
         """Write the logs of training episodes."""
@@ -246,16 +241,9 @@ def graded_rollout(
     is_repeatable = isinstance(cfg, PPOConfig) and is_async and cfg.trainer.reproducible
     slots = sys.maxsize if is_repeatable else agent.max_concurrent  # episodes wait in theirs for the next epoch
     rounds = None if is_async and not is_repeatable else Rounds(fleet.generate, max_concurrent=slots)
-    settings = SessionSettings(
-        fleet.sample if rounds is None else rounds.sample,
-        loaded.template,
-        rollout.sampling,
-        cfg.data.max_prompt_length,
-        cfg.data.max_response_length,
-        agent,
-        turns,
-        partial(_grade, pool, cfg.data.reward_fn_key),
-    )
+    sample, grade = fleet.sample if rounds is None else rounds.sample, partial(_grade, pool, cfg.data.reward_fn_key)
+    lengths = cfg.data.max_prompt_length, cfg.data.max_response_length
+    settings = SessionSettings(sample, loaded.template, rollout.sampling, *lengths, agent, turns, grade)
     runner = EpisodeRunner(
         settings,
         loaded.workflow,

@@ -170,11 +170,10 @@ def device_memory(config: PPOConfig) -> tuple[Literal["cuda", "cpu"], int]:
     if device == "cpu" or (device == "auto" and not visible_gpus() and not _joins_a_cluster(config)):
         return "cpu", psutil.virtual_memory().total * config.trainer.nnodes // max(1, resolve_pools(config).total_ranks)
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    try:
+    with suppress(OSError, ValueError, subprocess.SubprocessError):
         done = subprocess.run(command, capture_output=True, text=True, timeout=SMI_S, check=True)
         return "cuda", min(int(float(line)) for line in done.stdout.split("\n") if line.strip()) << 20
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return "cuda", 0
+    return "cuda", 0
 
 
 def _check_servers(config: PPOConfig) -> None:

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from functools import cache
 from hashlib import sha256
@@ -30,17 +30,9 @@ from trainer.checkpoint import CheckpointStore
 CONFIG, STARTS, LOG, LOCK = "config.yaml", "starts.jsonl", "train.log", "run.lock"
 PACKAGES = ("rlsys", "torch", "transformers", "ray", "vllm", "sglang", "megatron-core", "peft")
 MEANING = (
-    "actor_rollout_ref.model.path",
-    "actor_rollout_ref.model.lora",
-    "critic.model.path",
-    "model.path",
-    "dpo.loss_type",
-    "algorithm.adv_estimator",
-    "actor_rollout_ref.actor.policy_loss.loss_mode",
-    "reward.custom_reward_function",
-    "reward.reward_manager",
-    "reward.reward_model.model_path",
-    "code of ",
+    *("actor_rollout_ref.model.path", "actor_rollout_ref.model.lora", "critic.model.path", "model.path"),
+    *("dpo.loss_type", "algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode"),
+    *("reward.custom_reward_function", "reward.reward_manager", "reward.reward_model.model_path", "code of "),
 )
 """Prefixes of keys whose change blocks a resume unless the user confirms it."""
 MAX_SHOWN = 20
@@ -198,7 +190,6 @@ def _listed(lines: Sequence[str]) -> str:
 def _git_state(folder: Path) -> str | None:
     """Commit of the repository around a folder, and whether files differ from it; None where there is none."""
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
+    with suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
+    return None

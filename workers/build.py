@@ -13,7 +13,6 @@ from rlsys.config.schema.algorithm import RewardModelConfig
 from rlsys.config.schema.jobs import SupervisedConfig
 from rlsys.config.schema.megatron import MegatronShardConfig
 from rlsys.config.schema.model import ModelConfig, PolicyModelConfig, ShardConfig
-from rlsys.config.schema.types import MicroBatches
 from rlsys.engines import rng
 from rlsys.engines.fsdp.engine import FSDPEngine
 from rlsys.engines.fsdp.sharding import tensor_parallel_plan
@@ -119,21 +118,9 @@ def _models(config: PPOConfig | SupervisedConfig) -> Iterator[tuple[str, ModelCo
         yield f"critic.{section}", critic.model, critic.shard, "scalar"
 
 
-def _trained(
-    role: ActorConfig | CriticConfig, model: ModelConfig, run: EngineRun, *, scoring: MicroBatches, **options: object
-) -> "Engine":
-    return _engine(
-        model,
-        role.shard,
-        run,
-        sp_size=role.ulysses_sequence_parallel_size,
-        optim=role.optim,
-        grad_clip=role.grad_clip,
-        training=role.training,
-        scoring=scoring,
-        checkpoint=role.checkpoint,
-        **options,
-    )
+def _trained(role: ActorConfig | CriticConfig, model: ModelConfig, run: EngineRun, **options: object) -> "Engine":
+    options |= {name: getattr(role, name) for name in ("optim", "grad_clip", "training", "checkpoint")}
+    return _engine(model, role.shard, run, sp_size=role.ulysses_sequence_parallel_size, **options)
 
 
 def build_actor_engine(cfg: ActorRolloutRefConfig, run: EngineRun) -> "Engine":
@@ -158,20 +145,13 @@ def build_reference_engine(
 def build_reward_engine(cfg: RewardModelConfig, run: EngineRun) -> "Engine":
     """A reward model's engine, which only computes; a head that its checkpoint lacks is drawn from seed 0."""
     model = ModelConfig(path=cfg.model_path, trust_remote_code=cfg.trust_remote_code)
-    shard = ShardConfig(dtype=cfg.dtype, seed=0)
-    return _engine(model, shard, run, sp_size=1, head="scalar", training=cfg.scoring)
+    return _engine(model, ShardConfig(dtype=cfg.dtype, seed=0), run, sp_size=1, head="scalar", training=cfg.scoring)
 
 
 def build_supervised_engine(cfg: SFTConfig | RMConfig | DPOConfig, run: EngineRun, *, frozen: bool = False) -> "Engine":
     """The engine of supervised training: a language model, or a reward model; `frozen` it only computes."""
-    trained = {"optim": cfg.optim, "grad_clip": cfg.optim.clip_grad, "total_steps": run.actor_steps}
-    return _engine(
-        cfg.model,
-        cfg.engine.shard,
-        run,
-        sp_size=cfg.engine.ulysses_sequence_parallel_size,
-        head="scalar" if isinstance(cfg, RMConfig) else "lm",
-        training=cfg.data.training,
-        checkpoint=cfg.checkpoint,
-        **({} if frozen else trained),
-    )
+    head, sp_size = "scalar" if isinstance(cfg, RMConfig) else "lm", cfg.engine.ulysses_sequence_parallel_size
+    options: dict[str, object] = {"head": head, "training": cfg.data.training, "checkpoint": cfg.checkpoint}
+    if not frozen:
+        options |= {"optim": cfg.optim, "grad_clip": cfg.optim.clip_grad, "total_steps": run.actor_steps}
+    return _engine(cfg.model, cfg.engine.shard, run, sp_size=sp_size, **options)

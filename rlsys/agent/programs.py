@@ -47,17 +47,13 @@ def command_workflow(command: str) -> Workflow:
     """
 
     async def call(row: Row, episode: OpenEpisode) -> None:
-        environment = {"OPENAI_BASE_URL": episode.base_url, "OPENAI_API_KEY": episode.key, "NO_PROXY": "127.0.0.1"}
-        environment["ANTHROPIC_BASE_URL"] = episode.base_url.removesuffix("/v1")
-        environment["ANTHROPIC_API_KEY"] = episode.key
+        env = {**os.environ, "NO_PROXY": "127.0.0.1", "RLSYS_ROW": json.dumps(plain_json(row))}
+        env |= {"OPENAI_BASE_URL": episode.base_url, "ANTHROPIC_BASE_URL": episode.base_url.removesuffix("/v1")}
+        env |= dict.fromkeys(("OPENAI_API_KEY", "ANTHROPIC_API_KEY"), episode.key)
+        quiet = asyncio.subprocess.DEVNULL
         with tempfile.TemporaryFile() as output:
             process = await asyncio.create_subprocess_shell(
-                command,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env={**os.environ, **environment, "RLSYS_ROW": json.dumps(plain_json(row))},
-                start_new_session=True,
+                command, stdin=quiet, stdout=output, stderr=output, env=env, start_new_session=True
             )
             try:
                 code = await process.wait()

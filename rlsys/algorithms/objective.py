@@ -37,12 +37,9 @@ def actor_loss(
     bypass = correction is not None and correction.bypass_mode
     inputs["config"] = config
     policy = call_policy_loss("bypass_mode" if bypass else config.policy_loss.loss_mode, **inputs)
+    mode, scale = policy.agg_mode or config.loss_agg_mode, config.loss_scale_factor
     aggregate = partial(
-        agg_loss,
-        loss_agg_mode=policy.agg_mode or config.loss_agg_mode,
-        loss_scale_factor=config.loss_scale_factor,
-        batch_rows=batch_rows,
-        count_mask=response_mask,
+        agg_loss, loss_agg_mode=mode, loss_scale_factor=scale, batch_rows=batch_rows, count_mask=response_mask
     )
     total, count = aggregate(policy.per_token, policy.mask)
     if policy.mean is not None:

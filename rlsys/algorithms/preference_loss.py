@@ -29,8 +29,5 @@ def kto_loss(log_ratio: Tensor, is_desirable: Tensor, kl: float, config: DPOLoss
     The sign is that of the label; `kl` is the reference point, an estimate of KL(policy || reference) of at least 0.
     """
     lead = config.beta * (log_ratio - kl)
-    return torch.where(
-        is_desirable,
-        config.desirable_weight * (1 - torch.sigmoid(lead)),
-        config.undesirable_weight * (1 - torch.sigmoid(-lead)),
-    )
+    lost = 1 - torch.sigmoid(torch.where(is_desirable, lead, -lead))
+    return torch.where(is_desirable, config.desirable_weight * lost, config.undesirable_weight * lost)

@@ -25,13 +25,8 @@ def compute_value_loss(
     """
     clipped_vpreds = vpreds.clamp(min=values - config.cliprange_value, max=values + config.cliprange_value)
     unclipped, clipped = (vpreds - returns).square(), (clipped_vpreds - returns).square()
-    total, count = agg_loss(
-        0.5 * torch.maximum(unclipped, clipped),
-        response_mask,
-        config.loss_agg_mode,
-        loss_scale_factor=config.loss_scale_factor,
-        batch_rows=batch_rows,
-    )
+    losses, scale = 0.5 * torch.maximum(unclipped, clipped), config.loss_scale_factor
+    total, count = agg_loss(losses, response_mask, config.loss_agg_mode, loss_scale_factor=scale, batch_rows=batch_rows)
     tokens = response_mask.bool().sum()
     metrics = {
         "critic/vf_loss": (total, count),

@@ -7,6 +7,7 @@ Windows line ends and blank lines are accepted.
 import csv
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -176,10 +177,8 @@ def _csv_values(names: list[str], cells: list[str]) -> dict[str, object]:
 def _csv_value(cell: str) -> object:
     """An empty cell is null; one that is a JSON list or object is that; the rest is text."""
     if cell.lstrip().startswith(("[", "{")):
-        try:
+        with suppress(ValueError, RecursionError):
             return json.loads(cell)
-        except (ValueError, RecursionError):
-            return cell
     return cell or None
 
 

@@ -58,12 +58,8 @@ def copied_to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
     Of tensors on a GPU it is pinned, in memory that PyTorch keeps for the next copies.
     """
-    return [
-        torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda).copy_(
-            tensor.detach(), non_blocking=True
-        )
-        for tensor in tensors
-    ]
+    copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda) for tensor in tensors]
+    return [copy.copy_(tensor.detach(), non_blocking=True) for copy, tensor in zip(copies, tensors, strict=True)]
 
 
 class Saving:

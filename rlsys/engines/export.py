@@ -22,14 +22,8 @@ Buckets = Iterator[list[tuple[str, Tensor]]]
 Adapter = tuple[Mapping[str, Tensor], Mapping[str, object]]
 """Tensors of an adapter under peft's names, and its adapter_config."""
 TOKENIZER_FILES = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "chat_template*",
-    "generation_config.json",
-    "*processor_config.json",
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*"),
+    *("generation_config.json", "*processor_config.json"),
 )
 
 

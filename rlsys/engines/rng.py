@@ -44,8 +44,7 @@ def restore(state: dict[str, Any]) -> None:
 
 def derive(state: dict[str, object], rank: int) -> None:
     """Seed every generator from another rank's state and this rank's number: for a changed number of ranks."""
-    seed = int.from_bytes(blake2b(f"{state['torch']}:{rank}".encode(), digest_size=8).digest()) >> 1
-    seed_all(seed)
+    seed_all(int.from_bytes(blake2b(f"{state['torch']}:{rank}".encode(), digest_size=8).digest()) >> 1)
 
 
 def _text(state: torch.Tensor) -> str:
@@ -62,10 +61,7 @@ def repeat_bitwise() -> None:
     To be called before the first product on CUDA, since cuBLAS looks at its settings then: little room for splits of
     the summed dimension, which is also what makes vLLM's and SGLang's products independent of the batch.
     """
-    os.environ |= {
-        "CUBLAS_WORKSPACE_CONFIG": ":16:8",
-        "CUBLASLT_WORKSPACE_SIZE": "1",
-        "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
-    }
+    os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
+    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyrefly: ignore[missing-attribute]

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlsys.config.schema.rollout import GenerationConfig
+from rlsys.config.schema.rollout import GenerationConfig, RolloutConfig
 from rlsys.config.schema.trainer import GradingDeadlinesConfig
 from rlsys.fleet.elastic import ElasticFleet
 from rlsys.fleet.fleet import FleetDeadlines, RolloutFleet
@@ -82,12 +82,11 @@ def group_fleet(
     num_rows: int,
     restartable: bool,
     manager: ShardingManager | None = None,
-    min_replicas: int | None = None,
 ) -> RolloutFleet:
     """A fleet over the ranks of a rollout worker group, for calls of about `num_rows` rows.
 
     A replica of one rank that dies is restarted if `restartable`, and `manager` brings its weights back. With
-    `min_replicas` some ranks may have no process yet, and the manager is connected to those that serve.
+    rollout.min_replicas some ranks may have no process yet, and the manager is connected to those that serve.
     """
     size, attention_size = rollout.replica_size, rollout.attention_size
     replicas = [GroupReplica(group, rank, size, attention_size) for rank in range(0, group.world_size, size)]
@@ -104,8 +103,8 @@ def group_fleet(
         "deadlines": FleetDeadlines(generate_s=deadlines.generate_s, restart_s=deadlines.start_s),
         "on_restart": None if manager is None else restore,
     }
-    if manager is not None and min_replicas is not None:
+    if manager is not None and isinstance(rollout, RolloutConfig) and rollout.min_replicas is not None:
         options["connect"] = lambda ranks: manager.connect(RanksOfGroup(group, ranks))
         options["copy"] = lambda *pair: manager.copy(*(RanksOfGroup(group, (one.rank,)) for one in pair))
-        return ElasticFleet(replicas, places=group.backend, min_replicas=min_replicas, **options)
+        return ElasticFleet(replicas, places=group.backend, min_replicas=rollout.min_replicas, **options)
     return RolloutFleet(replicas, max_restarts=MAX_RESTARTS if restartable and size == 1 else 0, **options)

@@ -145,12 +145,8 @@ def fitted_pace(loads: Sequence[Sequence[float]]) -> tuple[float, float]:
 def staleness_advice(run: MeasuredRun, max_staleness: int) -> str:
     """A line for each `max_staleness`, and the proposal. Large runs are simulated with a share of their replicas."""
     share = min(1.0, MAX_REPLICAS / run.num_replicas)
-    small = replace(
-        run,
-        num_replicas=round(run.num_replicas * share),
-        groups_per_step=max(1, round(run.groups_per_step * share)),
-        train_s=run.train_s / share,
-    )
+    replicas, per_step = round(run.num_replicas * share), max(1, round(run.groups_per_step * share))
+    small = replace(run, num_replicas=replicas, groups_per_step=per_step, train_s=run.train_s / share)
     forecasts = [forecast(small, choice) for choice in CHOICES]
     lines = ["max_staleness   tokens/s   mean age   trainer idle   rollout idle"]
     for one in forecasts:

@@ -26,6 +26,7 @@ from rlsys.protocol.wire import decode, encode, read_file, write_file
 from rlsys.utils.errors import raised_as
 
 Options = dict[str, Any]
+Keys = Sequence[str] | None
 Index = list[int] | list[bool] | np.ndarray | Tensor
 
 
@@ -220,9 +221,9 @@ class DataProto:
 
     def select(
         self,
-        batch_keys: Sequence[str] | None = None,
-        non_tensor_batch_keys: Sequence[str] | None = None,
-        meta_info_keys: Sequence[str] | None = None,
+        batch_keys: Keys = None,
+        non_tensor_batch_keys: Keys = None,
+        meta_info_keys: Keys = None,
         deepcopy: bool = False,
     ) -> "DataProto":
         """The named columns, each None meaning all; `deepcopy` copies the objects and meta_info, never the tensors."""
@@ -238,10 +239,7 @@ class DataProto:
         return type(self)(batch=batch, non_tensor_batch=columns, meta_info=meta_info)
 
     def pop(
-        self,
-        batch_keys: Sequence[str] | None = None,
-        non_tensor_batch_keys: Sequence[str] | None = None,
-        meta_info_keys: Sequence[str] | None = None,
+        self, batch_keys: Keys = None, non_tensor_batch_keys: Keys = None, meta_info_keys: Keys = None
     ) -> "DataProto":
         """Take the named columns out, in place, and return them; AssertionError where one is missing."""
         wanted = (batch_keys or (), non_tensor_batch_keys or (), meta_info_keys or ())
@@ -333,7 +331,7 @@ class DataProto:
             raise RuntimeError(f"{len(times)} repeat_times for {len(self)} rows")
         return self.select_idxs(torch.arange(len(self)).repeat_interleave(times))
 
-    def unfold_column_chunks(self, n_split: int, split_keys: Sequence[str] | None = None) -> "DataProto":
+    def unfold_column_chunks(self, n_split: int, split_keys: Keys = None) -> "DataProto":
         """Cut the second dimension of `split_keys` into `n_split` rows each; repeat every other column to match."""
         keys = set(split_keys or ())
         rows = torch.arange(len(self)).repeat_interleave(n_split)

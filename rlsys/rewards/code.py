@@ -4,6 +4,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from rlsys.rewards.sandbox.run import SandboxLimits, SandboxRun, run_python
@@ -103,18 +104,16 @@ def same_output(actual: str, wanted: str) -> bool:
 def _same_word(actual: str, wanted: str) -> bool:
     if actual == wanted:
         return True
-    try:
+    with suppress(ValueError):
         near = math.isclose(float(actual), float(wanted), rel_tol=1e-6, abs_tol=1e-9)
-    except ValueError:
-        return False
-    return near and any(c in wanted for c in ".eE")
+        return near and any(c in wanted for c in ".eE")
+    return False
 
 
 def _same_value(actual: str, wanted: object) -> bool:
     """Functions: equal as JSON; a list of one, as APPS wraps results, counts as its element too."""
-    try:
+    with suppress(ValueError, RecursionError):
         value = json.loads(actual)
         wanted = json.loads(wanted) if isinstance(wanted, str) else json.loads(json.dumps(wanted))
-    except (ValueError, RecursionError):
-        return False
-    return value == wanted or (isinstance(wanted, list) and len(wanted) == 1 and value == wanted[0])
+        return value == wanted or (isinstance(wanted, list) and len(wanted) == 1 and value == wanted[0])
+    return False

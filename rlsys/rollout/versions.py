@@ -4,6 +4,7 @@ The installed version, or the one that a server reports, chooses a row. Versions
 why they are refused, raise an error that prints the table. tests/wheels checks the rows against the source of wheels.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
@@ -27,10 +28,9 @@ class VersionRow(Generic[F]):
     note: str = NAMES_ONLY
 
     def __contains__(self, version: str) -> bool:
-        try:
+        with suppress(InvalidVersion):
             return SpecifierSet(self.versions).contains(version, prereleases=True)
-        except InvalidVersion:
-            return False
+        return False
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,8 @@ class VersionTable(Generic[F]):
     def installed(self) -> str | None:
         """The version that is installed here."""
         for distribution in self.distributions:
-            try:
+            with suppress(PackageNotFoundError):
                 return version_of(distribution)
-            except PackageNotFoundError:
-                continue
         return None
 
     def installed_features(self) -> F:

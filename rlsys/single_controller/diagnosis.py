@@ -105,11 +105,10 @@ def _lines_from(path: Path, start: int) -> list[str]:
 
 
 def _last_lines(path: Path, num_lines: int) -> list[str]:
-    try:
+    with suppress(OSError):
         lines = _lines_from(path, max(0, path.stat().st_size - TAIL_BYTES))
-    except OSError:
-        return []
-    return [line for line in lines if line.strip() and not line.startswith(":")][-num_lines:]
+        return [line for line in lines if line.strip() and not line.startswith(":")][-num_lines:]
+    return []
 
 
 def _stack(info: ProcessInfo, timeout_s: float = 1.0, max_lines: int = 12) -> str:

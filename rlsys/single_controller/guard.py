@@ -40,13 +40,12 @@ class Guard:
 
 def _belongs(process: psutil.Process, mark: str, log_dir: str) -> bool:
     """Whether a process is of the cluster, as far as this user may inspect it."""
-    try:
+    with contextlib.suppress(psutil.Error, OSError):
         if process.environ().get(MARK) == mark:
             return True
         is_titled = "".join(process.cmdline()).startswith("ray::")
         return is_titled and bool(log_dir) and any(file.path.startswith(log_dir) for file in process.open_files())
-    except (psutil.Error, OSError):
-        return False
+    return False
 
 
 def main(driver_pid: int, mark: str) -> None:

@@ -20,7 +20,7 @@ PROCESSED, RAW, FULL = "processed", "raw", "full"
 """Which log-probabilities a server gives: after temperature and truncation, before both, or after temperature only."""
 MAX_TOKEN_ID = 2**31
 ABOVE_ZERO = 1e-3
-_FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORT}
+_FINISH = {None: None, "stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORT}
 
 
 @dataclass(frozen=True)
@@ -266,9 +266,7 @@ def _section(of: object, key: str) -> Mapping[str, Any]:
 
 
 def _finish(reason: object) -> Finish | None:
-    if reason is None:
-        return None
-    if not isinstance(reason, str) or reason not in _FINISH:
+    if not isinstance(reason, str | None) or reason not in _FINISH:
         raise BadResponseError(f"unknown finish reason '{str(reason)[:40]}'")
     return _FINISH[reason]
 

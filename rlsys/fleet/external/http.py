@@ -43,12 +43,8 @@ class RefusedError(ValueError):
 async def open_session(token: str) -> aiohttp.ClientSession:
     """A session that sends the token, accepts no compression, keeps no cookies and reads no proxy settings."""
     headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {token}"} if token else {})
-    return aiohttp.ClientSession(
-        headers=headers,
-        auto_decompress=False,
-        cookie_jar=aiohttp.DummyCookieJar(),
-        connector=aiohttp.TCPConnector(limit=0),
-    )
+    jar, connector = aiohttp.DummyCookieJar(), aiohttp.TCPConnector(limit=0)
+    return aiohttp.ClientSession(headers=headers, auto_decompress=False, cookie_jar=jar, connector=connector)
 
 
 async def ask(session: aiohttp.ClientSession, url: str, call: Call, *, stage: str, deadline_s: float) -> object:
@@ -67,21 +63,18 @@ async def ask(session: aiohttp.ClientSession, url: str, call: Call, *, stage: st
 
 
 async def events(
-    session: aiohttp.ClientSession,
-    url: str,
-    call: Call,
-    *,
-    stage: str,
-    timeout: aiohttp.ClientTimeout,
-    max_event_bytes: int,
+    session: aiohttp.ClientSession, url: str, call: Call, *, stage: str, timeout: aiohttp.ClientTimeout, max_bytes: int
 ) -> AsyncGenerator[dict[str, object], None]:
-    """The JSON objects of a server-sent event stream up to its end mark; ServerFault where it ends without one."""
+    """The JSON objects of a server-sent event stream up to its end mark.
+
+    ServerFault where it ends without one, and for an event of more than `max_bytes`.
+    """
     async with _answer(session, url, call, stage=stage, timeout=timeout) as response:
         rest = b""
         async for part in response.content.iter_any():
             *lines, rest = (rest + part).split(b"\n")
-            if max(map(len, (*lines, rest))) > max_event_bytes:
-                raise ServerFault(url, stage, f"an event of more than {max_event_bytes} bytes")
+            if max(map(len, (*lines, rest))) > max_bytes:
+                raise ServerFault(url, stage, f"an event of more than {max_bytes} bytes")
             for line in lines:
                 text = line.strip()
                 if not text.startswith(EVENT):

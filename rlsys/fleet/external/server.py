@@ -108,7 +108,7 @@ class ServerReplica:
         timeout = aiohttp.ClientTimeout(sock_connect=CONNECT_S, sock_read=settings.servers.timeout_s)
         num, seen = request.gconfig.max_new_tokens, 0
         size = EVENT_BYTES + EVENT_TOKEN_BYTES * (len(request.input_ids) + num)
-        stream = events(engine.session, self.url, call, stage="generate", timeout=timeout, max_event_bytes=size)
+        stream = events(engine.session, self.url, call, stage="generate", timeout=timeout, max_bytes=size)
         async with aclosing(stream):
             async for event in stream:
                 try:

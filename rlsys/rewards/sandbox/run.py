@@ -89,10 +89,9 @@ def available_guarantees() -> tuple[str, ...]:
 
 
 def _holds(guarantee: str) -> bool:
-    try:
+    with suppress(SandboxError):
         return run_python("", require=[guarantee]).status == "exit"
-    except SandboxError:
-        return False
+    return False
 
 
 def _spec(folder: Path, limits: SandboxLimits, require: Sequence[str]) -> dict[str, object]:

@@ -289,10 +289,6 @@ def _start(arguments: Mapping[str, Any], hf_config: PretrainedConfig, *, kv_cach
 
     if has_images(hf_config):
         arguments = take_given_images(hf_config, max_model_len=arguments["max_model_len"]) | {**arguments}
-    return LLMEngine.from_engine_args(
-        EngineArgs(
-            skip_tokenizer_init=True,
-            worker_extension_cls="rlsys.rollout.vllm.extension.RolloutExtension",
-            **arguments,
-        )
-    )
+    extension = "rlsys.rollout.vllm.extension.RolloutExtension"
+    args = EngineArgs(skip_tokenizer_init=True, worker_extension_cls=extension, **arguments)
+    return LLMEngine.from_engine_args(args)
