@@ -12,13 +12,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from rlsys.agent.message_images import image_urls, with_placeholders
 from rlsys.agent.trace import Span
-from rlsys.data.chat import Message, Messages, encode_text, render
+from rlsys.data.chat import Message, Messages, Tokenizer, encode_text, render
 from rlsys.telemetry.jsonl import JsonObject
 from rlsys.utils.errors import ConfigError, raised_as
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase as Tokenizer
-
     from rlsys.data.vision_processor import VisionProcessor
     from rlsys.protocol import ImageInputs
 
@@ -82,7 +80,7 @@ class ChatTemplate:
 
     def __init__(
         self,
-        tokenizer: "Tokenizer",
+        tokenizer: Tokenizer,
         *,
         template_kwargs: Mapping[str, Any] | None = None,
         kinds: Sequence[Kind] = (),

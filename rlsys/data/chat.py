@@ -3,17 +3,18 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rlsys.config.schema.data import Truncation
 from rlsys.utils.errors import raised_as
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase as Tokenizer
+    from transformers import PreTrainedTokenizerBase
 
 MARKERS = re.compile("(<image>|<video>)")
 """Where an image or a video stands in the text of a message."""
 
+Tokenizer: TypeAlias = "PreTrainedTokenizerBase"
 Message = Mapping[str, Any]
 """A role, a content, and what else the chat template reads: name, tool_calls, reasoning_content, ..."""
 Messages = Sequence[Message]
@@ -37,7 +38,7 @@ def with_parts(message: Message, part_of: Callable[[str], Mapping[str, object]])
 
 
 def render(
-    tokenizer: "Tokenizer", messages: Messages, *, add_generation_prompt: bool, template_kwargs: Kwargs | None = None
+    tokenizer: Tokenizer, messages: Messages, *, add_generation_prompt: bool, template_kwargs: Kwargs | None = None
 ) -> str:
     """The text of a conversation by the tokenizer's chat template; without one, the contents joined by newlines.
 
@@ -50,19 +51,19 @@ def render(
         return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=prompts, **more))
 
 
-def encode_text(tokenizer: "Tokenizer", text: str, *, special_tokens: bool = False) -> list[int]:
+def encode_text(tokenizer: Tokenizer, text: str, *, special_tokens: bool = False) -> list[int]:
     """Token ids of a text; `special_tokens` adds the tokenizer's own at start and end."""
     return list(tokenizer(text, add_special_tokens=special_tokens)["input_ids"])
 
 
-def encode_prompt(tokenizer: "Tokenizer", prompt: Prompt, *, template_kwargs: Kwargs) -> list[int]:
+def encode_prompt(tokenizer: Tokenizer, prompt: Prompt, *, template_kwargs: Kwargs) -> list[int]:
     """Token ids of a prompt; with a chat template a text is one user message."""
     text = render(tokenizer, as_messages(prompt), add_generation_prompt=True, template_kwargs=template_kwargs)
     return encode_text(tokenizer, text, special_tokens=not tokenizer.chat_template)
 
 
 def encode_conversation(
-    tokenizer: "Tokenizer", messages: Messages, *, num_prompt: int = 0, template_kwargs: Kwargs | None = None
+    tokenizer: Tokenizer, messages: Messages, *, num_prompt: int = 0, template_kwargs: Kwargs | None = None
 ) -> tuple[list[int], list[int], list[int]]:
     """Token ids up to the first answer, token ids from there on, and a mask of the latter: 1 on the assistant's tokens.
 

@@ -5,19 +5,16 @@ are 0 at pads.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlsys.data.chat import as_messages, encode_conversation
+from rlsys.data.chat import Tokenizer, as_messages, encode_conversation
 from rlsys.data.rows import PromptRow
 from rlsys.data.supervised import TokenizedText
 from rlsys.protocol import IMAGES, DataProto, ImageInputs, object_array
 from rlsys.protocol.rows import pad_rows, position_ids, row_tensors
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 
 def uid(epoch: int, index: int) -> str:
@@ -57,7 +54,7 @@ def collate_prompts(
     return DataProto.from_dict(tensors, {name: object_array(values) for name, values in columns.items()})
 
 
-def collate_answers(batch: DataProto, *, tokenizer: "Tokenizer", own: "Tokenizer") -> DataProto:
+def collate_answers(batch: DataProto, *, tokenizer: Tokenizer, own: Tokenizer) -> DataProto:
     """The answers of a batch, whose ids are `tokenizer`'s, as conversations in `own` tokens and chat template."""
     held, rows = batch.tensors, []
     valid = held["attention_mask"][:, -held["responses"].shape[1] :].bool()

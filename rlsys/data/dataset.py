@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 from rlsys.config.schema.data import BadRows, PromptsConfig, RowsConfig, TrainingRowsConfig
 from rlsys.config.vocabulary import GRIDS, TILES
-from rlsys.data.chat import encode_prompt, truncate
+from rlsys.data.chat import Tokenizer, encode_prompt, truncate
 from rlsys.data.cursor import BatchRows, permutation
 from rlsys.data.files import BadRow, Row, read_rows
 from rlsys.data.rows import MissingColumns, PromptRow, read_prompt_row
@@ -31,8 +31,6 @@ NUM_SHOWN = 5
 T = TypeVar("T")
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase as Tokenizer
-
     from rlsys.data.vision_processor import VisionProcessor
     from rlsys.protocol import ImageInputs
 
@@ -130,7 +128,7 @@ class PromptDataset:
     def load(
         cls,
         source: str | Sequence[str] | VerlDataset,
-        tokenizer: "Tokenizer",
+        tokenizer: Tokenizer,
         config: PromptsConfig = PromptsConfig(),  # noqa: B008
         *,
         max_samples: int = -1,
@@ -161,7 +159,7 @@ class PromptDataset:
 
 
 def parse_prompt(
-    values: Row, tokenizer: "Tokenizer", config: PromptsConfig, source: str | None, processor: "VisionProcessor | None"
+    values: Row, tokenizer: Tokenizer, config: PromptsConfig, source: str | None, processor: "VisionProcessor | None"
 ) -> PromptRow | None:
     """The prompt of one row, or None if it is too long and filtered. Raises ValueError for a bad row."""
     row = read_prompt_row(values.values, config, source=source)
@@ -197,7 +195,7 @@ def _load_images(
 
 
 def configured_source(
-    config: RowsConfig, files: Sequence[str], *, tokenizer: "Tokenizer", max_samples: int
+    config: RowsConfig, files: Sequence[str], *, tokenizer: Tokenizer, max_samples: int
 ) -> Sequence[str] | VerlDataset:
     """The files, or over them an object of the dataset class in data.custom_cls, made with verl's arguments.
 

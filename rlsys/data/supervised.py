@@ -6,15 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlsys.config.schema.data import DPODataConfig, RMDataConfig, SFTDataConfig, SupervisedDataConfig
-from rlsys.data.chat import Message, Messages, as_messages, encode_conversation, kept_positions
+from rlsys.data.chat import Message, Messages, Tokenizer, as_messages, encode_conversation, kept_positions
 from rlsys.data.dataset import VerlDataset, parse_rows, sample_rows, source_rows
 from rlsys.data.rows import ANSWERS, QUESTIONS, Need, check_columns, plain_values, read_messages, read_prompt
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 
 @dataclass(frozen=True)
@@ -41,7 +38,7 @@ def fingerprint(rows: Sequence[Sequence[TokenizedText]]) -> str:
 
 def load_texts(
     source: str | Sequence[str] | VerlDataset,
-    tokenizer: "Tokenizer",
+    tokenizer: Tokenizer,
     config: SupervisedDataConfig = SFTDataConfig(),  # noqa: B008
     *,
     max_samples: int = -1,
@@ -61,7 +58,7 @@ def load_texts(
     return texts
 
 
-def parse_row(row: Mapping[str, object], tokenizer: "Tokenizer", config: SupervisedDataConfig) -> list[TokenizedText]:
+def parse_row(row: Mapping[str, object], tokenizer: Tokenizer, config: SupervisedDataConfig) -> list[TokenizedText]:
     """The text or the two texts of one row. Raises ValueError for a bad one."""
     conversations = read_conversations(row, config)
     num_prompt = 0 if isinstance(config, SFTDataConfig) else _num_shared(conversations)
@@ -112,7 +109,7 @@ def read_conversations(values: Mapping[str, object], config: SupervisedDataConfi
 
 
 def encode(
-    tokenizer: "Tokenizer", messages: Messages, config: SupervisedDataConfig, num_prompt: int = 0
+    tokenizer: Tokenizer, messages: Messages, config: SupervisedDataConfig, num_prompt: int = 0
 ) -> TokenizedText:
     """Tokens of a conversation within `max_length`, of which the first `num_prompt` messages are not learnt.
 

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoImageProcessor
 
 from rlsys.config.checks.files import model_facts
 from rlsys.config.vocabulary import GRIDS, TILES, TIMESTAMPS
-from rlsys.data.chat import MARKERS, Kwargs, Message, Prompt, as_messages, encode_text, render, with_parts
+from rlsys.data.chat import MARKERS, Kwargs, Message, Prompt, Tokenizer, as_messages, encode_text, render, with_parts
 from rlsys.data.images import ImageError, image_hash, load_image, png_bytes
 from rlsys.data.videos import Video, is_video, load_video
 from rlsys.models.vision import num_features, placeholder_ids
@@ -20,7 +20,6 @@ from rlsys.utils.errors import ConfigError, raised_as
 
 if TYPE_CHECKING:
     from PIL import Image
-    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 
 class VisionProcessor:
@@ -29,7 +28,7 @@ class VisionProcessor:
     At most `limit_images` images stand in a prompt, any number for None; each pair of a video's frames counts as one.
     """
 
-    def __init__(self, config: Any, image_processor: Any, tokenizer: "Tokenizer", *, limit_images: int | None) -> None:
+    def __init__(self, config: Any, image_processor: Any, tokenizer: Tokenizer, *, limit_images: int | None) -> None:
         self.config, self.image_processor, self.tokenizer = config, image_processor, tokenizer
         self.limit_images = limit_images
         token_id = config.image_token_id
@@ -43,7 +42,7 @@ class VisionProcessor:
 
     @classmethod
     def from_path(
-        cls, path: str, tokenizer: "Tokenizer", *, settings: Mapping[str, Any], limit_images: int | None
+        cls, path: str, tokenizer: Tokenizer, *, settings: Mapping[str, Any], limit_images: int | None
     ) -> "VisionProcessor | None":
         """That of the model in a folder, None for a model of text; `settings` replace those of its image processor."""
         if model_facts(path).get("model_type") not in (*GRIDS, *TILES):
