@@ -119,8 +119,7 @@ class CheckpointStore:
         for left in self.root.glob("global_step_*.tmp"):
             shutil.rmtree(left)
         with suppress(CheckpointError):  # to_resume reports a damaged pointer, where it matters
-            newest = self._pointed_at()
-            if newest is not None:
+            if (newest := self._pointed_at()) is not None:
                 self.prune(newest)
 
     @contextmanager

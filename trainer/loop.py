@@ -119,8 +119,7 @@ class CheckpointedLoop(ABC):
     def resume(self) -> None:
         """Load the checkpoint that trainer.resume_mode asks for, if there is one, and open the trackers."""
         self.store.sweep()
-        folder = self.store.to_resume(self.run.resume_mode, self.run.resume_from_path)
-        if folder is not None:
+        if (folder := self.store.to_resume(self.run.resume_mode, self.run.resume_from_path)) is not None:
             with self.stage("load_checkpoint"):
                 state = load_state(folder)
                 self.load_parts(folder, state)

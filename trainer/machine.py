@@ -155,8 +155,7 @@ def _capacity(config: JobConfig) -> Iterator[str]:
 def visible_gpus() -> int:
     """NVIDIA GPUs that a process here can use, as /dev and CUDA_VISIBLE_DEVICES say."""
     num_gpus = len(glob.glob("/dev/nvidia[0-9]*")) or len(glob.glob("/dev/dxg"))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is None:
         return num_gpus
     return min(num_gpus, sum(name.strip() not in ("", "-1", "NoDevFiles") for name in visible.split(",")))
 

@@ -54,8 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _item(row: JsonObject, answer_key: str) -> RewardItem:
     truths = (row.get("gts"), (row.get("reward_model") or {}).get("ground_truth"), row.get(answer_key))
-    truth = next((truth for truth in truths if truth is not None), None)
-    if truth is None:
+    if (truth := next((truth for truth in truths if truth is not None), None)) is None:
         raise DataError(f"a row has no ground truth, only {', '.join(sorted(row))}: set --answer_key=<column>")
     answer = row.get("output", truth)
     return RewardItem(str(row.get("data_source", "custom")), str(answer), truth, row.get("extra_info"))

@@ -135,8 +135,7 @@ class PromptGroups:
 
     def take(self) -> DataProto | None:
         """The batch of the next step, or None while it is incomplete."""
-        numbers = self.window.take()
-        if numbers is None:
+        if (numbers := self.window.take()) is None:
             return None
         batch = _joined([graded for n in numbers if (graded := self._groups.pop(n).graded) is not None])
         versions = batch.tensors["weight_versions"]

@@ -278,23 +278,20 @@ async def run_areal_episode(workflow: Any, gconfig: object, row: Row, session: S
     async def agenerate(req: ModelRequest) -> ModelResponse:
         """Complete a request; its sampling parameters take the place of the job's, but for the seed and for those
         that are still the job's `gconfig`."""
-        names = ("max_new_tokens", "temperature", "top_p", "top_k")
-        own = {name: getattr(req.gconfig, name) for name in names}
+        own = {name: getattr(req.gconfig, name) for name in ("max_new_tokens", "temperature", "top_p", "top_k")}
         changed = {name: value for name, value in own.items() if gconfig is None or value != getattr(gconfig, name)}
         return await session.draw_ids(req.input_ids, **changed)
 
     truth = (row.get("reward_model") or {}).get("ground_truth")
     data = {"messages": row["prompt"], "answer": truth, **row}
-    tensors = await workflow.arun_episode(SimpleNamespace(agenerate=agenerate), data)
-    if tensors is None:
+    if (tensors := await workflow.arun_episode(SimpleNamespace(agenerate=agenerate), data)) is None:
         return None
     ids, rewards = tensors["input_ids"], tensors["rewards"].flatten().tolist()
     masks = tensors["attention_mask"].bool() if "attention_mask" in tensors else ids >= 0
     by_ids = {drawn.prompt_ids + drawn.response_ids: drawn for drawn in session.trace.rows()}
     rows = []
     for number, (tokens, mask, reward) in enumerate(zip(ids, masks, rewards, strict=True)):
-        drawn = by_ids.get(tuple(tokens[mask].tolist()))
-        if drawn is None:
+        if (drawn := by_ids.get(tuple(tokens[mask].tolist()))) is None:
             raise ValueError(f"row {number} of arun_episode has other tokens than a prompt and what was drawn for it")
         rows.append(replace(drawn, rewards=(*drawn.rewards[:-1], reward)))
     return rows

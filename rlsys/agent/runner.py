@@ -228,9 +228,8 @@ class EpisodeRunner:
         session = Session(settings, seed=start.seed, row=row, name=start.name)
         session.log = start.log
         offered = [*self._tools, *workflow.tools]
-        kwargs = row.get("tools_kwargs")
         tools = session.tools = EpisodeTools(
-            self.pool, offered, environment=workflow.environment, tools_kwargs=kwargs, log=start.log
+            self.pool, offered, environment=workflow.environment, tools_kwargs=row.get("tools_kwargs"), log=start.log
         )
         try:
             return await self._result(workflow, row, session)

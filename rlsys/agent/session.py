@@ -173,8 +173,7 @@ class Session:
                 last, rest = span, conversation[number + 1 :]
         rendered = self.settings.agent.history == "as_rendered"
         branch = None if last is None or rendered else last
-        cached = self._given.get((id(branch), key))
-        if cached is not None:
+        if (cached := self._given.get((id(branch), key))) is not None:
             return cached, key
         template = self.settings.template
         if branch is not None and rest:
@@ -195,8 +194,7 @@ class Session:
         settings = self.settings
         if parent.next_turn >= settings.turns.max_turns:
             raise self._ended("turns")
-        path = parent.path
-        num_prompt = next((s.parent.num_tokens for s in path if s.is_drawn and s.parent), parent.num_tokens)
+        num_prompt = next((s.parent.num_tokens for s in parent.path if s.is_drawn and s.parent), parent.num_tokens)
         if num_prompt > settings.max_prompt_tokens:
             raise self._ended("context")
         room = settings.max_response_tokens - (parent.num_tokens - num_prompt)

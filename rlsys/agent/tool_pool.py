@@ -122,8 +122,7 @@ class EpisodeTools:
 
     async def call(self, name: str, arguments: Mapping[str, object]) -> RewardResult:
         """The result of one call, which `result_text` reads; its score is the reward that verl's tools return."""
-        tool = self._tools.get(name)
-        if tool is None:
+        if (tool := self._tools.get(name)) is None:
             return failed("error", 0.0, f"there is no tool {name!r}; the tools are: {', '.join(self._tools) or 'none'}")
         if tool.method:
             return await (await self._object(tool)).call(tool.method, arguments)

@@ -56,8 +56,7 @@ async def call_async(
 
 def _method(owner: object, name: str, arguments: Mapping[str, object]) -> object:
     """What a method returns; `reset` gets only the arguments that it names."""
-    method = getattr(owner, name, None)
-    if method is None:
+    if (method := getattr(owner, name, None)) is None:
         return None
     return _wait(method(**(named_arguments(method, arguments) if name == "reset" else arguments)))
 

@@ -89,8 +89,7 @@ def tools_of_class(cls: type) -> list[Tool]:
 def tools_of_file(path: str, *, key: str) -> list[Tool]:
     """The functions of a Python file that are marked with `function_tool`."""
     names = load_from_file(path, "__dict__", key=key)
-    tools = [tool_of(value) for value in names.values() if hasattr(value, "function_tool")]
-    if not tools:
+    if not (tools := [tool_of(value) for value in names.values() if hasattr(value, "function_tool")]):
         raise ConfigError(f"{key}={path}: no function in it is marked with @function_tool()")
     return tools
 

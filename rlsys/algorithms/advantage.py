@@ -190,8 +190,7 @@ def opo(*, token_level_rewards: Tensor, response_mask: Tensor, group_ids: Tensor
     """
     scores = _outcome(token_level_rewards)
     length = response_mask.bool().sum(dim=1).double()
-    total = group_sum(length, group_ids)
-    mean = group_sum(length * scores, group_ids) / total.clamp(min=1)
+    mean = group_sum(length * scores, group_ids) / group_sum(length, group_ids).clamp(min=1)
     baseline = torch.where(group_count(group_ids) > 1, mean, torch.zeros_like(mean))[group_ids]
     return _per_token(scores - baseline, response_mask, token_level_rewards)
 

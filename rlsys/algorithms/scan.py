@@ -16,8 +16,7 @@ def reverse_scan(values: Tensor, decay: float) -> Tensor:
     rows, columns = values.shape
     steps = torch.arange(BLOCK, device=values.device)
     powers = torch.pow(torch.tensor(decay, dtype=values.dtype, device=values.device), steps)
-    lag = steps[:, None] - steps[None, :]
-    weights = powers[lag.clamp(min=0)].tril()
+    weights = powers[(steps[:, None] - steps[None, :]).clamp(min=0)].tril()
     num_blocks = -(-columns // BLOCK)
     local = pad(values, (0, num_blocks * BLOCK - columns)).view(rows, num_blocks, BLOCK) @ weights
     if num_blocks > 1:

@@ -53,8 +53,7 @@ def columns(batch: DataProto, names: Sequence[str]) -> dict[str, Tensor]:
 
 def group_ids(batch: DataProto, *, num_repeat: int = 1) -> Tensor:
     """Group index of each row (B,): by the column `uid`, else `num_repeat` consecutive rows each."""
-    uids = batch.non_tensor_batch.get("uid")
-    if uids is not None:
+    if (uids := batch.non_tensor_batch.get("uid")) is not None:
         return group_ids_of(uids)
     return torch.arange(len(batch)) // num_repeat
 
@@ -85,8 +84,7 @@ def apply_kl_penalty(
 
 def is_truncated(batch: DataProto) -> Tensor:
     """Rows (B,) bool that were cut off at their length, by the column `finish_reason`."""
-    reasons = batch.non_tensor_batch.get("finish_reason")
-    if reasons is None:
+    if (reasons := batch.non_tensor_batch.get("finish_reason")) is None:
         raise ValueError("mask_no_eos_with_zero needs the column finish_reason")
     return torch.from_numpy(np.asarray([str(reason) == "length" for reason in reasons]))
 

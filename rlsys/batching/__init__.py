@@ -63,8 +63,7 @@ def _pack_under(sizes: np.ndarray, max_tokens: int) -> list[np.ndarray]:
     if not len(sizes):
         return []
     least = max(-(-int(sizes.sum()) // max_tokens), int((2 * sizes > max_tokens).sum()), 1)
-    parts = _balanced_under(sizes, max_tokens, least)
-    if parts is not None:
+    if (parts := _balanced_under(sizes, max_tokens, least)) is not None:
         return parts
     fitted = _best_fit(sizes, max_tokens)
     return _balanced_under(sizes, max_tokens, len(fitted)) or fitted

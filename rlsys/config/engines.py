@@ -114,8 +114,7 @@ def float8_block(hf_config: Mapping[str, object], rollout: "GenerationConfig", *
 
 def worker_class(name: str) -> Any:
     """The worker class of an engine, or its class of remote engines; ConfigError if no module has registered it."""
-    worker = rollout_backend(name).worker
-    if worker is None:
+    if (worker := rollout_backend(name).worker) is None:
         known = ", ".join(backend.name for backend in rollout_backends())
         raise ConfigError(
             f"actor_rollout_ref.rollout.name={name}: unknown rollout engine; choose from {known}, or register it with "

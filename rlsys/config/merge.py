@@ -249,8 +249,7 @@ class Layers:
             self.problems.append(f"{override.text}: {override.key} does not exist")
 
     def _refuse_or_ignore(self, path: str, given: Given) -> None:
-        foreign = self._compat.foreign_key(path)
-        if foreign is None:
+        if (foreign := self._compat.foreign_key(path)) is None:
             self.problems.append(f"{given.spelling} ({given.origin}): {self._unknown(given.spelling, path)}")
         elif foreign.accepts(given.value):
             return

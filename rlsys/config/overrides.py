@@ -118,8 +118,7 @@ class _Parser:
 
     def _quoted(self) -> str:
         """Quoted text, in which a backslash only escapes the quote, or backslashes in front of one."""
-        match = _QUOTED.match(self.text, self.at)
-        if match is None:
+        if (match := _QUOTED.match(self.text, self.at)) is None:
             raise ValueError(f"the closing {self.text[self.at]} is missing in {self.text}")
         self.at = match.end()
         return re.sub(rf"\\+(?={match[1]}|\Z)", lambda slashes: "\\" * (len(slashes[0]) // 2), match[2])

@@ -149,8 +149,7 @@ class PromptDataset:
             num_threads=config.filter_overlong_prompts_workers,
         )
         limit = config.max_prompt_length
-        kept = [row for row in parsed if row is not None]
-        if not kept:
+        if not (kept := [row for row in parsed if row is not None]):
             raise DataError(f"no prompt is left: all {len(parsed)} have more than {limit} tokens")
         if num_overlong := len(parsed) - len(kept):
             log.warning("dropped %d of %d prompts with more than %d tokens", num_overlong, len(parsed), limit)
@@ -297,8 +296,7 @@ class RowStream(PromptDataset):
         if not values:
             raise DataError(f"{', '.join(self._names)} have no rows")
         if self._data.shuffle:
-            order = permutation(len(values), seed=self._data.seed, epoch=self._block)
-            values = [values[number] for number in order]
+            values = [values[row] for row in permutation(len(values), seed=self._data.seed, epoch=self._block)]
         first = self._block * self._data.shuffle_buffer_size
         rows = (Row(",".join(self._names), f"row {first + at}", row) for at, row in enumerate(values))
         parsed, bad = parse_rows(rows, self._parse, bad_rows=self._data.bad_rows)

@@ -78,8 +78,7 @@ def unwrapped(value: object) -> object:
     for _ in KEYS:
         if not isinstance(value, Mapping):
             return value
-        held = [value[key] for key in KEYS if value.get(key) is not None]
-        if not held:
+        if not (held := [value[key] for key in KEYS if value.get(key) is not None]):
             names = ", ".join(map(repr, value)) or "nothing"
             raise ImageError(f"an image must have one of {', '.join(KEYS)} that is not null, this has {names}")
         value = held[0]

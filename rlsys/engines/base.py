@@ -154,8 +154,7 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
     def _begin_save(self, path: Path, *, copies: bool = False) -> Saving:
         num_updates = self.optimizer.num_steps if self.optimizer is not None else 0
         header = {"num_updates": num_updates, "optimizer": getattr(self.optimizer, "kind", None)}
-        state = self._state(self.save_contents)
-        return Saving(path, state, header, settings=self._write_settings, copies=copies)
+        return Saving(path, self._state(self.save_contents), header, settings=self._write_settings, copies=copies)
 
     def begin_save(self, path: Path) -> Saving:
         """Write a checkpoint to resume from in the background; what `finish` of the result commits is of now."""

@@ -131,8 +131,7 @@ def staged(path: Path, verb: str) -> Iterator[Path]:
 
 
 def _commit(staging: Path, path: Path, files: JsonObject, layout: tuple[str, JsonObject], header: JsonObject) -> None:
-    unseen = [name for name in files if not (staging / name).exists()]
-    if unseen:
+    if unseen := [name for name in files if not (staging / name).exists()]:
         raise OSError(f"{unseen[0]} of another rank is not visible here: all ranks need one shared directory")
     write_whole(staging / layout[0], json.dumps(layout[1]).encode(), durable=True)
     own = [layout[0], METADATA] if (staging / METADATA).exists() else [layout[0]]

@@ -165,8 +165,7 @@ def together(work: Callable[[], object], *, only_first: bool = False) -> Any:
             result = work()
     except (OSError, SafetensorError, CheckpointError, KeyError) as error:
         message = f"{error}" or type(error).__name__
-    failed = [(rank, text) for rank, text in enumerate(gather_json(message)) if text is not None]
-    if failed:
+    if failed := [(rank, text) for rank, text in enumerate(gather_json(message)) if text is not None]:
         where = f"rank {failed[0][0]}: " if dist.get_world_size() > 1 else ""
         raise CheckpointError(where + failed[0][1])
     return result

@@ -29,8 +29,7 @@ def lr_at(step: int, optim: OptimConfig, total_steps: int) -> float:
     if optim.lr_scheduler_type == "constant":
         return optim.lr
     progress = min(1.0, (step - warmup) / max(1, last_step - warmup))
-    cosine = optim.lr_scheduler_type == "cosine"
-    shape = 0.5 * (1 + math.cos(math.pi * progress)) if cosine else 1 - progress
+    shape = 0.5 * (1 + math.cos(math.pi * progress)) if optim.lr_scheduler_type == "cosine" else 1 - progress
     return optim.lr * (floor + (1 - floor) * shape)
 
 

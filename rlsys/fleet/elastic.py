@@ -149,8 +149,7 @@ class ElasticFleet(RolloutFleet):
 
     def _copy_from_peer(self, newcomer: Replica) -> None:
         """Have the least loaded replica send its weights, between two exchanges."""
-        serving = [entry for entry in self._replicas if entry.state == "ready"]
-        if not serving:
+        if not (serving := [entry for entry in self._replicas if entry.state == "ready"]):
             raise RolloutError("no replica serves")
         peer = min(serving, key=lambda entry: entry.load).replica
         self._check_version(peer)

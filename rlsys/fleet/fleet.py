@@ -141,8 +141,7 @@ class RolloutFleet:
             if not candidates and not batch.fixed:
                 left += self._waiting[at:]
                 break
-            entry = self._choose(batch, candidates)
-            if entry is None:
+            if (entry := self._choose(batch, candidates)) is None:
                 left.append(batch)
                 continue
             entry.placed += [(request, batch) for request in batch.requests]

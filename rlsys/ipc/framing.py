@@ -35,8 +35,7 @@ def _read(link: socket.socket, num_bytes: int) -> bytearray:
     data, filled = bytearray(num_bytes), 0
     view = memoryview(data)
     while filled < num_bytes:
-        received = link.recv_into(view[filled:])
-        if not received:
+        if not (received := link.recv_into(view[filled:])):
             raise EOFError("the other side closed the connection")
         filled += received
     return data

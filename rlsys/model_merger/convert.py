@@ -158,8 +158,7 @@ def _expected(config_dir: Path, hf_config: HFConfig, weights: hf.TensorSource) -
     """The shapes of the model's tensors by its table, or by transformers' own model for families without one."""
     scalar = "score.weight" in weights
     head: Head = ("value" if "score.bias" in weights else "score") if scalar else "lm"
-    family = find_family(hf_config)
-    if family is not None:
+    if (family := find_family(hf_config)) is not None:
         return family.hf_shapes(hf_config, head=head)
     model = hf.build(hf.read_config(ModelConfig(path=str(config_dir))), head="scalar" if scalar else "lm", packed=False)
     return {name: tuple(tensor.shape) for name, tensor in hf.saved_names(model, hf.saved_tensors_of(model)).items()}

@@ -122,8 +122,7 @@ def _stored_shapes(file: Path) -> dict[str, tuple[int, ...]]:
 
 def _training_weights(directory: Path, hf_config: HFConfig) -> dict[str, PiecedTensor]:
     checkpoint.verify(directory)
-    weights = saved_tensors(directory, tensor_files.read_tensor_index(directory), "model.")
-    if not weights:
+    if not (weights := saved_tensors(directory, tensor_files.read_tensor_index(directory), "model.")):
         raise CheckpointError(f"{directory} has no weights of a model: it was saved without them")
     if any(map(is_adapter, weights)):
         raise CheckpointError(

@@ -20,8 +20,7 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
     pad_size = -len(data) % size_divisor
     if pad_size == 0:
         return data, 0
-    rows = torch.arange(len(data) + pad_size) % len(data)
-    return data.select_idxs(rows), pad_size
+    return data.select_idxs(torch.arange(len(data) + pad_size) % len(data)), pad_size
 
 
 def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
@@ -54,8 +53,7 @@ def _reshape_rows(data: DataProto, reshape: Callable[[Any], Any]) -> DataProto:
 
 def response_lengths(data: DataProto) -> Tensor:
     """Tokens of each response (B,), those of tool results included."""
-    num_tokens = data.tensors["responses"].shape[1]
-    return data.tensors["attention_mask"][:, -num_tokens:].sum(-1)
+    return data.tensors["attention_mask"][:, -data.tensors["responses"].shape[1] :].sum(-1)
 
 
 def pad_rows(rows: Sequence[Sequence[float]], *, value: float, left: bool = False, length: int | None = None) -> Tensor:

@@ -136,8 +136,7 @@ class PoolRewardManager:
 
 def check_failures(results: Sequence[RewardResult], max_failed: float) -> None:
     """Warn where rows got no score, with the cause of the first; RewardError if more than a share of `max_failed`."""
-    lost = [result for result in results if result.status != "ok"]
-    if not lost:
+    if not (lost := [result for result in results if result.status != "ok"]):
         return
     late = sum(result.status == "timeout" for result in lost)
     first = f"{len(lost)} of {len(results)} answers could not be graded ({late} timed out). First: {lost[0].message}"

@@ -48,8 +48,7 @@ def compute_score(
 
     A data source without a grader gets `unknown_score`; without one it is a ConfigError.
     """
-    target = route(data_source)
-    if target is None:
+    if (target := route(data_source)) is None:
         if unknown_score is None:
             raise _no_grader(data_source)
         return unknown_score

@@ -22,8 +22,7 @@ def lm_loss(outputs: Mapping[str, Tensor], rows: TensorDict) -> LossSum:
 
 def mean_over_ranks(parts: Sequence[RankSums]) -> dict[str, float]:
     """Exact means of metrics out of the sums and counts of several ranks or batches; NaN for a count of 0."""
-    totals = sum_over_ranks(parts)
-    return {name: total / count if count else math.nan for name, (total, count) in totals.items()}
+    return {name: total / n if n else math.nan for name, (total, n) in sum_over_ranks(parts).items()}
 
 
 class LMEngine:

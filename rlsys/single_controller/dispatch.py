@@ -186,8 +186,7 @@ def dispatch_one_to_all(
 def dispatch_all_to_all(group: "WorkerGroup", /, *args: object, **kwargs: object) -> SplitArguments:
     """Lists with an entry per rank are handed out, plain values go to all; ValueError for a mixture of the two."""
     values = [*args, *kwargs.values()]
-    lists = [value for value in values if isinstance(value, list)]
-    if not lists:
+    if not (lists := [value for value in values if isinstance(value, list)]):
         return SplitArguments(*dispatch_one_to_all(group, *args, **kwargs))
     if len(lists) < len(values) or any(len(value) != group.world_size for value in lists):
         raise ValueError(

@@ -89,8 +89,7 @@ class WorkerGroup:
     def spawn(self, prefix_set: Sequence[str] | set[str]) -> dict[str, Self]:
         """One group per role of a colocated class, on the same processes."""
         roles: Mapping[str, type] = getattr(self._cls, "roles", {})
-        unknown = sorted(set(prefix_set) - set(roles))
-        if unknown:
+        if unknown := sorted(set(prefix_set) - set(roles)):
             raise ValueError(
                 f"{self.role} has no roles {unknown}; it has {sorted(roles) or 'none: use create_colocated_worker_cls'}"
             )

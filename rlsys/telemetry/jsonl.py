@@ -57,8 +57,7 @@ class JsonlWriter:
 def encode_line(record: JsonObject) -> bytes:
     """One line of strict JSON; NumPy and torch numbers become plain ones, unknown objects their text."""
     held = {name: plain(value, is_strict=True) for name, value in record.items()}
-    non_finite = {k: str(v) for k, v in held.items() if isinstance(v, float) and not isfinite(v)}
-    if non_finite:
+    if non_finite := {k: str(v) for k, v in held.items() if isinstance(v, float) and not isfinite(v)}:
         held |= dict.fromkeys(non_finite) | {NON_FINITE: non_finite}
     return (json.dumps(held, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8", "backslashreplace")
 

@@ -101,8 +101,7 @@ def reset_peaks() -> None:
     """Start new peaks of RSS (where the kernel allows it) and CUDA memory."""
     with suppress(OSError):  # refused in some sandboxes: the peak then counts from the start of the process
         _CLEAR_REFS.write_text(_RESET_PEAK_RSS)
-    cuda = _cuda()
-    if cuda is not None:
+    if (cuda := _cuda()) is not None:
         cuda.reset_peak_memory_stats()
 
 

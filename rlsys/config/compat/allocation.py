@@ -73,8 +73,7 @@ def _nodes(part: Part, nnodes: int, node_size: int) -> dict[str, Any]:
 
 
 def _part(text: str) -> Part:
-    match = _PART.fullmatch(text)
-    if match is None:
+    if (match := _PART.fullmatch(text)) is None:
         raise ConfigError(f"'{text}' cannot be parsed; use engine:sizes, e.g. fsdp:d2 or hf:d4")
     letters = _TRAINING | {backend.name: backend.dims for backend in rollout_backends() if not backend.is_external}
     both, attn, ffn = match["sizes"], match[5], match[6]

@@ -118,8 +118,7 @@ class FSDPEngine(BaseTrainEngine[Ranks, ShardedOptimizer]):
         parts = split_rows(lengths, size, agree=max_over_ranks, num_sharing=self.ranks.sp_size)
         for made in packs_of(batch, parts, self.model.model if self.is_vision else None):
             pack = Pack(made.index, made.tokens.to(self.ranks.device))
-            loss = visit(pack, partial(self.model, pack.tokens))
-            if loss is not None:
+            if (loss := visit(pack, partial(self.model, pack.tokens))) is not None:
                 loss.backward()
         if not backward:
             sharding.reshard(self.model)

@@ -292,8 +292,7 @@ async def run_workflow(engine: object, data: Sequence[Mapping[str, object]], wor
     finally:
         for task in tasks:
             task.cancel()
-    kept = [trajectory for trajectory in trajectories if trajectory is not None]
-    if not kept:
+    if not (kept := [trajectory for trajectory in trajectories if trajectory is not None]):
         raise ValueError(f"the workflow rejected all {len(trajectories)} rows")
     meta = {"accepted": len(kept), "rejected": len(trajectories) - len(kept)}
     return DataProto.from_dict(padded(kept), meta_info=meta)

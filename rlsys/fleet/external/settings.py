@@ -74,8 +74,7 @@ def server_urls(kind: str, given: Sequence[str] = (), environment: Mapping[str, 
     environment = os.environ if environment is None else environment
     names = ADDRESS_VARIABLES.get(kind, ())
     texts = list(given) or next(([environment[name]] for name in names if environment.get(name)), [])
-    parts = [part.strip() for text in texts for part in text.split(",") if part.strip()]
-    if not parts:
+    if not (parts := [part.strip() for text in texts for part in text.split(",") if part.strip()]):
         raise ConfigError(f"{KEY}.urls: no address of a {kind} server; set {' or '.join(('the URLs', *names))}")
     return tuple(dict.fromkeys(_url(part) for part in parts))
 

@@ -154,8 +154,7 @@ def filter_system_calls(forbidden: list[list[int | None]]) -> bool:
     column = 0 if machine == "x86_64" else 1
     numbers = [number for pair in forbidden if (number := pair[column]) is not None]
     program = build_filter(numbers, column, AUDIT_ARCH[machine], os.getpid())
-    code = b"".join(struct.pack("=HBBI", *line) for line in program)
-    held = ctypes.create_string_buffer(code)
+    held = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *line) for line in program))
     head = struct.pack("@HP", len(program), ctypes.addressof(held))
     return libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, head, 0, 0) == 0
 

@@ -107,7 +107,6 @@ def _spec(folder: Path, limits: SandboxLimits, require: Sequence[str]) -> dict[s
         "PYTHONIOENCODING": "utf-8:surrogateescape",
         "OMP_NUM_THREADS": "1",
     }
-    cpu_s = max(1, int(-(-limits.cpu_s // 1)))
     return {
         "parent": os.getpid(),
         "folder": str(folder),
@@ -119,7 +118,7 @@ def _spec(folder: Path, limits: SandboxLimits, require: Sequence[str]) -> dict[s
         "command": [sys.executable, "-S", "-s", "-P", str(folder / "main.py")],
         "environment": environment,
         "limits": {
-            "RLIMIT_CPU": cpu_s,
+            "RLIMIT_CPU": max(1, int(-(-limits.cpu_s // 1))),
             "RLIMIT_AS": limits.memory_bytes,
             "RLIMIT_FSIZE": limits.file_bytes,
             "RLIMIT_NOFILE": limits.num_files,

@@ -110,8 +110,7 @@ class SampleLog:
     def _slot(self, number: int | None) -> int:
         if number is None:
             return -1
-        slot = self._slots.get(number)
-        if slot is None:
+        if (slot := self._slots.get(number)) is None:
             slot = self._slots[number] = self._free.pop() if self._free else len(self._slots)
         return slot
 
