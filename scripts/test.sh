@@ -32,6 +32,7 @@ gpu=(  # the longest first
   'tests/gpu/test_gated_delta_cuda.py -k float64'
   'tests/gpu/test_gated_delta_cuda.py -k bit_by_bit'
   tests/e2e/test_gated_delta.py
+  'tests/e2e/test_vision.py -k images_on_a_gpu'
   'tests/gpu/test_fsdp_cuda.py -k compiled'
   'tests/gpu/test_megatron_cuda.py -k not((every_layout)or(of_the_source)or(shared_sequences)or(float64)or(products)or(fp8_trains))'
   'tests/gpu/test_megatron_cuda.py -k (products)or(fp8_trains)'

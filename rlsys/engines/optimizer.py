@@ -4,6 +4,8 @@ import math
 from abc import ABC, abstractmethod
 
 import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
 
 from rlsys.config.schema.model import OptimConfig
 from rlsys.types import StepReport
@@ -79,3 +81,32 @@ class BaseOptimizer(ABC):
     @abstractmethod
     def set_num_updates(self, count: int) -> None:
         """Set the optimizer's own step number (Adam's bias correction) and the schedule's."""
+
+
+class HostAdamW(torch.optim.AdamW):
+    """AdamW with its moments in host memory, where it steps: gradients and values are copied there, and values back."""
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:
+        for group in self.param_groups:
+            options = {name: group[name] for name in ("lr", "weight_decay", "eps")}
+            beta1, beta2 = group["betas"]
+            for parameter in (one for one in group["params"] if one.grad is not None):
+                value, grad, state = on_host(parameter), on_host(parameter.grad), self.state[parameter]
+                moments = [[state[name]] for name in MOMENTS]
+                step = {"state_steps": [state["step"]], "max_exp_avg_sqs": [], "amsgrad": False, "maximize": False}
+                adamw([value], [grad], *moments, **step, **options, beta1=beta1, beta2=beta2, fused=True)
+                parameter.copy_(value)
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """A copy in host memory, pinned where the tensor is on a GPU."""
+    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor)
+
+
+def make_moments(optimizer: torch.optim.AdamW) -> None:
+    """Make the state of an AdamW before its first step."""
+    for parameter in (one for group in optimizer.param_groups for one in group["params"]):
+        device = "cpu" if isinstance(optimizer, HostAdamW) else parameter.device
+        moments = {name: torch.zeros_like(parameter, device=device) for name in MOMENTS}
+        optimizer.state[parameter] = {"step": torch.zeros((), device=device), **moments}

@@ -336,7 +336,8 @@ def _role(
     how, lora = ro.Computing(width_of(settings.dtype, job.device), job.device, recompute, entropy), _lora(trained)
     if isinstance(settings, MegatronRoleConfig):
         sizes, fused = ParallelSizes.from_config(settings), job.device == "cuda"
-        return ro.MegatronRole(facts, how, sizes, ranks, job.pp_rank, head, trained is not None, fused, lora)
+        moments = 0 if optim.override_optimizer_config.optimizer_cpu_offload else 2
+        return ro.MegatronRole(facts, how, sizes, ranks, job.pp_rank, head, trained is not None, fused, lora, moments)
     return ro.FsdpRole(
         fp.decoder_of(facts, head=head),
         replace(how, compiled=settings.use_torch_compile),

@@ -150,6 +150,8 @@ class MegatronRole:
     trained: bool = True
     fused: bool = True
     lora: "LoraSettings | None" = None
+    moments: int = 2
+    """How many moments of a parameter are on the device."""
 
     @cached_property
     def model(self) -> fp.Decoder:
@@ -187,7 +189,7 @@ class MegatronRole:
             PARAMETERS: parameters,
             GRADIENTS: fp.WIDE * (here.parameters - frozen),
             MASTERS: fp.WIDE * own if c < fp.WIDE else 0,
-            OPTIMIZER: 2 * fp.WIDE * own,
+            OPTIMIZER: self.moments * fp.WIDE * own,
         }
 
     def scoring(self, size: Pass) -> Bytes:

@@ -5,6 +5,10 @@ fresh processes: an empty Python (the limit) and `import torch` (what a job that
 cost). Of workers, until the last of them has answered a first call: as many bare Ray actors on the same cluster.
 
     python scripts/bench/startup.py [--runs 7] [--json startup.json]
+    python scripts/bench/startup.py --engine sglang --device cuda [--runs 2]
+
+With `--engine` a rollout worker in a Ray actor of its own, until it has built vLLM or SGLang over a tiny random model
+without CUDA graphs, beside the engine that a fresh Python builds with the same options and nothing of ours.
 """
 
 import argparse
@@ -12,6 +16,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,6 +38,20 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "print the plan (--dry-run)": ("-c", LOAD, "--dry-run"),
 }
 COUNTS = (1, 8)
+SHORT = 512
+ALONE = {
+    "vllm": (
+        "import sys; from vllm import LLM; LLM(sys.argv[1], load_format='dummy', enforce_eager=True,"
+        f" skip_tokenizer_init=True, max_model_len={SHORT}, gpu_memory_utilization=0.2)"
+    ),
+    "sglang": (
+        "import os, sys; os.environ.setdefault('SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN', '1');"
+        "from sglang.srt.entrypoints.engine import Engine; Engine(model_path=sys.argv[1], load_format='dummy',"
+        " device=sys.argv[2], disable_cuda_graph=True, skip_tokenizer_init=True, mem_fraction_static=0.2,"
+        f" context_length={SHORT}, max_total_tokens=4096).shutdown()"
+    ),
+}
+"""Programs that build an engine over the model of the first argument on the device of the second."""
 EXIT_CODES = {"report an unknown key": 2, "report a wrong value": 2}
 
 
@@ -55,6 +74,49 @@ def fresh_process_s(name: str) -> float:
     if done.returncode != EXIT_CODES.get(name, 0):
         raise SystemExit(f"'{name}' ended with {done.returncode}:\n{done.stderr.decode()}")
     return seconds
+
+
+def write_tiny_model(folder: Path) -> None:
+    """A random Qwen2 of 1 MB, with what engines read beside its weights."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    sizes = {"hidden_size": 256, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = Qwen2Config(vocab_size=256, num_key_value_heads=2, eos_token_id=255, **sizes)
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+
+
+def engine_start_s(name: str, model: Path, device: str) -> float:
+    """Seconds until a rollout worker has built its engine, in a Ray actor that was not there before."""
+    from rlsys.config.schema.model import ModelFolderConfig
+    from rlsys.config.schema.rollout import GenerationConfig
+    from rlsys.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+    from workers import rollout as workers
+    from workers.build import EngineRun
+
+    worker = {"vllm": workers.VLLMRolloutWorker, "sglang": workers.SGLangRolloutWorker}[name]
+    sizes = {"max_model_len": SHORT, "gpu_memory_utilization": 0.2, "kv_cache_gib": 1}
+    config = GenerationConfig(enforce_eager=True, **sizes)
+    start = time.perf_counter()
+    pool = RayResourcePool([1], use_gpu=device == "cuda", max_colocate_count=1)
+    made = RayClassWithInitArgs(worker, ModelFolderConfig(path=str(model)), config, EngineRun(device, 300.0))
+    with RayWorkerGroup(pool, made, role="rollout", deadlines=600.0) as group:
+        group.execute_all_sync("init_model")
+        return time.perf_counter() - start
+
+
+def measure_engine(name: str, device: str, runs: int) -> list[Figure]:
+    """The start of an engine in a rollout worker, and of the engine alone."""
+    from rlsys.single_controller.ray import connect
+
+    with tempfile.TemporaryDirectory() as folder, connect({"num_cpus": 2}):
+        model = Path(folder) / "model"
+        write_tiny_model(model)
+        COMMANDS[f"{name} alone"] = ("-c", ALONE[name], str(model), device)
+        starts = {
+            f"{name} alone": partial(fresh_process_s, f"{name} alone"),
+            f"{name} in a rollout worker": partial(engine_start_s, name, model, device),
+        }
+        return measure(starts, runs)
 
 
 class Bare:
@@ -124,7 +186,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--engine", choices=sorted(ALONE))
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     options = parser.parse_args()
+    if options.engine:
+        alone, ours = measure_engine(options.engine, options.device, options.runs)
+        print(f"machine: {machine()}, load {os.getloadavg()[0]:.1f}, least of {options.runs} runs")
+        for figure in (alone, ours):
+            print(f"{figure.name:<28}{figure.seconds:>9.2f} s{figure.seconds / alone.seconds:>9.2f} x")
+        return
     figures = measure({name: lambda name=name: fresh_process_s(name) for name in COMMANDS}, options.runs)
     workers = measure_workers(COUNTS, min(options.runs, 5))
     by_name = {figure.name: figure.seconds for figure in (*figures, *workers)}

@@ -355,6 +355,27 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(factory: Factory, world:
         assert a[3] == b[3], "the random generators were not restored"
 
 
+def stepped(factory: Factory, case: Case, place: Path) -> tuple[list[Any], dict[str, Tensor]]:
+    """Two steps before a checkpoint, and one of an engine that continues from it."""
+    engine, again = (factory(MODELS["qwen2-tied"], "lm", case) for _ in range(2))
+    reports = [train(engine, my_rows(engine)) for _ in range(2)]
+    engine.save(place, "resume")
+    again.load(place)
+    return [*reports, train(again, my_rows(again))], whole(again)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_steps_on_the_host_are_those_of_the_device(factory: Factory, world: int, tmp_path: Path) -> None:
+    device, host = (
+        run_ranks(world, stepped, factory, Case(rows=2, moments_on_host=on_host), tmp_path / str(on_host))
+        for on_host in (False, True)
+    )
+    for (reports, weights), (host_reports, host_weights) in zip(device, host, strict=True):
+        assert [report.grad_norm for report in host_reports] == pytest.approx([r.grad_norm for r in reports], rel=1e-5)
+        for name, tensor in weights.items():
+            torch.testing.assert_close(host_weights[name], tensor, rtol=0, atol=2e-6)
+
+
 DP2, TP2PP2 = Case(rows=2), Case(rows=2, megatron=ParallelSizes(tp=2, pp=2))
 OTHER_RANKS = [
     ("fsdp", DP2, 1, Case(rows=3)),

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
 from rlsys.config.schema.megatron import MegatronConfig
-from rlsys.config.schema.model import ModelConfig, OptimConfig, ShardConfig
+from rlsys.config.schema.model import ModelConfig, OptimConfig, OverrideOptimizerConfig, ShardConfig
 from rlsys.engines.fsdp.engine import FSDPEngine
 from rlsys.engines.micro_batches import MicroBatches
 from rlsys.interfaces import LossSum, TrainEngine
@@ -185,6 +185,7 @@ class Case:
     overrides: tuple[tuple[str, Any], ...] = ()
     lr: float = 1e-3
     eps: float = 1e-8
+    moments_on_host: bool = False
     chunk_elements: int | None = 3 * VOCAB
     lora: Lora | None = None
 
@@ -198,6 +199,7 @@ class Case:
             + ([f"tp{self.tp_size}"] if self.tp_size > 1 else [])
             + [f"{name}{value:d}" for name, value in vars(self.megatron).items() if value not in (1, None, False)]
             + [str(value) for _, value in self.overrides]
+            + (["host"] if self.moments_on_host else [])
             + (["lora"] if self.lora else [])
         )
 
@@ -214,6 +216,11 @@ def model_config(model: Mapping[str, Any], case: Case) -> ModelConfig:
         target_modules=lora.targets,
         lora_adapter_path=lora.path,
     )
+
+
+def optim_config(case: Case) -> OptimConfig:
+    override = OverrideOptimizerConfig(optimizer_cpu_offload=case.moments_on_host)
+    return OptimConfig(lr=case.lr, eps=case.eps, override_optimizer_config=override)
 
 
 def megatron_section(sizes: ParallelSizes, **settings: Any) -> MegatronConfig:
@@ -234,7 +241,7 @@ def fsdp_engine(model: Mapping[str, Any], head: str, case: Case) -> FSDPEngine:
     engine = FSDPEngine(
         model_config(model, case),
         head=head,  # type: ignore[arg-type]
-        optim=OptimConfig(lr=case.lr, eps=case.eps),
+        optim=optim_config(case),
         training=MicroBatches(rows=case.rows, max_tokens=case.max_tokens),
         shard=ShardConfig(fsdp_size=case.fsdp_size, tensor_parallel_size=case.tp_size, seed=SEED),
         sp_size=case.sp_size,
@@ -250,7 +257,7 @@ def megatron_engine(model: Mapping[str, Any], head: str, case: Case) -> Any:
     engine = MegatronEngine(
         model_config(model, case),
         head=head,  # type: ignore[arg-type]
-        optim=OptimConfig(lr=case.lr, eps=case.eps),
+        optim=optim_config(case),
         training=MicroBatches(rows=case.rows, max_tokens=case.max_tokens),
         megatron=megatron_section(case.megatron, **section),
     )

@@ -111,22 +111,32 @@ def k3_by_replay(modes: tuple[str, ...], toy: Toy, out: Path, *more: str) -> dic
 
 @pytest.mark.gpu
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("engine", "modes"), [("vllm", ("none", "R2", "R3")), ("sglang", ("none", "R3"))])
+@pytest.mark.parametrize(
+    ("engine", "modes", "copies"),
+    [
+        ("vllm", ("none", "R2", "R3"), 1),
+        ("sglang", ("none", "R3"), 1),
+        ("sglang", ("none", "R3"), 2),
+        ("vllm", ("none", "R3"), 2),
+    ],
+)
 def test_routes_of_engines_on_a_gpu_bring_log_probs_nearer(
-    engine: str, modes: tuple[str, ...], served: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    engine: str, modes: tuple[str, ...], copies: int, served: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """R3, that is: R2 replays routes of the trainer's own log-probs, which are as far from the engine as without."""
-    if find_spec(engine) is None:
-        pytest.skip(f"needs {engine}")
+    if find_spec(engine) is None or torch.cuda.device_count() < copies:
+        pytest.skip(f"needs {engine} and {copies} GPUs")
     rollout = "actor_rollout_ref.rollout"
     settings = (
         f"{rollout}.name={engine}",
         f"{rollout}.enforce_eager=true",
         f"{rollout}.gpu_memory_utilization={GPU_SHARE[engine]}",
+        *(f"trainer.n_gpus_per_node={copies}", f"{rollout}.data_parallel_size={copies}"),
+        f"{rollout}.expert_parallel_size={copies}",
     )
     k3 = k3_by_replay(modes, served, tmp_path, *settings, GPU_CACHE)
     with capsys.disabled():
-        print(f"{engine}: K3 by replay", {mode: f"{value:.2e}" for mode, value in k3.items()})
+        print(f"{engine} x {copies}: K3 by replay", {mode: f"{value:.2e}" for mode, value in k3.items()})
     assert k3["R3"] <= 0.5 * min(value for mode, value in k3.items() if mode != "R3")
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from rlsys.model_merger.convert import merge
 from rlsys.rollout.hf.engine import HFRollout
-from tests.e2e.conftest import GRADER
+from tests.e2e.conftest import GPU_CACHE, GPU_SHARE, GRADER, UNCOMPILED
+from tests.fla_stand_in import HAS_PACKED_DELTA
 from tests.tiny_vision import MODELS, QWEN35, wide, write_model, write_rows
 from trainer.main_ppo import main
 
@@ -88,6 +89,21 @@ def test_gated_delta_layers_are_trained_and_served_with_images(tmp_path: Path) -
     more += [f"actor_rollout_ref.rollout.{setting}" for setting in served]
     assert main(arguments(tmp_path, *more, config=wide(QWEN35, head_dim=64))) == 0
     assert max(line["parity/mean_abs"] for line in metrics_of(tmp_path)) < 0.01
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
+@pytest.mark.parametrize("strategy", ["fsdp", "megatron"])
+def test_gated_delta_layers_see_images_on_a_gpu(strategy: str, tmp_path: Path) -> None:
+    if strategy == "megatron" and not (HAS_PACKED_DELTA and find_spec("fla")):
+        pytest.skip("needs megatron-core>=0.19 and flash-linear-attention")
+    served = ("name=vllm", "dtype=bfloat16", "validate_weight=true", f"gpu_memory_utilization={GPU_SHARE['vllm']}")
+    more = [f"actor_rollout_ref.rollout.{setting}" for setting in served]
+    more += [f"actor_rollout_ref.actor.strategy={strategy}", UNCOMPILED, GPU_CACHE]
+    more += [f"actor_rollout_ref.model.use_remove_padding={str(strategy == 'megatron').lower()}"]
+    assert main(arguments(tmp_path, *more, config=wide(QWEN35, head_dim=64))) == 0
+    assert max(line["parity/mean_abs"] for line in metrics_of(tmp_path)) < 0.02
 
 
 @pytest.mark.slow

@@ -224,13 +224,15 @@ def assert_same(held: Mapping[str, bytes], wanted: Mapping[str, bytes]) -> None:
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-@pytest.mark.parametrize(("gpus", "kind"), [(1, 64), (1, 128), (2, 128), (1, "experts"), (1, "latent")])
+@pytest.mark.parametrize(("gpus", "kind"), [(1, 64), (1, 128), (2, 128), (1, "experts"), (1, "latent"), (2, "copies")])
 def test_a_run_serves_fp8(engine: str, gpus: int, kind: int | str, toy: Toy, tmp_path: Path) -> None:  # noqa: F811
+    """Of copies each of two ranks has the attention whole and half of the experts."""
     if find_spec(engine) is None:
         pytest.skip(f"needs {engine}")
     if torch.cuda.device_count() < gpus:
         pytest.skip(f"needs {gpus} GPUs")
     classes = {128: Qwen2Config, 64: LlamaConfig, **KINDS}
+    copies, kind = (gpus, "experts") if kind == "copies" else (1, kind)
     model = with_model(toy, tmp_path / "model", classes[kind], **SIZES[kind])
     rollout = "actor_rollout_ref.rollout"
     argv = model.overrides(
@@ -240,6 +242,7 @@ def test_a_run_serves_fp8(engine: str, gpus: int, kind: int | str, toy: Toy, tmp
         *(f"actor_rollout_ref.actor.strategy={'megatron' if kind == 'latent' else 'fsdp'}",),
         *([f"+{rollout}.engine_kwargs.{engine}.attention_backend={ATTENTION[engine]}"] if kind == "latent" else []),
         *(f"trainer.n_gpus_per_node={gpus}", *([UNCOMPILED] if kind != 64 else [])),
+        *(f"{rollout}.{sizes}_parallel_size={copies}" for sizes in ("data", "expert")),
         *(f"{rollout}.validate_weight=true", f"{rollout}.parity.freq=1", f"{rollout}.parity.policy=stop"),
         f"reward.custom_reward_function.path={model.grader}",
     )

@@ -29,6 +29,7 @@ from tests.contracts.train_engine import (
     megatron_section,
     model_config,
     one_step,
+    optim_config,
     reference,
     waits_of,
 )
@@ -85,7 +86,7 @@ def megatron(model: Mapping[str, Any], head: str = "lm", case: Case = Case(max_t
         model_config(model, case),
         head=head,  # type: ignore[arg-type]
         device=f"cuda:{dist.get_rank()}",
-        optim=OptimConfig(lr=case.lr),
+        optim=optim_config(case),
         training=MicroBatches(rows=case.rows, max_tokens=case.max_tokens),
         megatron=megatron_section(case.megatron, **{"seed": SEED, "dtype": "bfloat16", **section}),
     )
@@ -472,6 +473,45 @@ def test_merged_weights_are_not_kept_for_the_backward_pass() -> None:
     weights = 2 * (512 * (512 + 2 * 128) + 512 * 512 + 3 * 512 * 1536)
     print(adapted, full, weights)
     assert adapted - full < 0.3 * weights
+
+
+def stepped(place: Path, moments_on_host: bool) -> tuple[dict[str, Tensor], list[float], int, int, bool]:
+    """Weights, norms of two steps, bytes of the device after them and once the optimizer's state has moved to the host
+    and back, and whether an engine continues from a checkpoint as this one does."""
+    case = Case(max_tokens=4096, moments_on_host=moments_on_host)
+    engine, rows = megatron(EVEN, case=case), rows_of(EVEN["vocab_size"])
+    train = lambda one: (one.forward_backward(rows, loss_of), one.optim_step().grad_norm)[1]  # noqa: E731
+    norms = [train(engine), train(engine)]
+    allocated = torch.cuda.memory_allocated()
+    engine.move(("optimizer",), "cpu")
+    moved = torch.cuda.memory_allocated()
+    engine.move(("optimizer",), f"cuda:{dist.get_rank()}")
+    weights = whole(engine)
+    engine.save(place, "resume")
+    again = megatron(EVEN, case=case)
+    again.load(place)
+    norms += [train(engine), train(again)]
+    same = all(torch.allclose(w.float(), whole(again)[name].float(), atol=2e-3) for name, w in whole(engine).items())
+    return weights, norms, allocated, moved, same
+
+
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=needs(2))])
+def test_moments_on_the_host_step_and_continue_as_those_of_the_gpu(world: int, tmp_path: Path) -> None:
+    cases = {on_host: partial(stepped, tmp_path / str(on_host), on_host) for on_host in (False, True)}
+    answers = run_cases(world, cases, backend=BACKEND)
+    (weights, norms, allocated, moved, same), (host_weights, host_norms, host_allocated, host_moved, host_same) = (
+        answers[on_host][0] for on_host in (False, True)
+    )
+    assert same
+    assert host_same
+    assert host_norms == pytest.approx(norms, rel=1e-3)
+    assert host_norms[2] == pytest.approx(host_norms[3], rel=1e-3)
+    elements = sum(tensor.numel() for tensor in weights.values()) // world
+    assert allocated - host_allocated == pytest.approx(8 * elements, rel=0.02)
+    assert allocated - moved == pytest.approx(12 * elements, rel=0.02)
+    assert host_allocated - host_moved == pytest.approx(4 * elements, rel=0.02), "the masters move as before"
+    apart = torch.cat([(weights[name].float() - host_weights[name].float()).abs().flatten() for name in weights])
+    assert float(apart.mean()) < 5e-5, "of two steps of 1e-3"
 
 
 def moved(lora: Lora | None) -> dict[str, Any]:

@@ -180,9 +180,10 @@ def check_training(
     if strategy == "megatron" and optim.optimizer != "AdamW":
         why = "Megatron's distributed optimizer is AdamW; for others set strategy=fsdp"
         yield wrong(cfg, f"{key}.optimizer", why, "AdamW")
-    if strategy == "megatron" and optim.override_optimizer_config.optimizer_cpu_offload:
-        why = "Megatron's AdamW steps on the device; megatron.optimizer_offload offloads its state between updates"
-        yield note(cfg, f"{key}.override_optimizer_config.optimizer_cpu_offload", why)
+    if optim.override_optimizer_config.optimizer_cpu_offload and optim.optimizer != "AdamW":
+        yield wrong(
+            cfg, f"{key}.override_optimizer_config.optimizer_cpu_offload", "only AdamW steps on the host", False
+        )
 
 
 def _adapters(cfg: PPOConfig, key: str, model: ModelConfig) -> Iterator[str]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from rlsys.config.schema.model import OptimConfig
-from rlsys.engines.optimizer import MOMENTS, BaseOptimizer
+from rlsys.engines.optimizer import MOMENTS, BaseOptimizer, HostAdamW, make_moments
 from rlsys.protocol.gather import exchange_device
 
 SAVED = (*MOMENTS, "momentum_buffer", "state1", "state2", "absmax1", "absmax2")
@@ -24,9 +24,9 @@ MIN_8BIT_ELEMENTS = 4096
 class ShardedOptimizer(BaseOptimizer):
     """The chosen optimizer over the local shards of FSDP parameters; what it does not apply to is stepped by AdamW.
 
-    It sees plain tensors that share the parameters' storage, so that a step of AdamW is one fused kernel, or copies in
-    host memory with `optimizer_cpu_offload`. `groups` are the ranks that hold the other rows, and those that split
-    matrices besides; `matrices` names the parameters that Muon may step.
+    It sees plain tensors that share the parameters' storage, so that a step of AdamW is one fused kernel. `groups` are
+    the ranks that hold the other rows, and those that split matrices besides; `matrices` names the parameters that Muon
+    may step.
     """
 
     def __init__(
@@ -41,9 +41,8 @@ class ShardedOptimizer(BaseOptimizer):
     ) -> None:
         super().__init__(optim, grad_clip=grad_clip, total_steps=total_steps)
         self._groups = groups
-        self._on_host = optim.override_optimizer_config.optimizer_cpu_offload
         self._parameters = dict(parameters)
-        self._local = {name: nn.Parameter(self._stepped(p)) for name, p in self._parameters.items()}
+        self._local = {name: nn.Parameter(local_of(p)) for name, p in self._parameters.items()}
         self._grads: list[Tensor] = []
         self.kind = optim.optimizer
         large = {name for name, p in self._parameters.items() if p.numel() >= MIN_8BIT_ELEMENTS}
@@ -58,15 +57,11 @@ class ShardedOptimizer(BaseOptimizer):
             self.kind += " sharded over " + " x ".join(str(dist.get_world_size(group)) for group in groups)
             self._optimizers.append(adamw_8bit(list(own), optim))
 
-    def _stepped(self, parameter: Tensor) -> Tensor:
-        """What the optimizer steps for a parameter."""
-        return local_of(parameter).to("cpu" if self._on_host else parameter.device)
-
     def _gradient_norm(self, count: float) -> float:
         self.rebind()
         for name, local in self._local.items():
             grad = self._parameters[name].grad
-            local.grad = None if grad is None else local_of(grad).to(local)
+            local.grad = None if grad is None else local_of(grad)
         self._grads = [local.grad for local in self._local.values() if local.grad is not None]
         norms = torch.stack(torch._foreach_norm(self._grads)) if self._grads else torch.zeros(1)
         size = math.prod(dist.get_world_size(group) for group in self._groups[1:])
@@ -87,8 +82,6 @@ class ShardedOptimizer(BaseOptimizer):
             for group in optimizer.param_groups:
                 group["lr"] = lr
             optimizer.step()
-        for name, stepped in self._local.items() if self._on_host else ():
-            local_of(self._parameters[name]).copy_(stepped)
 
     def zero_grad(self) -> None:
         self._grads = []
@@ -112,20 +105,20 @@ class ShardedOptimizer(BaseOptimizer):
     def rebind(self) -> None:
         """Take the parameters' values again after they were moved or loaded."""
         for name, local in self._local.items():
-            local.data = self._stepped(self._parameters[name])
+            local.data = local_of(self._parameters[name])
 
     def move(self, device: str) -> None:
         """Take the moments to `device`."""
-        for _, state in self._states() if not self._on_host else ():
+        moved = (one for one in self._optimizers if not isinstance(one, HostAdamW))
+        for state in (state for optimizer in moved for state in optimizer.state.values()):
             state |= {name: v.to(device, non_blocking=True) for name, v in state.items() if isinstance(v, Tensor)}
 
 
 def adamw(parameters: list[nn.Parameter], optim: OptimConfig) -> torch.optim.Optimizer:
-    """torch's fused AdamW with its state made."""
-    optimizer = torch.optim.AdamW(parameters, fused=True, **optim.model_dump(include=ADAM))
-    for parameter in parameters:
-        moments = {name: torch.zeros_like(parameter) for name in MOMENTS}
-        optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
+    """torch's fused AdamW with its state made, in host memory with `optimizer_cpu_offload`."""
+    kind = HostAdamW if optim.override_optimizer_config.optimizer_cpu_offload else torch.optim.AdamW
+    optimizer = kind(parameters, fused=True, **optim.model_dump(include=ADAM))
+    make_moments(optimizer)
     return optimizer
 
 

@@ -260,7 +260,8 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
             return [buffer.grad_data for buffer in self.optimizer.grad_buffers()]
         shared = {tensor.untyped_storage().data_ptr() for tensor in parameters}
         own = [tensor for part in self._state().ranges for tensor in part.tensors.values()]
-        return [tensor for tensor in own if tensor.untyped_storage().data_ptr() not in shared]
+        device = self.ranks.device.type
+        return [t for t in own if t.device.type == device and t.untyped_storage().data_ptr() not in shared]
 
 
 class HostOffload:

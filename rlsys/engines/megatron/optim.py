@@ -20,7 +20,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
 from rlsys.config.schema.model import OptimConfig
-from rlsys.engines.optimizer import MOMENTS, BaseOptimizer
+from rlsys.engines.optimizer import MOMENTS, BaseOptimizer, HostAdamW, make_moments
 from rlsys.models.megatron.adapters import sum_shared_gradients
 from rlsys.models.megatron.build import TokenGPT
 
@@ -39,7 +39,8 @@ class OptimizerRange:
 class MegatronAdamW(BaseOptimizer):
     """AdamW on this rank's range of the parameters of `chunks`, which it wraps for data parallelism.
 
-    Gradients are sums in float32; weight decay is on every trained parameter, as in torch's AdamW.
+    Gradients are sums in float32; weight decay is on every trained parameter, as in torch's AdamW. With
+    `optimizer_cpu_offload` the moments are in host memory; the masters stay on the device.
     """
 
     def __init__(
@@ -65,6 +66,10 @@ class MegatronAdamW(BaseOptimizer):
         self._megatron = chained
         self._parts = [part for part in chained.chained_optimizers if not part.is_stub_optimizer]
         for part in self._parts:
+            if optim.override_optimizer_config.optimizer_cpu_offload:
+                groups, part.optimizer = part.optimizer.param_groups, HostAdamW([torch.zeros(())])
+                part.optimizer.param_groups = groups  # parts of float32 parameters are no leaves, which torch refuses
+                make_moments(part.optimizer)
             part.init_state_fn(part.optimizer)
             for state in part.optimizer.state.values() if isinstance(part.optimizer, torch.optim.AdamW) else ():
                 state["step"] = torch.zeros(())

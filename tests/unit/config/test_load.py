@@ -422,10 +422,6 @@ def test_a_folder_of_no_checkpoint_is_not_used_to_resume_automatically() -> None
         (("offload_policy=true", "param_offload=true"), "ignored: {key} (offload_policy already keeps it"),
         (("offload_policy=true", "optimizer_offload=true"), "ignored: {key} (offload_policy already keeps it"),
         (
-            (f"{A}.strategy=megatron", f"{A}.optim.override_optimizer_config.optimizer_cpu_offload=true"),
-            "on the device",
-        ),
-        (
             ("trainer.device=cuda", f"{R}.name=vllm", f"{R}.expert_parallel_size=2"),
             "{key} = 2: vllm divides whole experts among the 1 processes of a copy, whatever the number",
         ),

@@ -365,6 +365,11 @@ FOREIGN = [
     bad(f"{A}.optim.optimizer=AdamW8bit", f"set {A}.optim.optimizer_impl=bitsandbytes.optim"),
     bad(f"{A}.optim.optimizer_impl=bitsandbytes.optim", f"set {A}.optim.optimizer_impl=torch.optim"),
     bad([f"{A}.strategy=megatron", f"{A}.optim.optimizer=Muon"], f"{A}.optim.optimizer", "set strategy=fsdp"),
+    bad(
+        [f"{A}.optim.optimizer=Muon", f"{A}.optim.override_optimizer_config.optimizer_cpu_offload=true"],
+        f"{A}.optim.override_optimizer_config.optimizer_cpu_offload",
+        "only AdamW steps on the host",
+    ),
     bad("+optim.override_optimizer_config.bf16_stochastic_round=true", "bf16_stochastic_round", schema=SFTConfig),
     bad("reward.sandbox_fusion.url=sandbox:8080", "reward.sandbox_fusion.url", "http"),
     bad("ray_kwargs.ray_init.num_gpus=8", "num_gpus", "CUDA_VISIBLE_DEVICES"),

@@ -270,6 +270,9 @@ def test_optimizers_of_less_memory_are_planned() -> None:
     assert moments["AdamW8bit"] == pytest.approx(2 + 8 / 256)
     assert moments["Muon"] == pytest.approx(4 + 4 * d.outer / d.parameters)
     assert moments["host"] == 0
+    settings = (f"{ACTOR}.strategy=megatron", f"{ACTOR}.optim.override_optimizer_config.optimizer_cpu_offload=true")
+    device, host = (stages(planned(config(*words), SHAPES["tiny"])) for words in (settings[:1], settings))
+    assert device["start"].bytes["optimizer"] - host["start"].bytes.get("optimizer", 0) == 8 * N
 
 
 def test_ppo_of_smollm2_with_everything_in_one_process() -> None:
