@@ -89,9 +89,13 @@ def assemble(
             num_rows = cfg.data.gen_batch_size * rollout.n
             if cfg.trainer.reproducible:  # batches have one size for any number of replicas
                 num_rows = pools.rollout_ranks // rollout.replica_size * rollout.max_replica_seqs
-            deadlines, alone = cfg.trainer.deadlines, not pools.colocated
             fleet = group_fleet(
-                groups.rollout, rollout, deadlines, manager=transfer, num_rows=num_rows, restartable=alone
+                groups.rollout,
+                rollout,
+                cfg.trainer.deadlines,
+                manager=transfer,
+                num_rows=num_rows,
+                restartable=not pools.colocated,
             )
             scorer = fleet if isinstance(fleet, ElasticFleet) else groups.rollout
         stack.callback(fleet.close)

@@ -113,9 +113,13 @@ class EpisodeRollout(GradedRollout):
 
     def collate(self, results: Sequence[EpisodeResult], rows: DataProto) -> DataProto:
         """The episodes of rows as a graded batch; its meta_info has no seed, which differs between calls."""
-        prompts, data = DataProto(rows.batch, rows.non_tensor_batch, meta_of_all_calls(rows.meta_info)), self.cfg.data
-        lengths = {"prompt_length": data.max_prompt_length, "response_length": data.max_response_length}
-        return collate_episodes(results, prompts, pad_token_id=self.pad_token_id, **lengths)
+        return collate_episodes(
+            results,
+            DataProto(rows.batch, rows.non_tensor_batch, meta_of_all_calls(rows.meta_info)),
+            pad_token_id=self.pad_token_id,
+            prompt_length=self.cfg.data.max_prompt_length,
+            response_length=self.cfg.data.max_response_length,
+        )
 
     def keep(self, starts: Sequence[EpisodeStart], sampling: SamplingParams, step: int) -> None:
         """Write the logs of training episodes."""

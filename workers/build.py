@@ -119,7 +119,8 @@ def _models(config: PPOConfig | SupervisedConfig) -> Iterator[tuple[str, ModelCo
 
 
 def _trained(role: ActorConfig | CriticConfig, model: ModelConfig, run: EngineRun, **options: object) -> "Engine":
-    options |= {name: getattr(role, name) for name in ("optim", "grad_clip", "training", "checkpoint")}
+    options |= {"optim": role.optim, "grad_clip": role.grad_clip}
+    options |= {"training": role.training, "checkpoint": role.checkpoint}
     return _engine(model, role.shard, run, sp_size=role.ulysses_sequence_parallel_size, **options)
 
 

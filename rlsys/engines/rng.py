@@ -61,7 +61,10 @@ def repeat_bitwise() -> None:
     To be called before the first product on CUDA, since cuBLAS looks at its settings then: little room for splits of
     the summed dimension, which is also what makes vLLM's and SGLang's products independent of the batch.
     """
-    os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
-    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
+    os.environ |= {
+        "CUBLAS_WORKSPACE_CONFIG": ":16:8",
+        "CUBLASLT_WORKSPACE_SIZE": "1",
+        "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+    }
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyrefly: ignore[missing-attribute]

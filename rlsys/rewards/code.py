@@ -112,8 +112,9 @@ def _same_word(actual: str, wanted: str) -> bool:
 
 def _same_value(actual: str, wanted: object) -> bool:
     """Functions: equal as JSON; a list of one, as APPS wraps results, counts as its element too."""
-    with suppress(ValueError, RecursionError):
+    try:
         value = json.loads(actual)
         wanted = json.loads(wanted) if isinstance(wanted, str) else json.loads(json.dumps(wanted))
-        return value == wanted or (isinstance(wanted, list) and len(wanted) == 1 and value == wanted[0])
-    return False
+    except (ValueError, RecursionError):
+        return False
+    return value == wanted or (isinstance(wanted, list) and len(wanted) == 1 and value == wanted[0])

@@ -11,7 +11,7 @@ from rlsys.utils.errors import ConfigError
 
 log = get_logger(__name__)
 
-_COUNTED = tuple(f"reasoning_gym/{task}" for task in ("products", "gcd", "chain_sum"))
+_REASONING_GYM = tuple(f"reasoning_gym/{task}" for task in ("products", "gcd", "chain_sum"))
 _SOURCES = {
     "gsm8k:compute_score": ["openai/gsm8k"],
     "math:compute_score": ["lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"],
@@ -20,7 +20,7 @@ _SOURCES = {
     "math:compute_score_geometry": ["hiyouga/geometry3k"],
     "code:compute_score": ["codecontests", "apps", "codeforces", "taco"],
     "text:exact_match": ["searchR1_*"],
-    "text:numeric": ["rlsys/arithmetic*", "text/number", *_COUNTED],
+    "text:numeric": ["rlsys/arithmetic*", "text/number", *_REASONING_GYM],
     "text:exact": ["rlsys/shapes*", "text/exact"],
     "text:regex": ["text/regex"],
 }

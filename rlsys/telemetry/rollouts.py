@@ -188,8 +188,13 @@ def _list_step(path: Path, step: int, scores: Sequence[float], num_kept: int) ->
     text = path.read_text() if path.exists() else "([])"
     known = [entry for entry in json.loads(text[text.index("(") + 1 : text.rindex(")")]) if entry["step"] != step]
     finite = [float(s) for s in scores if math.isfinite(s)]
-    mean = math.fsum(finite) / len(finite) if finite else None
-    extremes = {"min": min(finite, default=None), "max": max(finite, default=None)}
-    entry: dict[str, Any] = {"step": step, "rows": len(scores), "kept": num_kept, "mean": mean, **extremes}
+    entry: dict[str, Any] = {
+        "step": step,
+        "rows": len(scores),
+        "kept": num_kept,
+        "mean": math.fsum(finite) / len(finite) if finite else None,
+        "min": min(finite, default=None),
+        "max": max(finite, default=None),
+    }
     steps = sorted([*known, entry], key=lambda one: one["step"])
     write_whole(path, f"rlsysRollouts.steps({ascii_json(steps)});\n".encode())

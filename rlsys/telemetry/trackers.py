@@ -134,9 +134,13 @@ class WandbTracker:
     """Weights & Biases; the run id is stored beside the checkpoints, so a resumed run stays one run."""
 
     def __init__(self, run: TrackedRun) -> None:
-        folder, before = str(run.directory), run.remembered_id("wandb")
         self._run = import_module("wandb").init(
-            project=run.project, name=run.experiment, config=dict(run.config), dir=folder, id=before, resume="allow"
+            project=run.project,
+            name=run.experiment,
+            config=dict(run.config),
+            dir=str(run.directory),
+            id=run.remembered_id("wandb"),
+            resume="allow",
         )
         run.remember_id("wandb", self._run.id)
 
