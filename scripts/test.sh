@@ -44,14 +44,16 @@ gpu=(  # the longest first
   'tests/gpu/test_vllm_cuda.py -k two_stages'
   'tests/gpu/test_vllm_cuda.py -k not(two_stages)'
   'tests/gpu/test_fp8_cuda.py -k (kernel)or(128-vllm)'
-  'tests/e2e/test_router_replay.py -k vllm'
+  'tests/e2e/test_router_replay.py -k (vllm)and(not(copies))'
+  'tests/e2e/test_router_replay.py -k vllm-copies'
   tests/gpu/test_vision_cuda.py
   'tests/gpu/test_megatron_cuda.py -k trains_as'
   'tests/gpu/test_megatron_cuda.py -k same_adapters'
   'tests/gpu/test_megatron_cuda.py -k (of_the_source)or(float64)'
   'tests/gpu/test_megatron_cuda.py -k shared_sequences'
   'tests/gpu/test_elastic_cuda.py -k vllm'
-  'tests/e2e/test_router_replay.py -k sglang'
+  'tests/e2e/test_router_replay.py -k (sglang)and(not(copies))'
+  'tests/e2e/test_router_replay.py -k sglang-copies'
   'tests/e2e/test_experts.py -k gpt_oss'
   'tests/gpu/test_fp8_cuda.py -k checkpoint[128]'
   'tests/e2e/test_experts.py -k (processes_of_a_copy)and(vllm)'
@@ -69,6 +71,8 @@ gpu=(  # the longest first
   'tests/gpu/test_fp8_cuda.py -k checkpoint[experts]'
   'tests/gpu/test_fp8_cuda.py -k experts-sglang'
   'tests/gpu/test_fp8_cuda.py -k experts-vllm'
+  'tests/gpu/test_fp8_cuda.py -k copies-sglang'
+  'tests/gpu/test_fp8_cuda.py -k copies-vllm'
 )
 first=(
   'tests/e2e/test_[a-m]*.py'

@@ -116,9 +116,10 @@ def k3_by_replay(modes: tuple[str, ...], toy: Toy, out: Path, *more: str) -> dic
     [
         ("vllm", ("none", "R2", "R3"), 1),
         ("sglang", ("none", "R3"), 1),
-        ("sglang", ("none", "R3"), 2),
         ("vllm", ("none", "R3"), 2),
+        ("sglang", ("none", "R3"), 2),
     ],
+    ids=["vllm", "sglang", "vllm-copies", "sglang-copies"],
 )
 def test_routes_of_engines_on_a_gpu_bring_log_probs_nearer(
     engine: str, modes: tuple[str, ...], copies: int, served: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
