@@ -1,5 +1,6 @@
 """MegatronEngine on CUDA: bf16 with float32 masters, Transformer Engine where it is there, one GPU and several."""
 
+import gc
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -478,13 +479,14 @@ def test_merged_weights_are_not_kept_for_the_backward_pass() -> None:
 def stepped(place: Path, moments_on_host: bool) -> tuple[dict[str, Tensor], list[float], int, int, bool]:
     """Weights, norms of two steps, bytes of the device after them and once the optimizer's state has moved to the host
     and back, and whether an engine continues from a checkpoint as this one does."""
-    case = Case(max_tokens=4096, moments_on_host=moments_on_host)
+    gc.collect()
+    case, before = Case(max_tokens=4096, moments_on_host=moments_on_host), torch.cuda.memory_allocated()
     engine, rows = megatron(EVEN, case=case), rows_of(EVEN["vocab_size"])
     train = lambda one: (one.forward_backward(rows, loss_of), one.optim_step().grad_norm)[1]  # noqa: E731
     norms = [train(engine), train(engine)]
-    allocated = torch.cuda.memory_allocated()
+    allocated = torch.cuda.memory_allocated() - before
     engine.move(("optimizer",), "cpu")
-    moved = torch.cuda.memory_allocated()
+    moved = torch.cuda.memory_allocated() - before
     engine.move(("optimizer",), f"cuda:{dist.get_rank()}")
     weights = whole(engine)
     engine.save(place, "resume")
