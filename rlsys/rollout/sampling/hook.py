@@ -88,9 +88,13 @@ class RowSampler:
                 some = logits[at]
                 samples[at] = self._torch_rows.force(some, positions[at])
                 logits[at] = some
-        if self._logged:
-            self.log.add(self._numbers, samples)
+        self.add(self._numbers, samples)
         return samples
+
+    def add(self, numbers: Sequence[int], samples: Tensor) -> None:
+        """Log samples (N, 5) of these requests, if this sampler keeps a log."""
+        if self._logged:
+            self.log.add(numbers, samples)
 
 
 class TorchRows:

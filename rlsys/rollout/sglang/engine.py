@@ -27,14 +27,14 @@ from rlsys.protocol.columns import tensors_of
 from rlsys.rollout.base import SLEEP_TAGS, STEP_WAIT_S, BaseRolloutEngine, EngineContext, RunningRequest
 from rlsys.rollout.batch import score_sequences
 from rlsys.rollout.hf_files import eos_ids_of, model_config
-from rlsys.rollout.sampling.hook import UNUSED, SampleSpec
+from rlsys.rollout.sampling.hook import SampleSpec
 from rlsys.rollout.sglang.arguments import SINGLE_RANK, ReplicaRank, server_arguments
 from rlsys.rollout.sglang.given_images import request_images
 from rlsys.rollout.sglang.launch import EngineThread
 from rlsys.rollout.sglang.sampler import request_id
 from rlsys.rollout.sglang.scheduler_hooks import SchedulerEngine, SchedulerSettings
 from rlsys.rollout.versions import SGLANG
-from rlsys.types import ModelRequest, ResponseDelta, WeightLayout
+from rlsys.types import ModelRequest, ResponseDelta, SamplingParams, WeightLayout
 from rlsys.utils.errors import ConfigError, RolloutError, WeightTransferError
 
 POLL_S = 0.02
@@ -197,17 +197,18 @@ class SGLangRollout(BaseRolloutEngine):
     def _score(self, batch: DataProto, temperature: float) -> Tensor:
         if not self.is_leader:
             return torch.zeros(tensors_of(batch.batch)["responses"].shape)
-        self.remote.call("score_at", temperature, deadline_s=CALL_WAIT_S)
-        try:
-            return score_sequences(batch, partial(self._prompt_logprobs, images_of(batch)))
-        finally:
-            self.remote.call("score_at", 1.0, deadline_s=CALL_WAIT_S)
+        return score_sequences(batch, partial(self._prompt_logprobs, images_of(batch), temperature))
 
     def _prompt_logprobs(
-        self, images: Sequence[tuple[ImageInputs, ...]], sequences: Sequence[Sequence[int]], lengths: Sequence[int]
+        self,
+        images: Sequence[tuple[ImageInputs, ...]],
+        temperature: float,
+        sequences: Sequence[Sequence[int]],
+        lengths: Sequence[int],
     ) -> Iterator[tuple[int, list[float]]]:
+        params = SamplingParams(1, temperature=temperature)
         pending = [
-            self._submit(ids, SampleSpec(next(self._numbers), len(ids), UNUSED), own, score_from=len(ids) - length - 1)
+            self._submit(ids, SampleSpec(next(self._numbers), len(ids), params), own, score_from=len(ids) - length - 1)
             for ids, length, own in zip(sequences, lengths, images, strict=True)
         ]
         for row, (future, length) in enumerate(zip(pending, lengths, strict=True)):

@@ -34,10 +34,16 @@ def spec_of(rid: str) -> SampleSpec | None:
 
 
 class SchedulerSampler:
-    """Samples the batches of one scheduler process; only the first rank of a replica keeps a log."""
+    """Samples the batches of one scheduler process; only the first rank of a replica keeps a log.
+
+    `samples`: those of the last batch, None if it was not ours. `temperature`: that of the log-probabilities which the
+    running batch asks for.
+    """
 
     def __init__(self, seed: int, device: torch.device, *, logged: bool) -> None:
         self.rows = RowSampler(seed, device, logged=logged)
+        self.samples: Tensor | None = None
+        self.temperature = 1.0
         self._rids: Sequence[str] = ()
         self._lock = threading.Lock()
 
@@ -50,7 +56,12 @@ class SchedulerSampler:
                     return
                 self.rows.set_rows(rows)
                 self._rids = rids
-            self.rows.force(logits, last_positions + 1)
+            self.samples = self.rows.force(logits, last_positions + 1)
+
+    def add(self, rids: Sequence[str], samples: Tensor) -> None:
+        """Log the samples (N, 5) of `RowSampler.force` that the last pipeline stage made for these requests."""
+        with self._lock:
+            self.rows.add([spec.number for rid in rids if (spec := spec_of(rid)) is not None], samples)
 
     def take(self, numbers: Sequence[int], starts: Sequence[int] | None = None) -> tuple[np.ndarray, np.ndarray]:
         """As `SampleLog.take`: numbers of tokens (K,), and the tokens (T, 4): token, full, sampled, finite."""
@@ -67,7 +78,14 @@ def install(sampler_of: Callable[[Any], SchedulerSampler | None]) -> None:
     """Make SGLang's model runners take the tokens of `sampler_of(runner)`, or their own if that is None."""
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-    original = ModelRunner.sample
+    original, run = ModelRunner.sample, ModelRunner.forward
+
+    def forward(self: object, forward_batch: Any, *args: object, **kwargs: object) -> object:
+        sampler = sampler_of(self)
+        if sampler is not None:
+            spec = spec_of(forward_batch.rids[0]) if forward_batch.return_logprob and forward_batch.rids else None
+            sampler.temperature = spec.params.temperature if spec is not None else 1.0
+        return run(self, forward_batch, *args, **kwargs)
 
     def sample(self: object, logits_output: Any, forward_batch: Any) -> object:
         sampler = sampler_of(self)
@@ -78,4 +96,4 @@ def install(sampler_of: Callable[[Any], SchedulerSampler | None]) -> None:
             sampler.force(logits, forward_batch.rids, last[: logits.shape[0]])
         return original(self, logits_output, forward_batch)
 
-    ModelRunner.sample = sample
+    ModelRunner.sample, ModelRunner.forward = sample, forward

@@ -24,6 +24,7 @@ from rlsys.rollout.engine_weights import EngineWeights
 from rlsys.rollout.hf_files import hf_tensors
 from rlsys.rollout.sglang.dp_attention import scheduler_place, serve_each_copy
 from rlsys.rollout.sglang.sampler import SchedulerSampler, install
+from rlsys.rollout.sglang.stages import connect_stages, is_paused
 from rlsys.types import WeightLayout
 from rlsys.utils.errors import WeightTransferError
 from rlsys.utils.hosts import host_id
@@ -58,11 +59,9 @@ class SchedulerEngine:
         name_scales(self.model)
         self.weights = EngineWeights(*hf_tensors(settings.path, dtype=settings.dtype), lambda: self.model, self._derive)
         self.sampler = SchedulerSampler(settings.seed, self.device, logged=settings.serves)
-        self.temperature = 1.0
         self.num_stops = self._num_seen_stops = 0
         methods = {
             "take_samples": self.sampler.take,
-            "score_at": self._score_at,
             "load": self.load,
             "wait_idle": self.wait_idle,
             "finish": self.weights.finish,
@@ -92,7 +91,7 @@ class SchedulerEngine:
         """Wait until no batch runs and none will follow, as the first rank pauses SGLang or has cleared the cache."""
         end_s = time.monotonic() + IDLE_WAIT_S
         scheduler = self._scheduler
-        while self.num_stops == self._num_seen_stops or not (scheduler._engine_paused or scheduler.is_fully_idle()):
+        while self.num_stops == self._num_seen_stops or not (is_paused(scheduler) or scheduler.is_fully_idle()):
             if time.monotonic() > end_s:
                 raise WeightTransferError(f"this replica's first rank did not stop SGLang within {IDLE_WAIT_S:g} s")
             time.sleep(0.005)
@@ -106,9 +105,6 @@ class SchedulerEngine:
         derive_again(self.model)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-    def _score_at(self, temperature: float) -> None:
-        self.temperature = temperature
 
     def _use_device(self) -> None:
         if self.device.type == "cuda":
@@ -128,6 +124,7 @@ def run_scheduler(*args: object, settings: SchedulerSettings, **kwargs: object) 
         serve_each_copy()
         given |= scheduler_place(settings.replica_arguments, given)
     _hook_scheduler(theirs.Scheduler, engines, settings)
+    connect_stages(theirs.Scheduler, lambda: engines[0].sampler if engines else None)
     theirs.run_scheduler_process(**given)
 
 
@@ -207,7 +204,7 @@ def _scale_scores(engines: list[SchedulerEngine]) -> None:
 
     def _get_logits(self: Any, *args: object, **kwargs: object) -> Tensor:
         logits = original(self, *args, **kwargs)
-        temperature = engines[0].temperature if engines else 1.0
+        temperature = engines[0].sampler.temperature if engines else 1.0
         return logits if temperature == 1.0 else logits / temperature
 
     LogitsProcessor._get_logits = _get_logits
