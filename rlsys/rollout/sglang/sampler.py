@@ -50,6 +50,7 @@ class SchedulerSampler:
     def force(self, logits: Tensor, rids: Sequence[str], last_positions: Tensor) -> None:
         """Change the logits (N, V) so that greedy decoding takes our samples after `last_positions` (N,)."""
         with self._lock:
+            self.samples = None
             if rids != self._rids:
                 rows = [spec for rid in rids if (spec := spec_of(rid)) is not None]
                 if len(rows) < len(rids):
@@ -75,7 +76,11 @@ class SchedulerSampler:
 
 
 def install(sampler_of: Callable[[Any], SchedulerSampler | None]) -> None:
-    """Make SGLang's model runners take the tokens of `sampler_of(runner)`, or their own if that is None."""
+    """Make SGLang's model runners take the tokens of `sampler_of(runner)`, or their own if that is None.
+
+    The ranks of a last pipeline stage each send a part of the samples, so they take those of the first of them.
+    """
+    from sglang.srt.distributed.parallel_state import get_pp_group, get_tp_group
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     original, run = ModelRunner.sample, ModelRunner.forward
@@ -94,6 +99,8 @@ def install(sampler_of: Callable[[Any], SchedulerSampler | None]) -> None:
             last = forward_batch.positions if mode.is_decode() else forward_batch.seq_lens - 1
             logits = logits_output.next_token_logits
             sampler.force(logits, forward_batch.rids, last[: logits.shape[0]])
+            if sampler.samples is not None and get_pp_group().world_size > 1:
+                get_tp_group().broadcast(sampler.samples)
         return original(self, logits_output, forward_batch)
 
     ModelRunner.sample, ModelRunner.forward = sample, forward

@@ -31,12 +31,9 @@ def connect_stages(scheduler_cls: Any, sampler_fn: Callable[[], SchedulerSampler
         return plan(self, *args, **kwargs)
 
     def _pp_prepare_tensor_dict(self: Any, *args: Any) -> dict[str, Any]:
-        from sglang.srt.distributed.parallel_state import get_tp_group
-
         tensors, sampler = prepare(self, *args), sampler_fn()
         if sampler is not None and sampler.samples is not None:
-            tensors[SAMPLES] = get_tp_group().broadcast(sampler.samples)  # a part of it comes from each rank
-            sampler.samples = None
+            tensors[SAMPLES], sampler.samples = sampler.samples, None
         return tensors
 
     def _pp_prep_batch_result(self: Any, batch: Any, metadata: Any, outputs: Any) -> object:
