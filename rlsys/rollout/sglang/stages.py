@@ -21,7 +21,7 @@ def connect_stages(scheduler_cls: Any, sampler_fn: Callable[[], SchedulerSampler
     that loop, a pause too, so that those that follow expect no batch either.
     """
     plan, prepare = scheduler_cls.get_next_batch_to_run, scheduler_cls._pp_prepare_tensor_dict
-    receive = scheduler_cls._pp_prep_batch_result
+    receive, drained = scheduler_cls._pp_prep_batch_result, scheduler_cls._pp_microbatches_drained
 
     def get_next_batch_to_run(self: Any, *args: Any, **kwargs: Any) -> object:
         from sglang.srt.managers.schedule_batch import NextBatchPlan
@@ -42,6 +42,11 @@ def connect_stages(scheduler_cls: Any, sampler_fn: Callable[[], SchedulerSampler
             sampler.add([request.rid for request in batch.reqs], samples)
         return receive(self, batch, metadata, outputs)
 
+    def _pp_microbatches_drained(self: Any) -> bool:
+        last = getattr(self, "last_mbs", ())  # in a pause, prompts that were read wait there to be decoded
+        return drained(self) and all(batch is None or batch.is_empty() for batch in last)
+
     scheduler_cls.get_next_batch_to_run = get_next_batch_to_run
+    scheduler_cls._pp_microbatches_drained = _pp_microbatches_drained
     scheduler_cls._pp_prepare_tensor_dict = _pp_prepare_tensor_dict
     scheduler_cls._pp_prep_batch_result = _pp_prep_batch_result
