@@ -2,21 +2,28 @@
 
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from rlsys.config.schema.rollout import GenerationConfig
+from rlsys.ipc.rpc import Method
+from rlsys.protocol import DataProto
+from rlsys.rollout.base import SLEEP_TAGS
 from rlsys.rollout.hf.engine import HFRollout
+from rlsys.rollout.batch import from_responses
 from rlsys.rollout.partial import PartialResponse
 from rlsys.types import Finish, ModelRequest, SamplingParams
 from rlsys.weights.endpoints import WeightSender
 from rlsys.weights.sharding_manager import FSDPSGLangShardingManager
-from tests.contracts.rollout_engine import tiny_model
-from tests.contracts.test_rollout_engine import EveryRank
-from tests.e2e.test_sglang_copies import OneRank, Trainer, receiver
+from tests.contracts.rollout_engine import prompt_batch, tiny_model
+from tests.contracts.test_rollout_engine import EveryRank, sglang_rank
+from tests.e2e.test_sglang_copies import OneRank, RankReceiver, Trainer, filled_methods
 from tests.e2e.test_sglang_weights import Ranks
 from tests.timing import scaled_s
 
@@ -27,6 +34,33 @@ pytestmark = [
 ]
 CONFIG = GenerationConfig(seed=11, max_num_seqs=16, max_model_len=256, pipeline_model_parallel_size=2)
 LAYERS = tuple(f"model.layers.{number}." for number in range(2))
+
+
+def counting_methods(engine: Any) -> Mapping[str, Method]:
+    return {**filled_methods(engine), "num_releases": lambda: engine.num_releases}
+
+
+class StageReceiver(RankReceiver):
+    """A rank that also scores, and that has its scheduler release its memory, which on a CPU does nothing."""
+
+    def score(self, batch: DataProto, temperature: float) -> Tensor:
+        return self.engine.compute_log_prob(batch, temperature=temperature)
+
+    def sleep(self) -> int:
+        """How often its scheduler has released its memory when it should sleep."""
+        self.engine._move_memory(SLEEP_TAGS, asleep=True)
+        self.engine._asleep |= set(SLEEP_TAGS)
+        return self.engine.remote.call("num_releases", deadline_s=scaled_s(60))
+
+    def wake(self) -> None:
+        self.engine._move_memory(SLEEP_TAGS, asleep=False)
+        self.engine._asleep -= set(SLEEP_TAGS)
+
+
+def receiver(folder: Path, config: GenerationConfig) -> Any:
+    engine: Any = sglang_rank(folder, config, methods=counting_methods, load_format="dummy")
+    engine.remote.call("learn", False, deadline_s=scaled_s(60))
+    return StageReceiver(engine)
 
 
 def started(config: GenerationConfig) -> Iterator[EveryRank]:
@@ -76,6 +110,9 @@ def push_thrice(ranks: EveryRank) -> None:
                 partials[delta.rid].add(delta)
                 assert set(delta.versions) <= {version}
             new = []
+        batch = from_responses(prompt_batch(sampled, response_length=12), [one.response() for one in partials.values()])
+        scores = ranks._call("score", batch, 0.9)
+        torch.testing.assert_close(scores, batch.batch["rollout_log_probs"], atol=1e-4, rtol=0)
         for one in HFRollout(tiny_model(version), GenerationConfig(seed=11)).generate(sampled):
             response = partials[one.rid].response()
             assert response.output_tokens == one.output_tokens
@@ -121,6 +158,13 @@ def test_an_update_stops_both_stages_in_the_middle_of_responses(on_update: str, 
                 new += [wholes[delta.rid].rest(delta.rid)] * (delta.finish is Finish.ABORT)
     assert all(list(whole.versions) == sorted(whole.versions) for whole in wholes.values())
     stages._call("exchange", [], 0.1, list(wholes))
+
+
+def test_both_stages_sleep_when_a_call_says_so_and_serve_after_that(stages: EveryRank) -> None:
+    for turn in (1, 2):
+        assert stages.call_each("sleep") == [turn, turn]
+        stages._call("wake")
+    push_thrice(stages)
 
 
 def test_stages_of_two_ranks_each(wide_stages: EveryRank) -> None:

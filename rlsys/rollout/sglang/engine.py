@@ -230,11 +230,9 @@ class SGLangRollout(BaseRolloutEngine):
         """
         self.check_weights_awake()
         super().begin_update()
-        if self.is_leader:
-            is_idle = not self._pending and self._flush(TAIL_S if self.config.on_update == "keep" else STEP_WAIT_S)
-            self._is_paused |= not is_idle
-        if self._is_paused:
-            pause = self._engine_thread.engine.tokenizer_manager.pause_generation
+        wait_s = TAIL_S if self.config.on_update == "keep" else STEP_WAIT_S
+        if self.is_leader and (self._pending or not self._flush(wait_s)):
+            self._is_paused, pause = True, self._engine_thread.engine.tokenizer_manager.pause_generation
             self._control(pause, "PauseGenerationReqInput", mode="in_place")
         self.remote.call("wait_idle", deadline_s=CALL_WAIT_S)
         self._report(stops=True)
@@ -282,8 +280,14 @@ class SGLangRollout(BaseRolloutEngine):
 
     def _move_memory(self, tags: Sequence[str], *, asleep: bool) -> None:
         due = [tag for tag in SLEEP_TAGS if tag in tags and (tag in self._asleep) != asleep]
-        if not self.is_leader or not due:
+        if not due:
             return
+        if self.is_leader:
+            self._request_move(due, asleep=asleep)
+        if asleep:
+            self.remote.call("wait_asleep", deadline_s=CALL_WAIT_S)
+
+    def _request_move(self, due: Sequence[str], *, asleep: bool) -> None:
         manager = self._engine_thread.engine.tokenizer_manager
         if asleep and not self._asleep and not self._flush(STEP_WAIT_S):
             raise RolloutError(f"SGLang did not become idle on every rank within {STEP_WAIT_S:g} s; it cannot sleep")

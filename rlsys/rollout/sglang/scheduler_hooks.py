@@ -59,11 +59,12 @@ class SchedulerEngine:
         name_scales(self.model)
         self.weights = EngineWeights(*hf_tensors(settings.path, dtype=settings.dtype), lambda: self.model, self._derive)
         self.sampler = SchedulerSampler(settings.seed, self.device, logged=settings.serves)
-        self.num_stops = self._num_seen_stops = 0
+        self.num_stops = self._num_seen_stops = self.num_releases = self._num_seen_releases = 0
         methods = {
             "take_samples": self.sampler.take,
             "load": self.load,
             "wait_idle": self.wait_idle,
+            "wait_asleep": self.wait_asleep,
             "finish": self.weights.finish,
             **settings.methods(self),
         }
@@ -89,17 +90,19 @@ class SchedulerEngine:
 
     def wait_idle(self) -> None:
         """Wait until no batch runs and none will follow, as the first rank pauses SGLang or has cleared the cache."""
-        end_s = time.monotonic() + IDLE_WAIT_S
         scheduler = self._scheduler
-        while self.num_stops == self._num_seen_stops or not (is_paused(scheduler) or scheduler.is_fully_idle()):
-            if time.monotonic() > end_s:
-                raise WeightTransferError(f"this replica's first rank did not stop SGLang within {IDLE_WAIT_S:g} s")
-            time.sleep(0.005)
+        _wait_until(lambda: self.num_stops > self._num_seen_stops, "stop SGLang")
+        _wait_until(lambda: is_paused(scheduler) or scheduler.is_fully_idle(), "stop SGLang")
         self._num_seen_stops = self.num_stops
         if not scheduler._engine_paused:
             self.sampler.clear()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def wait_asleep(self) -> None:
+        """Wait until this process has released its memory, too: a later stage does so after the first rank has."""
+        _wait_until(lambda: self.num_releases > self._num_seen_releases, "put SGLang to sleep")
+        self._num_seen_stops, self._num_seen_releases = self.num_stops, self.num_releases
 
     def _derive(self) -> None:
         derive_again(self.model)
@@ -160,6 +163,8 @@ def _exit_with(parent: int) -> None:
 
 def _hook_scheduler(scheduler_cls: Any, engines: list[SchedulerEngine], settings: SchedulerSettings) -> None:
     """Start the RpcServer before the event loop; on an error exit without SGLang's signal to the worker."""
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager as Memory
+
     begin, run = scheduler_cls.__init__, scheduler_cls.run_event_loop
 
     def __init__(self: object, *args: object, **kwargs: object) -> None:
@@ -173,18 +178,27 @@ def _hook_scheduler(scheduler_cls: Any, engines: list[SchedulerEngine], settings
 
         _or_exit(loop)
 
-    def counted(method: Callable[..., object]) -> Callable[..., object]:
-        def stop(self: object, *args: object, **kwargs: object) -> object:
+    def counted(method: Callable[..., object], count: str = "num_stops") -> Callable[..., object]:
+        def call(self: object, *args: object, **kwargs: object) -> object:
             done = method(self, *args, **kwargs)
-            if engines:
-                engines[0].num_stops += done is not False
+            for engine in engines:
+                setattr(engine, count, getattr(engine, count) + (done is not False))
             return done
 
-        return stop
+        return call
 
     scheduler_cls.__init__, scheduler_cls.run_event_loop = __init__, run_event_loop
     scheduler_cls.flush_cache = counted(scheduler_cls.flush_cache)
     scheduler_cls.pause_generation = counted(scheduler_cls.pause_generation)
+    Memory.release_memory_occupation = counted(Memory.release_memory_occupation, "num_releases")
+
+
+def _wait_until(ready: Callable[[], bool], what: str) -> None:
+    end_s = time.monotonic() + IDLE_WAIT_S
+    while not ready():
+        if time.monotonic() > end_s:
+            raise WeightTransferError(f"this replica's first rank did not {what} within {IDLE_WAIT_S:g} s")
+        time.sleep(0.005)
 
 
 def _or_exit(action: Callable[[], None]) -> None:
