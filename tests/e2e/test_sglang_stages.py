@@ -15,8 +15,8 @@ from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.ipc.rpc import Method
 from rlsys.protocol import DataProto
 from rlsys.rollout.base import SLEEP_TAGS
-from rlsys.rollout.hf.engine import HFRollout
 from rlsys.rollout.batch import from_responses
+from rlsys.rollout.hf.engine import HFRollout
 from rlsys.rollout.partial import PartialResponse
 from rlsys.types import Finish, ModelRequest, SamplingParams
 from rlsys.weights.endpoints import WeightSender
@@ -122,9 +122,7 @@ def push_thrice(ranks: EveryRank) -> None:
 
 
 def test_each_stage_holds_its_own_layers(stages: EveryRank) -> None:
-    held = [
-        {shard.box.tensor for shard in stages.call_rank(rank, "weight_layout").shards} for rank in range(2)
-    ]
+    held = [{shard.box.tensor for shard in stages.call_rank(rank, "weight_layout").shards} for rank in range(2)]
     for rank, names in enumerate(held):
         assert any(name.startswith(LAYERS[rank]) for name in names)
         assert not any(name.startswith(LAYERS[1 - rank]) for name in names)

@@ -197,23 +197,19 @@ class SGLangRollout(BaseRolloutEngine):
     def _score(self, batch: DataProto, temperature: float) -> Tensor:
         if not self.is_leader:
             return torch.zeros(tensors_of(batch.batch)["responses"].shape)
-        return score_sequences(batch, partial(self._prompt_logprobs, images_of(batch), temperature))
+        images, params = images_of(batch), SamplingParams(1, temperature=temperature)
 
-    def _prompt_logprobs(
-        self,
-        images: Sequence[tuple[ImageInputs, ...]],
-        temperature: float,
-        sequences: Sequence[Sequence[int]],
-        lengths: Sequence[int],
-    ) -> Iterator[tuple[int, list[float]]]:
-        params = SamplingParams(1, temperature=temperature)
-        pending = [
-            self._submit(ids, SampleSpec(next(self._numbers), len(ids), params), own, score_from=len(ids) - length - 1)
-            for ids, length, own in zip(sequences, lengths, images, strict=True)
-        ]
-        for row, (future, length) in enumerate(zip(pending, lengths, strict=True)):
-            entries = self._result(future)["meta_info"]["input_token_logprobs"]
-            yield row, [entry[0] for entry in entries[len(entries) - length :]]
+        def logprobs(sequences: Sequence[Sequence[int]], lengths: Sequence[int]) -> Iterator[tuple[int, list[float]]]:
+            starts = [len(ids) - length - 1 for ids, length in zip(sequences, lengths, strict=True)]
+            pending = [
+                self._submit(ids, SampleSpec(next(self._numbers), len(ids), params), own, score_from=start)
+                for ids, start, own in zip(sequences, starts, images, strict=True)
+            ]
+            for row, (future, length) in enumerate(zip(pending, lengths, strict=True)):
+                entries = self._result(future)["meta_info"]["input_token_logprobs"]
+                yield row, [entry[0] for entry in entries[len(entries) - length :]]
+
+        return score_sequences(batch, logprobs)
 
     def _result(self, future: Pending) -> Mapping[str, Any]:
         """Wait for an answer while the scheduler is alive."""
@@ -282,19 +278,15 @@ class SGLangRollout(BaseRolloutEngine):
         due = [tag for tag in SLEEP_TAGS if tag in tags and (tag in self._asleep) != asleep]
         if not due:
             return
-        if self.is_leader:
-            self._request_move(due, asleep=asleep)
+        manager = self._engine_thread.engine.tokenizer_manager
+        if self.is_leader and asleep and not self._asleep and not self._flush(STEP_WAIT_S):
+            raise RolloutError(f"SGLang did not become idle on every rank within {STEP_WAIT_S:g} s; it cannot sleep")
+        if self.is_leader and asleep:
+            self._control(manager.release_memory_occupation, "ReleaseMemoryOccupationReqInput", tags=due)
+        elif self.is_leader:
+            self._control(manager.resume_memory_occupation, "ResumeMemoryOccupationReqInput", tags=due)
         if asleep:
             self.remote.call("wait_asleep", deadline_s=CALL_WAIT_S)
-
-    def _request_move(self, due: Sequence[str], *, asleep: bool) -> None:
-        manager = self._engine_thread.engine.tokenizer_manager
-        if asleep and not self._asleep and not self._flush(STEP_WAIT_S):
-            raise RolloutError(f"SGLang did not become idle on every rank within {STEP_WAIT_S:g} s; it cannot sleep")
-        if asleep:
-            self._control(manager.release_memory_occupation, "ReleaseMemoryOccupationReqInput", tags=due)
-        else:
-            self._control(manager.resume_memory_occupation, "ResumeMemoryOccupationReqInput", tags=due)
 
     def _free(self) -> None:
         self.remote.close()

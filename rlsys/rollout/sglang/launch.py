@@ -101,7 +101,9 @@ def _start(arguments: dict[str, Any], settings: SchedulerSettings) -> Any:
     if arguments["device"] == "cpu":
         os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
         if ranks > 1:
-            os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _cores_of_stage(ranks, tp_size, arguments["node_rank"]))
+            os.environ.setdefault(
+                "SGLANG_CPU_OMP_THREADS_BIND", _cores_of_stage(ranks, tp_size, arguments["node_rank"])
+            )
     if tp_size > copies:
         os.environ["SYNC_TOKEN_IDS_ACROSS_TP"] = "1"  # the first rank's tokens are the logged ones
     if ranks > 1:

@@ -50,7 +50,6 @@ class SchedulerSampler:
     def force(self, logits: Tensor, rids: Sequence[str], last_positions: Tensor) -> None:
         """Change the logits (N, V) so that greedy decoding takes our samples after `last_positions` (N,)."""
         with self._lock:
-            self.samples = None
             if rids != self._rids:
                 rows = [spec for rid in rids if (spec := spec_of(rid)) is not None]
                 if len(rows) < len(rids):
@@ -62,7 +61,8 @@ class SchedulerSampler:
     def add(self, rids: Sequence[str], samples: Tensor) -> None:
         """Log the samples (N, 5) of `RowSampler.force` that the last pipeline stage made for these requests."""
         with self._lock:
-            self.rows.add([spec.number for rid in rids if (spec := spec_of(rid)) is not None], samples)
+            if self.rows.logged:
+                self.rows.log.add([int(rid.partition(SEPARATOR)[0]) for rid in rids], samples)
 
     def take(self, numbers: Sequence[int], starts: Sequence[int] | None = None) -> tuple[np.ndarray, np.ndarray]:
         """As `SampleLog.take`: numbers of tokens (K,), and the tokens (T, 4): token, full, sampled, finite."""
@@ -81,15 +81,16 @@ def install(sampler_of: Callable[[Any], SchedulerSampler | None]) -> None:
     The ranks of a last pipeline stage each send a part of the samples, so they take those of the first of them.
     """
     from sglang.srt.distributed.parallel_state import get_pp_group, get_tp_group
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     original, run = ModelRunner.sample, ModelRunner.forward
 
-    def forward(self: object, forward_batch: Any, *args: object, **kwargs: object) -> object:
+    def forward(self: ModelRunner, forward_batch: ForwardBatch, *args: object, **kwargs: object) -> object:
         sampler = sampler_of(self)
         if sampler is not None:
             spec = spec_of(forward_batch.rids[0]) if forward_batch.return_logprob and forward_batch.rids else None
-            sampler.temperature = spec.params.temperature if spec is not None else 1.0
+            sampler.temperature, sampler.samples = spec.params.temperature if spec else 1.0, None
         return run(self, forward_batch, *args, **kwargs)
 
     def sample(self: object, logits_output: Any, forward_batch: Any) -> object:

@@ -24,7 +24,7 @@ from rlsys.rollout.engine_weights import EngineWeights
 from rlsys.rollout.hf_files import hf_tensors
 from rlsys.rollout.sglang.dp_attention import scheduler_place, serve_each_copy
 from rlsys.rollout.sglang.sampler import SchedulerSampler, install
-from rlsys.rollout.sglang.stages import connect_stages, is_paused
+from rlsys.rollout.sglang.stages import connect_stages
 from rlsys.types import WeightLayout
 from rlsys.utils.errors import WeightTransferError
 from rlsys.utils.hosts import host_id
@@ -91,8 +91,12 @@ class SchedulerEngine:
     def wait_idle(self) -> None:
         """Wait until no batch runs and none will follow, as the first rank pauses SGLang or has cleared the cache."""
         scheduler = self._scheduler
-        _wait_until(lambda: self.num_stops > self._num_seen_stops, "stop SGLang")
-        _wait_until(lambda: is_paused(scheduler) or scheduler.is_fully_idle(), "stop SGLang")
+
+        def is_idle() -> bool:
+            batches = getattr(scheduler, "mbs", ())  # on their way through the stages
+            return not any(batches) if scheduler._engine_paused else scheduler.is_fully_idle()
+
+        _wait_until(lambda: self.num_stops > self._num_seen_stops and is_idle(), "stop SGLang")
         self._num_seen_stops = self.num_stops
         if not scheduler._engine_paused:
             self.sampler.clear()
@@ -127,7 +131,7 @@ def run_scheduler(*args: object, settings: SchedulerSettings, **kwargs: object) 
         serve_each_copy()
         given |= scheduler_place(settings.replica_arguments, given)
     _hook_scheduler(theirs.Scheduler, engines, settings)
-    connect_stages(theirs.Scheduler, lambda: engines[0].sampler if engines else None)
+    connect_stages(lambda: engines[0].sampler)
     theirs.run_scheduler_process(**given)
 
 

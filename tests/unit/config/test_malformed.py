@@ -595,7 +595,7 @@ RUNS = [
     bad(f"{A}.checkpoint.load_contents=[model,hf_model]", f"{A}.checkpoint.load_contents", "hf_model"),
     bad(f"{A}.checkpoint.save_contents=[model,model]", f"{A}.checkpoint.save_contents", "listed twice"),
     bad("trainer.allocation_mode=hf:d2", "trainer.allocation_mode", "hf:d2+fsdp:d2"),
-    bad("trainer.allocation_mode=sglang:d2p2+fsdp:d2", "trainer.allocation_mode", "no pipeline parallelism"),
+    bad("trainer.allocation_mode=hf:d2p2+fsdp:d2", "trainer.allocation_mode", "no pipeline parallelism"),
     bad(f"{R}.tensor_model_parallel_size=0", f"{R}.tensor_model_parallel_size"),
     bad(f"{R}.tensor_model_parallel_size=2", f"{R}.tensor_model_parallel_size", "one process", "=1"),
     bad(
