@@ -46,14 +46,14 @@ class RolloutBackend:
         return self.weights_in == "server"
 
 
-_serving = partial(RolloutBackend, dims="dte", settings=ENGINE_SETTINGS, batch_invariant=True, drops_weights=True)
+_serving = partial(RolloutBackend, dims="dtep", settings=ENGINE_SETTINGS, batch_invariant=True, drops_weights=True)
 _external = partial(RolloutBackend, weights_in="server", settings=())
 _BACKENDS = {
     backend.name: backend
     for backend in (
         RolloutBackend("hf", "workers.rollout:HFRolloutWorker"),
         _serving("sglang", "workers.rollout:SGLangRolloutWorker", weights_in="child", cache_share_of="free"),
-        _serving("vllm", "workers.rollout:VLLMRolloutWorker", dims="dtep", cache_share_of="device"),
+        _serving("vllm", "workers.rollout:VLLMRolloutWorker", cache_share_of="device"),
         _external("sglang_remote", "rlsys.fleet.external.engine:SGLangRemoteEngine"),
         _external("vllm_remote", "rlsys.fleet.external.engine:VLLMRemoteEngine"),
     )

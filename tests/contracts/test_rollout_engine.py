@@ -169,6 +169,17 @@ def copies_bench() -> Bench:
 
 
 @cache
+def sglang_stages_bench() -> Bench:
+    """One SGLang in two stages for all tests, each in a process."""
+    reference = tiny_model()
+    folder = Path(tempfile.mkdtemp(prefix="rlsys-stages-"))
+    reference.save_pretrained(folder)
+    config = GenerationConfig(seed=11, max_num_seqs=32, pipeline_model_parallel_size=2)
+    engine: Any = EveryRank(folder, config, sglang_rank)
+    return Bench(engine, lambda ids: reference(ids[None]).logits[0].detach(), frozenset({"tensors"}))
+
+
+@cache
 def sglang_bench() -> Bench:
     """One engine for all tests; its parameters are in another process."""
     from rlsys.rollout.sglang.engine import SGLangRollout
@@ -254,6 +265,7 @@ FACTORIES = {
     "vllm in stages": (stages_bench, reset),
     "sglang": (sglang_bench, reset),
     "sglang in copies": (copies_bench, reset),
+    "sglang in stages": (sglang_stages_bench, reset),
     "sglang_remote": (partial(remote_bench, "sglang"), lambda bench: bench.close()),
     "vllm_remote": (partial(remote_bench, "vllm"), lambda bench: bench.close()),
 }
@@ -268,6 +280,11 @@ MARKS = {
     ],
     "sglang": [pytest.mark.sglang, pytest.mark.skipif(find_spec("sglang") is None, reason="needs SGLang")],
     "sglang in copies": [
+        pytest.mark.slow,
+        pytest.mark.sglang,
+        pytest.mark.skipif(find_spec("sglang") is None, reason="needs SGLang"),
+    ],
+    "sglang in stages": [
         pytest.mark.slow,
         pytest.mark.sglang,
         pytest.mark.skipif(find_spec("sglang") is None, reason="needs SGLang"),
@@ -287,7 +304,7 @@ def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
 def shared_engines() -> Iterator[None]:
     """Engines that serve several tests end with the last of them."""
     yield
-    for make in (vllm_bench, stages_bench, sglang_bench, copies_bench):
+    for make in (vllm_bench, stages_bench, sglang_bench, copies_bench, sglang_stages_bench):
         if make.cache_info().currsize:
             make().engine.close()
             make.cache_clear()

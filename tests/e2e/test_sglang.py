@@ -45,8 +45,9 @@ def test_fsdp_trains_beside_sglang_in_one_process(toy: Toy, tmp_path: Path) -> N
     check(run(toy, tmp_path, "trainer.backend=local"), tmp_path / "weights")
 
 
-def test_two_fsdp_ranks_train_beside_one_sglang_that_they_serve_together(toy: Toy, tmp_path: Path) -> None:
-    sizes = ("trainer.n_gpus_per_node=2", f"{ROLLOUT}.tensor_model_parallel_size=2", "ray_kwargs.ray_init.num_cpus=2")
+@pytest.mark.parametrize("cut", ["tensor", "pipeline"])
+def test_two_fsdp_ranks_train_beside_one_sglang_that_they_serve_together(cut: str, toy: Toy, tmp_path: Path) -> None:
+    sizes = ("trainer.n_gpus_per_node=2", f"{ROLLOUT}.{cut}_model_parallel_size=2", "ray_kwargs.ray_init.num_cpus=2")
     check(run(toy, tmp_path, "trainer.backend=ray", *sizes), tmp_path / "weights")
 
 

@@ -82,6 +82,19 @@ def test_an_engine_draws_answers_to_images_as_the_trainer_reads_them(
     assert max(line["parity/max_abs"] for line in lines) < 1e-4
 
 
+@pytest.mark.slow
+@pytest.mark.sglang
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_sglang_draws_answers_to_images_in_two_stages(tmp_path: Path, family: str) -> None:
+    sizes = ("trainer.n_gpus_per_node=2", "trainer.device=cpu", "ray_kwargs.ray_init.num_cpus=2")
+    served = ("name=sglang", "pipeline_model_parallel_size=2", "validate_weight=true")
+    more = ["trainer.backend=ray", *sizes, *(f"actor_rollout_ref.rollout.{setting}" for setting in served)]
+    assert main(arguments(tmp_path, *more, config=wide(MODELS[family]))) == 0
+    lines = metrics_of(tmp_path)
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert max(line["parity/max_abs"] for line in lines) < 1e-4
+
+
 @pytest.mark.vllm
 def test_gated_delta_layers_are_trained_and_served_with_images(tmp_path: Path) -> None:
     more = ["trainer.backend=local", "trainer.device=cpu", "actor_rollout_ref.model.use_remove_padding=false"]

@@ -58,8 +58,8 @@ def _parallel_sizes(cfg: GradedJob, name: str) -> Iterator[str]:
             yield note(cfg, key, "external servers keep the parallel sizes they were started with")
         elif "t" not in backend.dims:
             yield wrong(cfg, key, f"the {name} engine runs a model in one process", "1, or use vllm")
-        elif name == "sglang" and cut == "pipeline_model":
-            yield wrong(cfg, key, "SGLang's loop over stages cannot be paused for new weights", "1, or use vllm")
+        elif name == "sglang" and cut == "pipeline_model" and rollout.data_parallel_size > 1:
+            yield wrong(cfg, key, f"with SGLang only where {KEY}.data_parallel_size=1", "1, or use vllm")
         elif name == "sglang" and cut == "data" and model_type not in DP_ATTENTION:
             why = f"with SGLang only for {', '.join(DP_ATTENTION)}; the model's attention ({model_type}) has one copy"
             yield wrong(cfg, key, why, "1, or use vllm")

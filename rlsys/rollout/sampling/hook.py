@@ -62,7 +62,7 @@ class RowSampler:
 
     def __init__(self, engine_seed: int, device: torch.device, *, logged: bool = True) -> None:
         self.engine_seed, self.device = engine_seed, device
-        self.log, self._logged = SampleLog(), logged
+        self.log, self.logged = SampleLog(), logged
         self._numbers: list[int] = []
 
     def set_rows(self, rows: Sequence[SampleSpec]) -> None:
@@ -88,7 +88,7 @@ class RowSampler:
                 some = logits[at]
                 samples[at] = self._torch_rows.force(some, positions[at])
                 logits[at] = some
-        if self._logged:
+        if self.logged:
             self.log.add(self._numbers, samples)
         return samples
 

@@ -27,14 +27,14 @@ from rlsys.protocol.columns import tensors_of
 from rlsys.rollout.base import SLEEP_TAGS, STEP_WAIT_S, BaseRolloutEngine, EngineContext, RunningRequest
 from rlsys.rollout.batch import score_sequences
 from rlsys.rollout.hf_files import eos_ids_of, model_config
-from rlsys.rollout.sampling.hook import UNUSED, SampleSpec
+from rlsys.rollout.sampling.hook import SampleSpec
 from rlsys.rollout.sglang.arguments import SINGLE_RANK, ReplicaRank, server_arguments
 from rlsys.rollout.sglang.given_images import request_images
 from rlsys.rollout.sglang.launch import EngineThread
 from rlsys.rollout.sglang.sampler import request_id
 from rlsys.rollout.sglang.scheduler_hooks import SchedulerEngine, SchedulerSettings
 from rlsys.rollout.versions import SGLANG
-from rlsys.types import ModelRequest, ResponseDelta, WeightLayout
+from rlsys.types import ModelRequest, ResponseDelta, SamplingParams, WeightLayout
 from rlsys.utils.errors import ConfigError, RolloutError, WeightTransferError
 
 POLL_S = 0.02
@@ -197,22 +197,19 @@ class SGLangRollout(BaseRolloutEngine):
     def _score(self, batch: DataProto, temperature: float) -> Tensor:
         if not self.is_leader:
             return torch.zeros(tensors_of(batch.batch)["responses"].shape)
-        self.remote.call("score_at", temperature, deadline_s=CALL_WAIT_S)
-        try:
-            return score_sequences(batch, partial(self._prompt_logprobs, images_of(batch)))
-        finally:
-            self.remote.call("score_at", 1.0, deadline_s=CALL_WAIT_S)
+        images, params = images_of(batch), SamplingParams(1, temperature=temperature)
 
-    def _prompt_logprobs(
-        self, images: Sequence[tuple[ImageInputs, ...]], sequences: Sequence[Sequence[int]], lengths: Sequence[int]
-    ) -> Iterator[tuple[int, list[float]]]:
-        pending = [
-            self._submit(ids, SampleSpec(next(self._numbers), len(ids), UNUSED), own, score_from=len(ids) - length - 1)
-            for ids, length, own in zip(sequences, lengths, images, strict=True)
-        ]
-        for row, (future, length) in enumerate(zip(pending, lengths, strict=True)):
-            entries = self._result(future)["meta_info"]["input_token_logprobs"]
-            yield row, [entry[0] for entry in entries[len(entries) - length :]]
+        def logprobs(sequences: Sequence[Sequence[int]], lengths: Sequence[int]) -> Iterator[tuple[int, list[float]]]:
+            starts = [len(ids) - length - 1 for ids, length in zip(sequences, lengths, strict=True)]
+            pending = [
+                self._submit(ids, SampleSpec(next(self._numbers), len(ids), params), own, score_from=start)
+                for ids, start, own in zip(sequences, starts, images, strict=True)
+            ]
+            for row, (future, length) in enumerate(zip(pending, lengths, strict=True)):
+                entries = self._result(future)["meta_info"]["input_token_logprobs"]
+                yield row, [entry[0] for entry in entries[len(entries) - length :]]
+
+        return score_sequences(batch, logprobs)
 
     def _result(self, future: Pending) -> Mapping[str, Any]:
         """Wait for an answer while the scheduler is alive."""
@@ -229,11 +226,9 @@ class SGLangRollout(BaseRolloutEngine):
         """
         self.check_weights_awake()
         super().begin_update()
-        if self.is_leader:
-            is_idle = not self._pending and self._flush(TAIL_S if self.config.on_update == "keep" else STEP_WAIT_S)
-            self._is_paused |= not is_idle
-        if self._is_paused:
-            pause = self._engine_thread.engine.tokenizer_manager.pause_generation
+        wait_s = TAIL_S if self.config.on_update == "keep" else STEP_WAIT_S
+        if self.is_leader and (self._pending or not self._flush(wait_s)):
+            self._is_paused, pause = True, self._engine_thread.engine.tokenizer_manager.pause_generation
             self._control(pause, "PauseGenerationReqInput", mode="in_place")
         self.remote.call("wait_idle", deadline_s=CALL_WAIT_S)
         self._report(stops=True)
@@ -281,15 +276,17 @@ class SGLangRollout(BaseRolloutEngine):
 
     def _move_memory(self, tags: Sequence[str], *, asleep: bool) -> None:
         due = [tag for tag in SLEEP_TAGS if tag in tags and (tag in self._asleep) != asleep]
-        if not self.is_leader or not due:
+        if not due:
             return
         manager = self._engine_thread.engine.tokenizer_manager
-        if asleep and not self._asleep and not self._flush(STEP_WAIT_S):
+        if self.is_leader and asleep and not self._asleep and not self._flush(STEP_WAIT_S):
             raise RolloutError(f"SGLang did not become idle on every rank within {STEP_WAIT_S:g} s; it cannot sleep")
-        if asleep:
+        if self.is_leader and asleep:
             self._control(manager.release_memory_occupation, "ReleaseMemoryOccupationReqInput", tags=due)
-        else:
+        elif self.is_leader:
             self._control(manager.resume_memory_occupation, "ResumeMemoryOccupationReqInput", tags=due)
+        if asleep:
+            self.remote.call("wait_asleep", deadline_s=CALL_WAIT_S)
 
     def _free(self) -> None:
         self.remote.close()

@@ -97,14 +97,16 @@ class EngineThread:
 
 
 def _start(arguments: dict[str, Any], settings: SchedulerSettings) -> Any:
+    ranks, tp_size, copies = arguments.get("nnodes", 1), arguments["tp_size"], arguments.get("dp_size", 1)
     if arguments["device"] == "cpu":
         os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
-        if arguments["tp_size"] > 1:
-            os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _cores_by_rank(arguments["tp_size"]))
-    copies = arguments.get("dp_size", 1)
-    if arguments["tp_size"] > copies:
+        if ranks > 1:
+            os.environ.setdefault(
+                "SGLANG_CPU_OMP_THREADS_BIND", _cores_of_stage(ranks, tp_size, arguments["node_rank"])
+            )
+    if tp_size > copies:
         os.environ["SYNC_TOKEN_IDS_ACROSS_TP"] = "1"  # the first rank's tokens are the logged ones
-    if arguments["tp_size"] > 1:
+    if ranks > 1:
         # Ranks share their GPUs with stages of unlike size, so SGLang must not compare their free memory.
         os.environ["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
     os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
@@ -132,11 +134,12 @@ def _start(arguments: dict[str, Any], settings: SchedulerSettings) -> Any:
     return engine
 
 
-def _cores_by_rank(size: int) -> str:
-    """The cores of each rank, in SGLang's syntax: "0-3|4-7"."""
-    cores = sorted(os.sched_getaffinity(0))
-    each = max(1, len(cores) // size)
-    parts = [[cores[n % len(cores)] for n in range(rank * each, (rank + 1) * each)] for rank in range(size)]
+def _cores_of_stage(ranks: int, tp_size: int, rank: int) -> str:
+    """The cores of each rank of this rank's stage, in SGLang's syntax: "0-3|4-7"."""
+    cores, first = sorted(os.sched_getaffinity(0)), rank // tp_size * tp_size
+    each = max(1, len(cores) // ranks)
+    starts = range(first * each, (first + tp_size) * each, each)
+    parts = [[cores[n % len(cores)] for n in range(start, start + each)] for start in starts]
     return "|".join(str(part[0]) if each == 1 else f"{part[0]}-{part[-1]}" for part in parts)
 
 

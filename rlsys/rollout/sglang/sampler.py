@@ -34,10 +34,16 @@ def spec_of(rid: str) -> SampleSpec | None:
 
 
 class SchedulerSampler:
-    """Samples the batches of one scheduler process; only the first rank of a replica keeps a log."""
+    """Samples the batches of one scheduler process; only the first rank of a replica keeps a log.
+
+    `samples`: those of the last batch, None if it was not ours. `temperature`: that of the log-probabilities which the
+    running batch asks for.
+    """
 
     def __init__(self, seed: int, device: torch.device, *, logged: bool) -> None:
         self.rows = RowSampler(seed, device, logged=logged)
+        self.samples: Tensor | None = None
+        self.temperature = 1.0
         self._rids: Sequence[str] = ()
         self._lock = threading.Lock()
 
@@ -50,7 +56,13 @@ class SchedulerSampler:
                     return
                 self.rows.set_rows(rows)
                 self._rids = rids
-            self.rows.force(logits, last_positions + 1)
+            self.samples = self.rows.force(logits, last_positions + 1)
+
+    def add(self, rids: Sequence[str], samples: Tensor) -> None:
+        """Log the samples (N, 5) of `RowSampler.force` that the last pipeline stage made for these requests."""
+        with self._lock:
+            if self.rows.logged:
+                self.rows.log.add([int(rid.partition(SEPARATOR)[0]) for rid in rids], samples)
 
     def take(self, numbers: Sequence[int], starts: Sequence[int] | None = None) -> tuple[np.ndarray, np.ndarray]:
         """As `SampleLog.take`: numbers of tokens (K,), and the tokens (T, 4): token, full, sampled, finite."""
@@ -64,10 +76,22 @@ class SchedulerSampler:
 
 
 def install(sampler_of: Callable[[Any], SchedulerSampler | None]) -> None:
-    """Make SGLang's model runners take the tokens of `sampler_of(runner)`, or their own if that is None."""
+    """Make SGLang's model runners take the tokens of `sampler_of(runner)`, or their own if that is None.
+
+    The ranks of a last pipeline stage each send a part of the samples, so they take those of the first of them.
+    """
+    from sglang.srt.distributed.parallel_state import get_pp_group, get_tp_group
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-    original = ModelRunner.sample
+    original, run = ModelRunner.sample, ModelRunner.forward
+
+    def forward(self: ModelRunner, forward_batch: ForwardBatch, *args: object, **kwargs: object) -> object:
+        sampler = sampler_of(self)
+        if sampler is not None:
+            spec = spec_of(forward_batch.rids[0]) if forward_batch.return_logprob and forward_batch.rids else None
+            sampler.temperature, sampler.samples = spec.params.temperature if spec else 1.0, None
+        return run(self, forward_batch, *args, **kwargs)
 
     def sample(self: object, logits_output: Any, forward_batch: Any) -> object:
         sampler = sampler_of(self)
@@ -76,6 +100,8 @@ def install(sampler_of: Callable[[Any], SchedulerSampler | None]) -> None:
             last = forward_batch.positions if mode.is_decode() else forward_batch.seq_lens - 1
             logits = logits_output.next_token_logits
             sampler.force(logits, forward_batch.rids, last[: logits.shape[0]])
+            if sampler.samples is not None and get_pp_group().world_size > 1:
+                get_tp_group().broadcast(sampler.samples)
         return original(self, logits_output, forward_batch)
 
-    ModelRunner.sample = sample
+    ModelRunner.sample, ModelRunner.forward = sample, forward

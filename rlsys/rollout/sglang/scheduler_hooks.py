@@ -24,6 +24,7 @@ from rlsys.rollout.engine_weights import EngineWeights
 from rlsys.rollout.hf_files import hf_tensors
 from rlsys.rollout.sglang.dp_attention import scheduler_place, serve_each_copy
 from rlsys.rollout.sglang.sampler import SchedulerSampler, install
+from rlsys.rollout.sglang.stages import connect_stages
 from rlsys.types import WeightLayout
 from rlsys.utils.errors import WeightTransferError
 from rlsys.utils.hosts import host_id
@@ -58,13 +59,12 @@ class SchedulerEngine:
         name_scales(self.model)
         self.weights = EngineWeights(*hf_tensors(settings.path, dtype=settings.dtype), lambda: self.model, self._derive)
         self.sampler = SchedulerSampler(settings.seed, self.device, logged=settings.serves)
-        self.temperature = 1.0
-        self.num_stops = self._num_seen_stops = 0
+        self.num_stops = self._num_seen_stops = self.num_releases = self._num_seen_releases = 0
         methods = {
             "take_samples": self.sampler.take,
-            "score_at": self._score_at,
             "load": self.load,
             "wait_idle": self.wait_idle,
+            "wait_asleep": self.wait_asleep,
             "finish": self.weights.finish,
             **settings.methods(self),
         }
@@ -90,25 +90,28 @@ class SchedulerEngine:
 
     def wait_idle(self) -> None:
         """Wait until no batch runs and none will follow, as the first rank pauses SGLang or has cleared the cache."""
-        end_s = time.monotonic() + IDLE_WAIT_S
         scheduler = self._scheduler
-        while self.num_stops == self._num_seen_stops or not (scheduler._engine_paused or scheduler.is_fully_idle()):
-            if time.monotonic() > end_s:
-                raise WeightTransferError(f"this replica's first rank did not stop SGLang within {IDLE_WAIT_S:g} s")
-            time.sleep(0.005)
+
+        def is_idle() -> bool:
+            batches = getattr(scheduler, "mbs", ())  # on their way through the stages
+            return not any(batches) if scheduler._engine_paused else scheduler.is_fully_idle()
+
+        _wait_until(lambda: self.num_stops > self._num_seen_stops and is_idle(), "stop SGLang")
         self._num_seen_stops = self.num_stops
         if not scheduler._engine_paused:
             self.sampler.clear()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
+    def wait_asleep(self) -> None:
+        """Wait until this process has released its memory, too: a later stage does so after the first rank has."""
+        _wait_until(lambda: self.num_releases > self._num_seen_releases, "put SGLang to sleep")
+        self._num_seen_stops, self._num_seen_releases = self.num_stops, self.num_releases
+
     def _derive(self) -> None:
         derive_again(self.model)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-    def _score_at(self, temperature: float) -> None:
-        self.temperature = temperature
 
     def _use_device(self) -> None:
         if self.device.type == "cuda":
@@ -128,6 +131,7 @@ def run_scheduler(*args: object, settings: SchedulerSettings, **kwargs: object) 
         serve_each_copy()
         given |= scheduler_place(settings.replica_arguments, given)
     _hook_scheduler(theirs.Scheduler, engines, settings)
+    connect_stages(lambda: engines[0].sampler)
     theirs.run_scheduler_process(**given)
 
 
@@ -163,6 +167,8 @@ def _exit_with(parent: int) -> None:
 
 def _hook_scheduler(scheduler_cls: Any, engines: list[SchedulerEngine], settings: SchedulerSettings) -> None:
     """Start the RpcServer before the event loop; on an error exit without SGLang's signal to the worker."""
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager as Memory
+
     begin, run = scheduler_cls.__init__, scheduler_cls.run_event_loop
 
     def __init__(self: object, *args: object, **kwargs: object) -> None:
@@ -176,18 +182,27 @@ def _hook_scheduler(scheduler_cls: Any, engines: list[SchedulerEngine], settings
 
         _or_exit(loop)
 
-    def counted(method: Callable[..., object]) -> Callable[..., object]:
-        def stop(self: object, *args: object, **kwargs: object) -> object:
+    def counted(method: Callable[..., object], count: str = "num_stops") -> Callable[..., object]:
+        def call(self: object, *args: object, **kwargs: object) -> object:
             done = method(self, *args, **kwargs)
-            if engines:
-                engines[0].num_stops += done is not False
+            for engine in engines:
+                setattr(engine, count, getattr(engine, count) + (done is not False))
             return done
 
-        return stop
+        return call
 
     scheduler_cls.__init__, scheduler_cls.run_event_loop = __init__, run_event_loop
     scheduler_cls.flush_cache = counted(scheduler_cls.flush_cache)
     scheduler_cls.pause_generation = counted(scheduler_cls.pause_generation)
+    Memory.release_memory_occupation = counted(Memory.release_memory_occupation, "num_releases")
+
+
+def _wait_until(ready: Callable[[], bool], what: str) -> None:
+    end_s = time.monotonic() + IDLE_WAIT_S
+    while not ready():
+        if time.monotonic() > end_s:
+            raise WeightTransferError(f"this replica's first rank did not {what} within {IDLE_WAIT_S:g} s")
+        time.sleep(0.005)
 
 
 def _or_exit(action: Callable[[], None]) -> None:
@@ -207,7 +222,7 @@ def _scale_scores(engines: list[SchedulerEngine]) -> None:
 
     def _get_logits(self: Any, *args: object, **kwargs: object) -> Tensor:
         logits = original(self, *args, **kwargs)
-        temperature = engines[0].temperature if engines else 1.0
+        temperature = engines[0].sampler.temperature if engines else 1.0
         return logits if temperature == 1.0 else logits / temperature
 
     LogitsProcessor._get_logits = _get_logits

@@ -235,7 +235,11 @@ FOREIGN = [
     bad(f"{A}.megatron.dist_checkpointing_path=x", "dist_checkpointing_path", "model.path"),
     bad(f"{R}.pipeline_parallel_size=2", "pipeline_parallel_size", "set rollout.pipeline_model_parallel_size"),
     bad(f"{R}.pipeline_model_parallel_size=2", f"{R}.pipeline_model_parallel_size", "in one process", "use vllm"),
-    bad([f"{R}.name=sglang", f"{R}.pipeline_model_parallel_size=2"], "SGLang's loop over stages", "use vllm"),
+    bad(
+        [f"{R}.name=sglang", *(f"{R}.{size}_parallel_size=2" for size in ("pipeline_model", "data")), *DEVICES],
+        f"{R}.pipeline_model_parallel_size = 2: with SGLang only where {R}.data_parallel_size=1",
+        "use vllm",
+    ),
     bad(
         [f"{R}.name=vllm", *(f"{R}.{size}_model_parallel_size=2" for size in ("tensor", "pipeline")), *DEVICES],
         f"{R}.pipeline_model_parallel_size = 2: the 2 rollout processes",
@@ -596,7 +600,7 @@ RUNS = [
     bad(f"{A}.checkpoint.load_contents=[model,hf_model]", f"{A}.checkpoint.load_contents", "hf_model"),
     bad(f"{A}.checkpoint.save_contents=[model,model]", f"{A}.checkpoint.save_contents", "listed twice"),
     bad("trainer.allocation_mode=hf:d2", "trainer.allocation_mode", "hf:d2+fsdp:d2"),
-    bad("trainer.allocation_mode=sglang:d2p2+fsdp:d2", "trainer.allocation_mode", "no pipeline parallelism"),
+    bad("trainer.allocation_mode=hf:d2p2+fsdp:d2", "trainer.allocation_mode", "no pipeline parallelism"),
     bad(f"{R}.tensor_model_parallel_size=0", f"{R}.tensor_model_parallel_size"),
     bad(f"{R}.tensor_model_parallel_size=2", f"{R}.tensor_model_parallel_size", "one process", "=1"),
     bad(

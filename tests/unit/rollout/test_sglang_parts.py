@@ -1,6 +1,7 @@
 """The parts of the SGLang adapter that need no SGLang: request ids, sampling and server arguments."""
 
 import json
+import os
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -17,6 +18,7 @@ from rlsys.rollout.sampling.hook import SampleSpec
 from rlsys.rollout.sampling.sample import BatchSampling, row_keys, sample_tokens
 from rlsys.rollout.sglang.arguments import SINGLE_RANK, ReplicaRank, server_arguments
 from rlsys.rollout.sglang.engine import SGLangRollout
+from rlsys.rollout.sglang.launch import _cores_of_stage
 from rlsys.rollout.sglang.sampler import SchedulerSampler, request_id, spec_of
 from rlsys.rollout.versions import VersionTable
 from rlsys.types import SamplingParams
@@ -110,6 +112,28 @@ def test_every_setting_reaches_sglang_under_its_name() -> None:
     assert arguments(replica=ReplicaRank(address="127.0.0.1:9"))["nccl_port"] == 9
     cut = arguments(replica=ReplicaRank(1, 2, "127.0.0.1:9"))
     assert (cut["tp_size"], cut["nnodes"], cut["node_rank"], cut["dist_init_addr"]) == (2, 2, 1, "127.0.0.1:9")
+    assert cut["pp_size"] == 1
+    stages = arguments(replica=ReplicaRank(3, 4, "127.0.0.1:9"), pipeline_model_parallel_size=2)
+    assert [stages[name] for name in ("tp_size", "pp_size", "nnodes", "node_rank")] == [2, 2, 4, 3]
+
+
+def test_each_rank_of_a_stage_has_cores_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    assert [_cores_of_stage(4, 2, rank) for rank in range(4)] == ["0-1|2-3", "0-1|2-3", "4-5|6-7", "4-5|6-7"]
+    assert [_cores_of_stage(2, 1, rank) for rank in range(2)] == ["0-3", "4-7"]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {5, 7})
+    assert [_cores_of_stage(4, 2, rank) for rank in (0, 2)] == ["5|7", "5|7"]
+
+
+def test_samples_of_a_later_stage_are_logged_by_the_first_rank_alone() -> None:
+    rids = [request_id(spec(0)), request_id(spec(1))]
+    samples = torch.tensor([[0.0, 7, -1, -2, 1], [-1, 8, -1, -2, 1]], dtype=torch.float64)
+    for logged in (True, False):
+        sampler = SchedulerSampler(11, torch.device("cpu"), logged=logged)
+        sampler.add(rids, samples)
+        counts, table = sampler.take([0, 1])
+        assert counts.tolist() == [logged, 0], "nothing is sampled in the middle of a prompt"
+        assert table.tolist() == [[7.0, -1.0, -2.0, 1.0]] * logged
 
 
 def test_copies_of_the_attention_have_as_many_requests_each() -> None:
