@@ -11,7 +11,7 @@ from rlsys.fleet.external.settings import settings_of
 from rlsys.fleet.external.transfer import BroadcastTransfer, ExternalTransfer
 from rlsys.fleet.fleet import RolloutFleet
 from rlsys.interfaces import WeightTransfer
-from rlsys.rollout.hf_files import model_config
+from rlsys.models.hf import saved_config
 from rlsys.telemetry.log import get_logger
 from rlsys.types import TransferReport
 from rlsys.utils.errors import DeadlineError, WeightTransferError, WorkerError
@@ -89,7 +89,7 @@ def connect_servers(cfg: PPOConfig, actor: ActorGroup) -> tuple[RemoteEngine, Ex
     rollout, deadlines = cfg.actor_rollout_ref.rollout, cfg.trainer.deadlines
     path = cfg.actor_rollout_ref.model.path
     settings = settings_of(rollout, deadlines, max_staleness=cfg.trainer.max_staleness)
-    hf_config = model_config(path) if path else None
+    hf_config = saved_config(path) if path else None
     engine: RemoteEngine = worker_class(rollout.name)(replace(settings, hf_config=hf_config))
     engine.connect()
     if rollout.checkpoint_engine.backend == "nccl":

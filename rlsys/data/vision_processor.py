@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoImageProcessor
+from transformers import AutoImageProcessor
 
 from rlsys.config.checks.files import model_facts
 from rlsys.config.vocabulary import GRIDS, TILES, TIMESTAMPS
 from rlsys.data.chat import MARKERS, Kwargs, Message, Prompt, Tokenizer, as_messages, encode_text, render, with_parts
 from rlsys.data.images import ImageError, image_hash, load_image, png_bytes
 from rlsys.data.videos import Video, is_video, load_video
+from rlsys.models.hf import saved_config
 from rlsys.models.vision import num_features, placeholder_ids
 from rlsys.protocol import ImageInputs
 from rlsys.utils.errors import ConfigError, raised_as
@@ -55,7 +56,7 @@ class VisionProcessor:
         if unknown := sorted(settings.keys() - processor.valid_kwargs.__annotations__.keys()):
             known = ", ".join(sorted(processor.valid_kwargs.__annotations__))
             raise ConfigError(f"data.mm_processor_kwargs: {unknown[0]} is not among {known}")
-        return cls(AutoConfig.from_pretrained(path), processor, tokenizer, limit_images=limit_images)
+        return cls(saved_config(path), processor, tokenizer, limit_images=limit_images)
 
     def check_limit(self, num_images: int) -> None:
         """ValueError for more images than a prompt may have."""

@@ -13,7 +13,9 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
+from rlsys.config.checks.files import model_facts
 from rlsys.config.schema.model import ModelConfig
 from rlsys.interfaces import StoredTensor
 from rlsys.models import quantized
@@ -36,6 +38,14 @@ TensorSource = Mapping[str, StoredTensor]
 """The tensors of a model by HF name."""
 
 
+def saved_config(path: str | Path, *, trust_remote_code: bool = False) -> Any:
+    """The configuration of a model directory, of transformers' own class: engines put others in their place."""
+    own = CONFIG_MAPPING_NAMES.get(str(model_facts(path).get("model_type")))
+    if own is None or trust_remote_code:
+        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
+    return getattr(transformers, own).from_pretrained(path, local_files_only=True)
+
+
 def read_config(model: ModelConfig) -> PretrainedConfig:
     """The transformers configuration of `path` with `override_config` applied (nested mappings are merged).
 
@@ -49,7 +59,7 @@ def read_config(model: ModelConfig) -> PretrainedConfig:
     if not (Path(model.path) / "config.json").is_file():
         raise CheckpointError(f"no config.json in the model directory {model.path}")
     with raised_as(CheckpointError, f"cannot read {model.path}/config.json"):  # by classes that a model may bring
-        config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+        config = saved_config(model.path, trust_remote_code=model.trust_remote_code)
     if not isinstance(config.dtype, torch.dtype | None):
         raise CheckpointError(f"{model.path}/config.json: dtype={config.dtype!r} is not a type; set one as bfloat16")
     if settings := getattr(config, "quantization_config", None):

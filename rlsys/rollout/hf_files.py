@@ -5,20 +5,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, GenerationConfig
+from transformers import GenerationConfig
 
-from rlsys.models.hf import auto_model, open_model_dir, read_whole, saved_names, saved_tensors_of, shared_names
+from rlsys.models import hf
 from rlsys.models.stacked import saved_aliases, saved_stacks
-
-
-def model_config(path: str | Path) -> Any:
-    """The configuration of the model."""
-    return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
 
 
 def text_config(path: str | Path) -> Any:
     """The configuration of the language model."""
-    return model_config(path).get_text_config()
+    return hf.saved_config(path).get_text_config()
 
 
 def is_quantised(path: str | Path) -> bool:
@@ -47,14 +42,14 @@ def hf_tensors(
 
     Without `has_memory` they are meta tensors; with `has_values` they hold the checkpoint's values.
     """
-    config = model_config(path)
+    config = hf.saved_config(path)
     with torch.device("meta"):
-        model = auto_model(config).from_config(config, trust_remote_code=False)
-    aliases = saved_aliases(shared_names(model.state_dict(keep_vars=True).items()), saved_stacks(model))
+        model = hf.auto_model(config).from_config(config, trust_remote_code=False)
+    aliases = saved_aliases(hf.shared_names(model.state_dict(keep_vars=True).items()), saved_stacks(model))
     kind, device = getattr(torch, dtype), "cpu" if has_memory else "meta"
-    saved = saved_names(model, {n: t.detach() for n, t in saved_tensors_of(model).items()})
+    saved = hf.saved_names(model, {n: t.detach() for n, t in hf.saved_tensors_of(model).items()})
     tensors = {n: torch.zeros(t.shape, dtype=kind, device=device) for n, t in saved.items()}
-    for name, stored in open_model_dir(Path(path)).items() if has_values else ():
+    for name, stored in hf.open_model_dir(Path(path)).items() if has_values else ():
         if (held := tensors.get(aliases.get(name, name))) is not None:
-            held.copy_(read_whole(stored))
+            held.copy_(hf.read_whole(stored))
     return tensors, aliases

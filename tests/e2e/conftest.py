@@ -29,10 +29,21 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 GPU_CACHE_BYTES = 1 << 30
-GPU_CACHE = f"+actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes={GPU_CACHE_BYTES}"
-"""With it vLLM does not measure the GPU's memory, which fails where other tests release theirs meanwhile."""
-GPU_SHARE = {"vllm": 0.1, "sglang": 0.3}
-"""`rollout.gpu_memory_utilization` of a tiny model: vLLM asks whether so much is free before it looks at GPU_CACHE."""
+GPU_MEMORY = {
+    "vllm": (
+        "actor_rollout_ref.rollout.gpu_memory_utilization=0.1",
+        f"+actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes={GPU_CACHE_BYTES}",
+    ),
+    "sglang": (
+        "actor_rollout_ref.rollout.gpu_memory_utilization=0.6",
+        "+actor_rollout_ref.rollout.engine_kwargs.sglang.max_total_tokens=16384",
+    ),
+}
+"""A cache of one size for a tiny model, not what an engine measures while other tests take and release memory. The
+share is what vLLM wants to find free first, and what SGLang may find taken."""
+GDN = "+actor_rollout_ref.rollout.engine_kwargs.vllm.gdn_prefill_backend=triton"
+"""FlashInfer's kernels for gated delta layers, vLLM's choice on Hopper, are built with CUTLASS's DSL, which takes long
+where it is installed."""
 UNCOMPILED = "actor_rollout_ref.actor.use_torch_compile=false"
 """Without it a job on a GPU compiles the layers first, which takes a minute."""
 

@@ -22,7 +22,7 @@ from rlsys.rollout.partial import PartialResponse
 from rlsys.types import ModelRequest, ResponseDelta, SamplingParams
 from rlsys.utils.errors import ConfigError
 from tests.contracts.rollout_engine import prompt_batch
-from tests.e2e.conftest import GPU_CACHE, GPU_SHARE, UNCOMPILED, Toy, follow_large_updates, with_model
+from tests.e2e.conftest import GPU_MEMORY, UNCOMPILED, Toy, follow_large_updates, with_model
 from tests.ranks import run_ranks
 from tests.vllm_experts import divide_experts_on_cpus
 from trainer.main_ppo import main
@@ -114,9 +114,8 @@ def test_vllm_on_a_gpu_takes_the_stacks_of_gpt_oss(strategy: str, oss: Toy, tmp_
         *(f"actor_rollout_ref.actor.strategy={strategy}", f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.validate_weight=true"),
         UNCOMPILED,
         *(f"{ROLLOUT}.parity.freq=1", f"{ROLLOUT}.parity.policy=stop"),
-        f"{ROLLOUT}.gpu_memory_utilization={GPU_SHARE['vllm']}",
+        *GPU_MEMORY["vllm"],
         *("actor_rollout_ref.actor.optim.lr=1e-2", f"reward.custom_reward_function.path={oss.grader}"),
-        GPU_CACHE,
     )
     assert main(argv) == 0
 
@@ -138,9 +137,8 @@ def test_engines_on_a_gpu_follow_large_updates_of_megatron(
         *("actor_rollout_ref.actor.strategy=megatron", f"trainer.n_gpus_per_node={gpus}"),
         *([f"actor_rollout_ref.actor.megatron.{size}_model_parallel_size=2"] if size else []),
         *(f"{ROLLOUT}.name={engine}", f"{ROLLOUT}.enforce_eager=true"),
-        f"{ROLLOUT}.gpu_memory_utilization={GPU_SHARE[engine]}",
+        *GPU_MEMORY[engine],
         *(f"{ROLLOUT}.validate_weight=true", f"{ROLLOUT}.parity.rows=32", f"{ROLLOUT}.parity.mean_limit=0.05"),
-        GPU_CACHE,
     )
     with capsys.disabled():
         print(
@@ -158,8 +156,7 @@ def test_the_processes_of_a_copy_hold_whole_experts(engine: str, dense: str, spa
         tmp_path,
         *FSDP,
         *("trainer.n_gpus_per_node=2", f"{ROLLOUT}.name={engine}"),
-        f"{ROLLOUT}.gpu_memory_utilization={GPU_SHARE[engine]}",
-        GPU_CACHE,
+        *GPU_MEMORY[engine],
         *(f"{ROLLOUT}.{size}_parallel_size=2" for size in (dense, "expert")),
         *(f"{ROLLOUT}.validate_weight=true", f"{ROLLOUT}.parity.freq=1", f"{ROLLOUT}.parity.policy=stop"),
         f"reward.custom_reward_function.path={sparse.grader}",

@@ -11,11 +11,12 @@ from transformers import DeepseekV3Config, LlamaConfig, PretrainedConfig, Qwen2C
 
 from rlsys.config.engines import float8_block
 from rlsys.config.schema.rollout import GenerationConfig
+from rlsys.models.hf import saved_config
 from rlsys.models.quantized import SCALE
 from rlsys.rollout.base import EngineContext
 from rlsys.rollout.engine_weights import EngineWeights
 from rlsys.rollout.hf.engine import HFRollout
-from rlsys.rollout.hf_files import hf_tensors, model_config
+from rlsys.rollout.hf_files import hf_tensors
 from rlsys.weights.fp8 import Fp8Weights, float8_shapes
 from rlsys.weights.layout import shard_view, view_of
 from rlsys.weights.plan import make_plan
@@ -76,7 +77,7 @@ def loaded_by_vllm(path: Path) -> set[str]:
 
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(os.getppid()), "VLLM_CPU_KVCACHE_SPACE": "1"}
     take_any_kernel()
-    text = model_config(path).to_dict()
+    text = saved_config(path).to_dict()
     arguments = float8_arguments(text, GenerationConfig(), is_pushed=True) | {"moe_backend": "auto"}
     engine_args = EngineArgs(
         str(path), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=32, enforce_eager=True, **arguments
@@ -169,7 +170,7 @@ def test_engines_load_what_is_quantised(
     tmp_path: Path,
 ) -> None:
     path = with_model(toy, tmp_path, kind, **sizes).model
-    assert float8_block(model_config(path).to_dict(), GenerationConfig()) == block
+    assert float8_block(saved_config(path).to_dict(), GenerationConfig()) == block
     matrices = run_ranks(1, loaded_by_vllm if engine == "vllm" else loaded_by_sglang, path)[0]
     assert len(matrices) == num_matrices
     assert all(name.endswith(("proj.weight", "proj_with_mqa.weight")) for name in matrices)

@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from packaging.specifiers import SpecifierSet
 from transformers import Qwen3_5TextConfig, Qwen3NextConfig
 
-from tests.e2e.conftest import GPU_CACHE, GPU_SHARE, UNCOMPILED, Toy, follow_large_updates, with_model
+from rlsys.rollout.versions import VLLM
+from tests.e2e.conftest import GDN, GPU_MEMORY, UNCOMPILED, Toy, follow_large_updates, with_model
 from tests.fla_stand_in import HAS_PACKED_DELTA
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")]
@@ -64,11 +66,13 @@ def test_vllm_follows_large_updates(delta: Toy, tmp_path: Path) -> None:
 def test_vllm_on_a_gpu_follows_large_updates(strategy: str, delta: Toy, tmp_path: Path) -> None:
     if strategy == "megatron" and not (HAS_PACKED_DELTA and find_spec("fla")):
         pytest.skip("needs megatron-core>=0.19 and flash-linear-attention")
+    if delta.model.name.startswith("qwen3.5") and VLLM.installed() in SpecifierSet("<0.27"):
+        pytest.skip("vLLM 0.26 has no text model of Qwen3.5")
     assert torch.cuda.is_available()
     packed = "true" if strategy == "megatron" else "false"
     check(
         delta,
         tmp_path,
         *(f"actor_rollout_ref.actor.strategy={strategy}", f"actor_rollout_ref.model.use_remove_padding={packed}"),
-        *(f"{ROLLOUT}.gpu_memory_utilization={GPU_SHARE['vllm']}", UNCOMPILED, GPU_CACHE),
+        *(*GPU_MEMORY["vllm"], GDN, UNCOMPILED),
     )

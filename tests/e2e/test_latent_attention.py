@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config
 from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.rollout.base import EngineContext
 from rlsys.types import ModelRequest, ModelResponse, SamplingParams
-from tests.e2e.conftest import GPU_CACHE, GPU_SHARE, Toy, follow_large_updates, with_model
+from tests.e2e.conftest import GPU_MEMORY, Toy, follow_large_updates, with_model
 from tests.ranks import run_ranks
 
 pytestmark = [
@@ -124,12 +124,7 @@ def test_weights_pushed_in_place_on_a_gpu_are_served(
     engine: str, latent: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kwargs = f"{ROLLOUT}.engine_kwargs.{engine}.attention_backend={'TRITON_MLA' if engine == 'vllm' else 'triton'}"
-    more = (
-        f"{ROLLOUT}.name={engine}",
-        f"+{kwargs}",
-        f"{ROLLOUT}.gpu_memory_utilization={GPU_SHARE[engine]}",
-        GPU_CACHE,
-    )
+    more = (f"{ROLLOUT}.name={engine}", f"+{kwargs}", *GPU_MEMORY[engine])
     limits = (f"{ROLLOUT}.parity.mean_limit=0.05", f"{ROLLOUT}.parity.rows=32", f"{ROLLOUT}.validate_weight=true")
     lines = follow_large_updates(latent, tmp_path, MEGATRON, *more, *limits)
     with capsys.disabled():

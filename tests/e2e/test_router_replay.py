@@ -13,7 +13,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from rlsys.config import load_config
 from rlsys.utils.errors import ConfigError
-from tests.e2e.conftest import GPU_CACHE, GPU_SHARE, Toy, with_model
+from tests.e2e.conftest import GPU_MEMORY, Toy, with_model
 from trainer.main_ppo import main
 
 ACTOR = "actor_rollout_ref.actor"
@@ -131,11 +131,11 @@ def test_routes_of_engines_on_a_gpu_bring_log_probs_nearer(
     settings = (
         f"{rollout}.name={engine}",
         f"{rollout}.enforce_eager=true",
-        f"{rollout}.gpu_memory_utilization={GPU_SHARE[engine]}",
+        *GPU_MEMORY[engine],
         *(f"trainer.n_gpus_per_node={copies}", f"{rollout}.data_parallel_size={copies}"),
         f"{rollout}.expert_parallel_size={copies}",
     )
-    k3 = k3_by_replay(modes, served, tmp_path, *settings, GPU_CACHE)
+    k3 = k3_by_replay(modes, served, tmp_path, *settings)
     with capsys.disabled():
         print(f"{engine} x {copies}: K3 by replay", {mode: f"{value:.2e}" for mode, value in k3.items()})
     assert k3["R3"] <= 0.5 * min(value for mode, value in k3.items() if mode != "R3")

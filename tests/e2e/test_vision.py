@@ -9,7 +9,7 @@ import pytest
 
 from rlsys.model_merger.convert import merge
 from rlsys.rollout.hf.engine import HFRollout
-from tests.e2e.conftest import GPU_CACHE, GPU_SHARE, GRADER, UNCOMPILED
+from tests.e2e.conftest import GDN, GPU_MEMORY, GRADER, UNCOMPILED
 from tests.fla_stand_in import HAS_PACKED_DELTA
 from tests.tiny_vision import MODELS, QWEN35, wide, write_model, write_rows
 from trainer.main_ppo import main
@@ -111,9 +111,9 @@ def test_gated_delta_layers_are_trained_and_served_with_images(tmp_path: Path) -
 def test_gated_delta_layers_see_images_on_a_gpu(strategy: str, tmp_path: Path) -> None:
     if strategy == "megatron" and not (HAS_PACKED_DELTA and find_spec("fla")):
         pytest.skip("needs megatron-core>=0.19 and flash-linear-attention")
-    served = ("name=vllm", "dtype=bfloat16", "validate_weight=true", f"gpu_memory_utilization={GPU_SHARE['vllm']}")
+    served = ("name=vllm", "dtype=bfloat16", "validate_weight=true")
     more = [f"actor_rollout_ref.rollout.{setting}" for setting in served]
-    more += [f"actor_rollout_ref.actor.strategy={strategy}", UNCOMPILED, GPU_CACHE]
+    more += [f"actor_rollout_ref.actor.strategy={strategy}", UNCOMPILED, *GPU_MEMORY["vllm"], GDN]
     more += [f"actor_rollout_ref.model.use_remove_padding={str(strategy == 'megatron').lower()}"]
     assert main(arguments(tmp_path, *more, config=wide(QWEN35, head_dim=64))) == 0
     assert max(line["parity/mean_abs"] for line in metrics_of(tmp_path)) < 0.02

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import Qwen2Config
 
-from tests.e2e.conftest import GPU_CACHE, UNCOMPILED, Toy, toy, with_model  # noqa: F401
+from tests.e2e.conftest import GPU_MEMORY, UNCOMPILED, Toy, toy, with_model  # noqa: F401
 from tests.e2e.test_elastic_rollout import ENGINES, JOB, STILL, cluster_of, job_on, serves_in_the_place_of_another
 
 pytestmark = [
@@ -31,7 +31,7 @@ def test_an_engine_on_a_gpu_copies_the_weights_of_another_and_serves_in_its_plac
     arguments = wide.overrides(
         tmp_path,
         *(*JOB, *STILL, UNCOMPILED, "trainer.device=cuda", f"reward.custom_reward_function.path={wide.grader}"),
-        *(f"{ROLLOUT}.name={engine}", f"{ROLLOUT}.gpu_memory_utilization=0.2", *([GPU_CACHE] * (engine == "vllm"))),
+        *(f"{ROLLOUT}.name={engine}", *GPU_MEMORY[engine]),
     )
     with cluster_of(trains, serves, serves) as (nodes, address), job_on(address, tmp_path, arguments) as job:
         lines = serves_in_the_place_of_another(job, nodes)

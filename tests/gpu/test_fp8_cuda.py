@@ -29,7 +29,7 @@ from rlsys.types import Box, WeightLayout
 from rlsys.weights.endpoints import WeightReceiver, WeightSender
 from rlsys.weights.fp8 import MatrixBox, prepared_quantiser
 from rlsys.weights.sharding_manager import ShardingManager
-from tests.e2e.conftest import GPU_CACHE, GPU_CACHE_BYTES, UNCOMPILED, Toy, toy, with_model  # noqa: F401
+from tests.e2e.conftest import GPU_CACHE_BYTES, GPU_MEMORY, UNCOMPILED, Toy, toy, with_model  # noqa: F401
 from tests.fp8_models import EXPERTS, LATENT, MATRICES
 from tests.gpu.test_vllm_cuda import BACKEND, Trainer, apart, requests_of
 from tests.ranks import run_ranks
@@ -237,8 +237,8 @@ def test_a_run_serves_fp8(engine: str, gpus: int, kind: int | str, toy: Toy, tmp
     rollout = "actor_rollout_ref.rollout"
     argv = model.overrides(
         tmp_path / "out",
-        *(f"{rollout}.name={engine}", f"{rollout}.quantization=fp8", f"{rollout}.gpu_memory_utilization=0.2"),
-        *(f"{rollout}.enforce_eager={kind != 64}", f"{rollout}.checkpoint_engine.backend=ipc", GPU_CACHE),
+        *(f"{rollout}.name={engine}", f"{rollout}.quantization=fp8", *GPU_MEMORY[engine]),
+        *(f"{rollout}.enforce_eager={kind != 64}", f"{rollout}.checkpoint_engine.backend=ipc"),
         *(f"actor_rollout_ref.actor.strategy={'megatron' if kind == 'latent' else 'fsdp'}",),
         *([f"+{rollout}.engine_kwargs.{engine}.attention_backend={ATTENTION[engine]}"] if kind == "latent" else []),
         *(f"trainer.n_gpus_per_node={gpus}", *([UNCOMPILED] if kind != 64 else [])),

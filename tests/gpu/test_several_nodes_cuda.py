@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.e2e.conftest import GPU_CACHE, UNCOMPILED, Toy, toy  # noqa: F401
+from tests.e2e.conftest import GPU_MEMORY, UNCOMPILED, Toy, toy  # noqa: F401
 from tests.e2e.test_several_nodes import ENGINES_OF_TWO_HOSTS, Nodes, check_pushes, cluster_of, serves_on_two_hosts
 from trainer.main_ppo import main
 
@@ -35,8 +35,7 @@ def test_vllm_on_gpus_serves_on_two_hosts(
     tp: int,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    share = "actor_rollout_ref.rollout.gpu_memory_utilization=0.1"
-    on_gpus = ("trainer.device=cuda", share, GPU_CACHE, UNCOMPILED)
+    on_gpus = ("trainer.device=cuda", *GPU_MEMORY["vllm"], UNCOMPILED)
     assert main([*serves_on_two_hosts(toy, tmp_path, hosts, tp), *on_gpus]) == 0
     lines = check_pushes(tmp_path)
     with capsys.disabled():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import Qwen2Config
 
-from tests.e2e.conftest import GPU_SHARE, UNCOMPILED, Toy, toy, with_model  # noqa: F401
+from tests.e2e.conftest import GPU_MEMORY, UNCOMPILED, Toy, toy, with_model  # noqa: F401
 from trainer.main_ppo import main
 
 HAS_SGLANG = importlib.util.find_spec("sglang") is not None
@@ -28,7 +28,7 @@ def test_a_run_serves_in_two_stages(enforce_eager: bool, on_update: str, toy: To
         tmp_path / "out",
         *(f"{rollout}.name=sglang", f"{rollout}.pipeline_model_parallel_size=2", "trainer.n_gpus_per_node=2"),
         *([UNCOMPILED] if enforce_eager else []),
-        *(f"{rollout}.enforce_eager={enforce_eager}", f"{rollout}.gpu_memory_utilization={GPU_SHARE['sglang']}"),
+        *(f"{rollout}.enforce_eager={enforce_eager}", *GPU_MEMORY["sglang"]),
         f"{rollout}.on_update={on_update}",
         *(f"{rollout}.validate_weight=true", f"{rollout}.parity.freq=1", f"{rollout}.parity.policy=stop"),
         f"reward.custom_reward_function.path={model.grader}",

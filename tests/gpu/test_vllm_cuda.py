@@ -15,7 +15,7 @@ from rlsys.rollout.base import EngineContext
 from rlsys.rollout.hf.engine import HFRollout
 from rlsys.types import ModelRequest, ModelResponse, SamplingParams, TransferReport
 from rlsys.weights.executors.in_process import reshard_local
-from tests.e2e.conftest import GPU_CACHE, GPU_CACHE_BYTES, UNCOMPILED, Toy, toy, with_model  # noqa: F401
+from tests.e2e.conftest import GPU_CACHE_BYTES, GPU_MEMORY, UNCOMPILED, Toy, toy, with_model  # noqa: F401
 from tests.ranks import run_ranks
 from trainer.main_ppo import main
 
@@ -153,7 +153,7 @@ def test_a_run_serves_in_two_stages(enforce_eager: bool, toy: Toy, tmp_path: Pat
         tmp_path / "out",
         *(f"{rollout}.name=vllm", f"{rollout}.pipeline_model_parallel_size=2", "trainer.n_gpus_per_node=2"),
         *([UNCOMPILED] if enforce_eager else []),
-        *(f"{rollout}.enforce_eager={enforce_eager}", f"{rollout}.gpu_memory_utilization=0.1", GPU_CACHE),
+        *(f"{rollout}.enforce_eager={enforce_eager}", *GPU_MEMORY["vllm"]),
         *(f"{rollout}.validate_weight=true", f"{rollout}.parity.freq=1", f"{rollout}.parity.policy=stop"),
         f"reward.custom_reward_function.path={model.grader}",
     )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from rlsys.config.schema.rollout import GenerationConfig
-from rlsys.models.hf import auto_model, dtype_name, saved_tensors_of, shared_names
+from rlsys.models.hf import auto_model, dtype_name, saved_config, saved_tensors_of, shared_names
 from rlsys.models.logprobs import wide_product
 from rlsys.models.stacked import Stacks, as_saved, saved_aliases, saved_stacks
 from rlsys.models.vision import has_images
@@ -25,7 +25,7 @@ from rlsys.rollout.batch import score_sequences
 from rlsys.rollout.engine_weights import copy_by_name, whole_layout
 from rlsys.rollout.hf.decode import DecodeLoop, LeftPadded, prompt_passes
 from rlsys.rollout.hf.kv_cache import ATTENTION, ColumnCache
-from rlsys.rollout.hf_files import end_ids, model_config
+from rlsys.rollout.hf_files import end_ids
 from rlsys.rollout.sampling.hook import RowSampler
 from rlsys.types import WeightLayout
 from rlsys.utils.errors import ConfigError, RolloutError
@@ -40,7 +40,7 @@ def load_causal_lm(path: str | Path, *, load_format: LoadFormat, dtype: str, dev
     Runs no code from the directory: other weights than safetensors are read as tensors only.
     """
     kind = getattr(torch, dtype)
-    config = model_config(path)
+    config = saved_config(path)
     auto = auto_model(config)
     if load_format == "dummy":
         return auto.from_config(config, dtype=kind, trust_remote_code=False).to(device)

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.ipc.rpc import Method, RpcClient
-from rlsys.models.hf import dtype_name
+from rlsys.models.hf import dtype_name, saved_config
 from rlsys.protocol import DataProto, ImageInputs, images_of
 from rlsys.protocol.columns import tensors_of
 from rlsys.rollout.base import SLEEP_TAGS, STEP_WAIT_S, BaseRolloutEngine, EngineContext, RunningRequest
 from rlsys.rollout.batch import score_sequences
-from rlsys.rollout.hf_files import eos_ids_of, model_config
+from rlsys.rollout.hf_files import eos_ids_of
 from rlsys.rollout.sampling.hook import SampleSpec
 from rlsys.rollout.sglang.arguments import SINGLE_RANK, ReplicaRank, server_arguments
 from rlsys.rollout.sglang.given_images import request_images
@@ -69,7 +69,7 @@ class SGLangRollout(BaseRolloutEngine):
         replica: ReplicaRank = SINGLE_RANK,
         methods: Callable[[SchedulerEngine], Mapping[str, Method]] = no_methods,
     ) -> None:
-        hf_config, dtype = model_config(path), dtype_name(config.dtype, context.device)
+        hf_config, dtype = saved_config(path), dtype_name(config.dtype, context.device)
         text = hf_config.get_text_config()
         length = config.max_model_len or text.max_position_embeddings
         SGLANG.installed_features()

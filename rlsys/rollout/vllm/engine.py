@@ -18,13 +18,13 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from rlsys.config.schema.rollout import GenerationConfig
-from rlsys.models.hf import dtype_name
+from rlsys.models.hf import dtype_name, saved_config
 from rlsys.models.vision import has_images
 from rlsys.protocol import DataProto, ImageInputs, images_of
 from rlsys.rollout.base import SLEEP_TAGS, BaseRolloutEngine, EngineContext, RunningRequest
 from rlsys.rollout.batch import score_sequences
 from rlsys.rollout.engine_weights import EngineWeights, HostWeights
-from rlsys.rollout.hf_files import eos_ids_of, hf_tensors, model_config
+from rlsys.rollout.hf_files import eos_ids_of, hf_tensors
 from rlsys.rollout.sampling.hook import SPEC_KEY, UNUSED, SampleSpec
 from rlsys.rollout.vllm.determinism import restored_torch
 from rlsys.rollout.vllm.engine_args import engine_arguments
@@ -53,7 +53,7 @@ class VLLMRollout(BaseRolloutEngine):
         on_cpu, size = context.device == "cpu", config.replica_size
         arguments = engine_arguments(path, config, context)
         self.config, length = config, arguments["max_model_len"]
-        super().__init__(context, model_config(path), max_model_len=length, eos_token_ids=eos_ids_of(path))
+        super().__init__(context, saved_config(path), max_model_len=length, eos_token_ids=eos_ids_of(path))
         self._salt, self._shares_groups = "0", dist.is_initialized()
         self._place, self._group = dist.get_rank() % size if size > 1 else 0, None
         if size > 1:

@@ -11,11 +11,11 @@ from transformers import PretrainedConfig
 from rlsys.config.engines import QUANTIZATION
 from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.config.vocabulary import EXPERTS
-from rlsys.models.hf import dtype_name
+from rlsys.models.hf import dtype_name, saved_config
 from rlsys.models.quantized import block_settings
 from rlsys.models.vision import has_images
 from rlsys.rollout.base import EngineContext
-from rlsys.rollout.hf_files import is_quantised, model_config
+from rlsys.rollout.hf_files import is_quantised
 from rlsys.rollout.versions import VLLM
 from rlsys.rollout.vllm.determinism import aligned_arguments
 from rlsys.types import HFConfig
@@ -38,7 +38,7 @@ def engine_arguments(path: str | Path, config: GenerationConfig, context: Engine
     switch for batch-invariant kernels is set too.
     """
     can_run_ahead, on_cpu = VLLM.installed_features(), context.device == "cpu"
-    hf_config = model_config(path)
+    hf_config = saved_config(path)
     text = hf_config.get_text_config()
     is_pushed = context.load_format == "dummy"
     runs_ahead = can_run_ahead and not on_cpu and config.pipeline_model_parallel_size == 1

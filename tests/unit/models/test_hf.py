@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from rlsys.config.schema.model import ModelConfig
 from rlsys.models.flops import ModelFlops, measured_flops
-from rlsys.models.hf import build, check_names, open_model_dir, open_weights, read_config, read_whole
+from rlsys.models.hf import build, check_names, open_model_dir, open_weights, read_config, read_whole, saved_config
 from rlsys.utils.errors import CheckpointError, ConfigError
 
 QWEN: dict[str, Any] = {
@@ -45,6 +46,17 @@ def test_overrides_are_applied_and_unknown_ones_refused(directory: Path) -> None
     assert config.rms_norm_eps == 0.5
     with pytest.raises(ConfigError, match=r"override_config\.rms_norm: qwen2 has no such setting"):
         read_config(ModelConfig(path=str(directory), override_config={"rms_norm": 0.5}))
+
+
+def test_a_configuration_is_of_transformers_class_where_an_engine_put_its_own(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class OfAnEngine(Qwen2Config):
+        pass
+
+    monkeypatch.setitem(CONFIG_MAPPING._extra_content, "qwen2", OfAnEngine)  # what AutoConfig.register does
+    assert type(read_config(ModelConfig(path=str(directory)))) is Qwen2Config
+    assert type(saved_config(directory)) is Qwen2Config
 
 
 def test_structure_has_no_memory_but_true_buffers() -> None:

@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 from sglang.srt.multimodal.processors.base_processor import BaseMultimodalProcessor
 
-from rlsys.rollout.hf_files import model_config
+from rlsys.models.hf import saved_config
 from rlsys.rollout.sglang.given_images import read_image_record, request_images
 
 NAMES = [f"{family}ForConditionalGeneration" for family in ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe")]
@@ -17,7 +17,7 @@ class GivenImageProcessor(BaseMultimodalProcessor):
 
     def __init__(self, hf_config: object, server_args: Any, *args: object, **kwargs: object) -> None:
         super().__init__(hf_config, server_args, *args, **kwargs)
-        self._config = model_config(server_args.model_path)
+        self._config = saved_config(server_args.model_path)
 
     async def process_mm_data_async(
         self, image_data: Any, input_text: object, request_obj: Any, *_: object, **__: object
