@@ -27,6 +27,8 @@ def check_rollout(cfg: GradedJob, ranks: int) -> Iterator[str]:
     yield from [*_parallel_sizes(cfg, name)] or _replicas(cfg, name, ranks)
     if (backend := rollout_backend(name)).worker and "t" in backend.dims:
         yield from _model_sizes(cfg, name)
+    elif name == "hf" and "linear_num_value_heads" in decoder_sizes(model_facts(cfg.actor_rollout_ref.model.path)):
+        yield wrong(cfg, f"{KEY}.name", "it has no cache for gated delta layers", "vllm")
     yield from _aligned(cfg, name)
     yield from _quantised(cfg, name)
     yield from _idle(cfg, name)

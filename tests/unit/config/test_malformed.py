@@ -34,6 +34,7 @@ ODD_MODELS = {
     "sparse": {"text_config": {"num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128}},
     "six": {"text_config": {"num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 6}},
     "mixtral": {"model_type": "mixtral", "num_local_experts": 8},
+    "qwen35": {"model_type": "qwen3_5", "text_config": {"linear_num_value_heads": 32}},
     "uneven": {"hidden_size": 512, "num_attention_heads": 8, "intermediate_size": 1120},
 }
 
@@ -255,6 +256,7 @@ FOREIGN = [
         "use vllm",
     ),
     bad([f"{R}.name=sglang", f"{R}.data_parallel_size=2", *DEVICES], "data_parallel_size", "expert_parallel_size=2"),
+    bad([f"{R}.name=hf", f"{M}.path=qwen35"], f"{R}.name = hf: it has no cache for gated delta", f"set {R}.name=vllm"),
     bad(
         f"{R}.engine_kwargs.sglang.enable_dp_attention_local_control_broadcast=true",
         "enable_dp_attention_local_control_broadcast",
