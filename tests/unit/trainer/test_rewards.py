@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from rlsys.config import PPOConfig, load_config
+from rlsys.rewards import manager
 from rlsys.rewards.manager import build_reward_manager
 from rlsys.rewards.pool.pool import RewardPool
 from rlsys.utils.errors import ConfigError
@@ -67,6 +68,12 @@ def pool(cfg: PPOConfig) -> Iterator[RewardPool]:
 def test_a_manager_from_a_file_is_given_the_reward_kwargs(cfg: PPOConfig, pool: RewardPool) -> None:
     rows: Any = None
     assert build_reward_manager(cfg, no_tokenizer, pool).grade(rows) == (40, True, 7)
+
+
+@pytest.fixture(autouse=True)
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers is gone after it."""
+    monkeypatch.setattr(manager._MANAGERS, "_functions", {**manager._MANAGERS._functions})
 
 
 def weighted(tmp_path: Path, source: str, *kwargs: str) -> PPOConfig:
