@@ -81,7 +81,7 @@ def test_what_is_no_host_is_refused(host: str, tmp_path: Path) -> None:
     assert "write host or user@host on a line" in done.stderr
 
 
-def test_files_that_cannot_be_read_and_wrong_numbers_are_told(calls: Path, tmp_path: Path) -> None:
+def test_files_that_cannot_be_read_and_wrong_numbers_are_refused(calls: Path, tmp_path: Path) -> None:
     for port in ("0", "99999999"):
         assert "--port must be 1 to 65535" in cluster(tmp_path, "node0", "up", "--port", port).stderr
     token = tmp_path / "secret" / "token"
