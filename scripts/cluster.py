@@ -12,6 +12,7 @@ through ssh's standard input and never appears in a command line.
 
 import argparse
 import os
+import re
 import secrets
 import subprocess
 import sys
@@ -21,17 +22,23 @@ from functools import partial
 from pathlib import Path
 from shlex import quote
 
+HOST = re.compile(r"([\w.][\w.-]*@)?\w[\w.-]*")
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15")
 TAKE_TOKEN = "IFS= read -r RAY_AUTH_TOKEN && export RAY_AUTH_TOKEN RAY_AUTH_MODE=token RAY_worker_niceness=0"
 
 
 def read_hosts(path: Path) -> list[str]:
-    """The hosts of a file, the head first; SystemExit for none, for a duplicated one, and for an option."""
-    hosts = [host for line in path.read_text().splitlines() if (host := line.partition("#")[0].strip())]
+    """The hosts of a file, the head first; SystemExit for none, for a duplicated one, and for what is no host."""
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SystemExit(f"{path} cannot be read ({error}): name a text file with a host on each line") from None
+    hosts = [host for line in text.splitlines() if (host := line.partition("#")[0].strip())]
+    names = [host.rpartition("@")[2] for host in hosts]
     if not hosts:
         raise SystemExit(f"{path} names no host: write one on each line, the head first")
-    for host in hosts:
-        if hosts.count(host) > 1 or host.startswith("-") or len(host.split()) > 1:
+    for host, name in zip(hosts, names, strict=True):
+        if names.count(name) > 1 or not HOST.fullmatch(host):
             raise SystemExit(f"{path}: '{host}' is not a host that is there once: write host or user@host on a line")
     return hosts
 
@@ -52,12 +59,18 @@ def auth_token() -> str:
     if token := os.environ.get("RAY_AUTH_TOKEN"):
         return token
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token").expanduser()
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(secrets.token_hex(32))
-        print(f"wrote a new token to {path}")
-    return path.read_text().strip()
+    try:
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(secrets.token_hex(32))
+            print(f"wrote a new token to {path}")
+        token = path.read_text().strip()
+    except OSError as error:
+        raise SystemExit(f"no token in {path} ({error}): set RAY_AUTH_TOKEN_PATH to a file of yours") from None
+    if not token:
+        raise SystemExit(f"{path} is empty: remove it to get a new token, or set RAY_AUTH_TOKEN")
+    return token
 
 
 def run_on(command: tuple[str, str], *, token: str, timeout_s: float) -> str:
@@ -83,6 +96,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--port", type=int, default=6379, help="port of the head")
     parser.add_argument("--timeout-s", type=float, default=120.0, help="seconds that a host may take")
     options = parser.parse_args(argv)
+    if not (0 < options.port < 65536 and options.timeout_s > 0):
+        parser.error("--port must be 1 to 65535, and --timeout-s above 0")
     hosts = read_hosts(options.hosts)
     commands = ray_commands(hosts, options.action, port=options.port, setup=options.setup)
     for host, text in commands:

@@ -23,20 +23,25 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
-from rlsys.config import PPOConfig, load_config, plan_batches  # noqa: E402
-from rlsys.config.introspect import replaced, shown, value_at  # noqa: E402
+from rlsys.config import PPOConfig, plan_batches  # noqa: E402
+from rlsys.config.arguments import parse_arguments  # noqa: E402
+from rlsys.config.introspect import replaced  # noqa: E402
+from rlsys.config.load import load  # noqa: E402
 from rlsys.models.megatron.family import family_of  # noqa: E402
 from rlsys.models.megatron.parallel import ParallelSizes  # noqa: E402
 from rlsys.planning.image_encoder import plan_facts  # noqa: E402
 from rlsys.planning.layouts import propose_layouts  # noqa: E402
 from rlsys.planning.memory import Lengths, Machine, MemoryPlan, PlanInputs, Stage, plan_memory  # noqa: E402
 from rlsys.planning.roles import together  # noqa: E402
+from rlsys.planning.sizes import compiled_roles  # noqa: E402
 from rlsys.planning.staleness_forecast import MeasuredRun, fitted_pace, staleness_advice  # noqa: E402
 from rlsys.planning.step_time import (  # noqa: E402
     GpuCluster,
@@ -47,17 +52,29 @@ from rlsys.planning.step_time import (  # noqa: E402
     step_seconds,
 )
 from rlsys.types import WeightLayout  # noqa: E402
-from rlsys.utils.errors import ConfigError, WeightTransferError  # noqa: E402
+from rlsys.utils.errors import ConfigError, WeightTransferError, raised_as  # noqa: E402
 from rlsys.utils.gpus import GPUS  # noqa: E402
 from rlsys.utils.tables import aligned  # noqa: E402
 from rlsys.weights.plan import Plan, make_plan  # noqa: E402
 from scripts.model_shapes import SHAPES, sizes_of  # noqa: E402
 from scripts.weight_layouts import EngineSizes, bytes_by_link, engine_layouts, fsdp_layouts, megatron_layouts  # noqa: E402
 
-MOST_LINES = 40
+MOST_LINES, NODE = 40, 8
 GIB = 1 << 30
 WORTH, HARDLY_ANY_S = 0.99, 0.005
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+
+
+def positive(kind: Callable[[str], float]) -> Callable[[str], float]:
+    """A number above zero, of the command line."""
+
+    def read(text: str) -> float:
+        with suppress(ValueError):
+            if 0 < (number := kind(text)) < inf:
+                return number
+        raise argparse.ArgumentTypeError(f"'{text}' must be a {'whole ' * (kind is int)}number above 0")
+
+    return read
 
 
 def hf_config_of(name: str) -> dict[str, Any]:
@@ -67,7 +84,11 @@ def hf_config_of(name: str) -> dict[str, Any]:
     path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
     if not path.is_file():
         raise ConfigError(f"'{name}' is neither a file nor one of {', '.join(SHAPES)}")
-    return json.loads(path.read_text())
+    with raised_as(ConfigError, f"{path} is not a config.json", ValueError):
+        facts = json.loads(path.read_text())
+    if not isinstance(facts, dict) or "model_type" not in facts:
+        raise ConfigError(f"{path} is not a model's config.json: it has no model_type")
+    return facts
 
 
 def trainer_of(config: Mapping[str, Any], text: str, ranks_per_host: int, dtype: str) -> list[WeightLayout]:
@@ -165,12 +186,12 @@ def plan_transfer() -> None:
     parser.add_argument("model")
     parser.add_argument("trainer", help="TPnxPPnxEPnxETPnxDPn or FSDPn")
     parser.add_argument("engine", help="TPnxPPnxEPnxDPn")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--ranks-per-host", type=int, default=8)
-    parser.add_argument("--local", type=float, default=2136, help="GB/s of a copy inside a device")
-    parser.add_argument("--peer", type=float, default=396, help="GB/s between devices of a host")
-    parser.add_argument("--network", type=float, default=50, help="GB/s of a device between hosts")
-    parser.add_argument("--links", type=int, default=20, help="how many of the heaviest links are printed")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--ranks-per-host", type=positive(int), default=8)
+    parser.add_argument("--local", type=positive(float), default=2136, help="GB/s of a copy inside a device")
+    parser.add_argument("--peer", type=positive(float), default=396, help="GB/s between devices of a host")
+    parser.add_argument("--network", type=positive(float), default=50, help="GB/s of a device between hosts")
+    parser.add_argument("--links", type=positive(int), default=20, help="how many of the heaviest links are printed")
     args = parser.parse_args()
     try:
         config = hf_config_of(args.model)
@@ -192,41 +213,56 @@ def plan_job() -> None:
     parser.add_argument("--job", "--memory", metavar="CONFIG", required=True, help="preset or YAML file")
     parser.add_argument("--model", help="a known shape or a config.json instead of actor_rollout_ref.model.path")
     parser.add_argument("--gpu", choices=sorted(GPUS), help="also plan seconds, on GPUs of this type")
-    parser.add_argument("--device-gib", type=float, help="memory of a device; else that of --gpu, or 141")
+    parser.add_argument("--device-gib", type=positive(float), help="memory of a device; else that of --gpu, or 141")
     parser.add_argument("--reserve-gib", type=float, default=4.0, help="for the CUDA context, NCCL and fragments")
-    parser.add_argument("--mean-prompt", type=int, help="tokens; else prompts are as long as they may be")
-    parser.add_argument("--mean-response", type=int, help="tokens; else responses are as long as they may be")
+    parser.add_argument("--mean-prompt", type=positive(int), help="tokens; else prompts are as long as they may be")
+    parser.add_argument("--mean-response", type=positive(int), help="tokens; else responses are as long as they may be")
     parser.add_argument("--sigma", type=float, default=0.8, help="of lognormal lengths, with --mean-response")
-    parser.add_argument("--layouts", type=int, default=0, metavar="N", help="the N fastest layouts that fit")
-    parser.add_argument("--gpus", type=int, nargs="+", help="with --gpu: the fastest layout on each of these numbers")
+    parser.add_argument("--layouts", type=positive(int), metavar="N", help="with --gpu: the N fastest layouts that fit")
+    parser.add_argument("--gpus", type=positive(int), nargs="+", help="with --gpu: the fastest layout on each number")
     parser.add_argument("settings", nargs="*", metavar="key=value")
     args = parser.parse_intermixed_args()
+    if (args.gpus or args.layouts) and not args.gpu:
+        parser.error("--gpus and --layouts need the type of the GPUs, e.g. --gpu H100")
+    if not 0 <= args.sigma < inf:
+        parser.error(f"--sigma {args.sigma:g}: must be 0 or more")
+    if odd := [number for number in args.gpus or () if number > NODE and number % NODE]:
+        parser.error(f"--gpus {odd[0]}: nodes have {NODE}; write a multiple, or at most {NODE}")
     args.device_gib = args.device_gib or (GPUS[args.gpu].memory_gib if args.gpu else 141.0)
     try:
-        if args.gpu and (args.gpus or args.layouts):
-            print(layouts_table(args))
-        else:
-            print_job(args)
+        with raised_as(ConfigError, "this config.json cannot be planned, it lacks or has a wrong", KeyError, TypeError):
+            if args.gpus or args.layouts:
+                print(layouts_table(args))
+            else:
+                print_job(args)
     except ConfigError as error:
         raise SystemExit(str(error)) from None
 
 
-def machine_of(args: argparse.Namespace, more: Sequence[str] = ()) -> tuple[PPOConfig, Machine]:
-    """The configuration of a job without its files, and a device of it."""
+def machine_of(
+    args: argparse.Namespace, more: Sequence[str] = (), *, is_trial: bool = False
+) -> tuple[PPOConfig, Machine]:
+    """The configuration of a job without its files, its notes printed unless it `is_trial`, and a device of it."""
     files = ["data.train_files=null", "data.val_files=null"]
     files += ["actor_rollout_ref.model.path=null"] if args.model else []
-    cfg = load_config(["--config-name", args.job, *args.settings, *files, *more])
+    argv = ["--config-name", args.job, *args.settings, *files, *more]
+    loaded = load(parse_arguments(argv), PPOConfig)
+    for note in () if is_trial else loaded.notes:
+        print(note, file=sys.stderr)
+    cfg = loaded.config
     path, critic, grader = cfg.actor_rollout_ref.model.path, cfg.critic.model.path, cfg.reward.reward_model
     if args.model is None and path is None:
         raise ConfigError("no model is named: write --model 7B, or actor_rollout_ref.model.path=<folder>")
     facts = hf_config_of(args.model or path or "") | cfg.actor_rollout_ref.model.override_config
-    return cfg, Machine(
+    machine = Machine(
         "cuda",
         int(args.device_gib * GIB),
         plan_facts(facts, freeze_vision_tower=cfg.actor_rollout_ref.actor.freeze_vision_tower),
         critic=hf_config_of(critic) if critic is not None and critic != path else None,
         reward_model=hf_config_of(grader.model_path) if grader.enable and grader.model_path else None,
     )
+    compiled = {key: works for key, works in compiled_roles(cfg, machine).items() if key not in loaded.settings}
+    return replaced(cfg, compiled), machine
 
 
 def table(stages: Sequence[Stage], *, room_bytes: int) -> str:
@@ -290,17 +326,19 @@ def _changes(cfg: PPOConfig) -> list[tuple[str, ...]]:
     sharing = f"{ACTOR}.ulysses_sequence_parallel_size={2 * actor.ulysses_sequence_parallel_size}"
     if megatron:
         sharing = f"{ACTOR}.megatron.context_parallel_size={2 * actor.megatron.context_parallel_size}"
+    more = "n_gpus_per_node" if cfg.trainer.n_gpus_per_node < NODE else "nnodes"
     return [
         (f"{MODEL}.enable_gradient_checkpointing=true",),
         *((f"{key}.use_dynamic_bsz=true", f"{key}.ppo_max_token_len_per_gpu={longest}") for key in (ACTOR, "critic")),
         (f"{ROLLOUT}.max_num_seqs={max(1, rollout.max_num_seqs // 2)}",),
         (f"{ROLLOUT}.gpu_memory_utilization={max(0.1, round(rollout.gpu_memory_utilization / 2, 2))}",),
+        (f"{ROLLOUT}.tensor_model_parallel_size={2 * rollout.tensor_model_parallel_size}",),
         tuple(f"{key}.optimizer_offload=true" for key in trained),
         tuple(f"{key}.{part}=true" for key in trained for part in parts),
         (f"actor_rollout_ref.ref.{shard}.param_offload=true",),
         (f"{ACTOR}.megatron.tensor_model_parallel_size={2 * actor.megatron.tensor_model_parallel_size}",),
         (sharing,),
-        (f"trainer.n_gpus_per_node={2 * cfg.trainer.n_gpus_per_node}",),
+        (f"trainer.{more}={2 * getattr(cfg.trainer, more)}",),
         (f"{MODEL}.lora_rank=16",),
     ]
 
@@ -308,6 +346,12 @@ def _changes(cfg: PPOConfig) -> list[tuple[str, ...]]:
 def lengths_of(args: argparse.Namespace, cfg: PPOConfig) -> tuple[Lengths, float]:
     """Tokens of rows, and the sigma of their lengths."""
     most = Lengths.longest(cfg)
+    for name, mean, limit in (
+        ("prompt", args.mean_prompt, most.prompt),
+        ("response", args.mean_response, most.response),
+    ):
+        if mean is not None and mean > limit:
+            raise ConfigError(f"--mean-{name} {mean} is more than data.max_{name}_length={limit}; write less")
     mean_response = args.mean_response or most.response
     lengths = replace(most, mean_prompt=args.mean_prompt or most.prompt, mean_response=mean_response)
     return lengths, args.sigma if args.mean_response else 0.0
@@ -332,7 +376,7 @@ def print_job(args: argparse.Namespace) -> None:
         print(f"\non a device that only generates\n{table(plan.rollout, room_bytes=room)}")
     if wrong := too_large(plan, room_bytes=room):
         print(f"\ndoes not fit: {', '.join(stage.name for stage in wrong)}; any one of these changes helps:")
-        for line in remedies(cfg, lambda more: plan_memory(*machine_of(args, more)), room_bytes=room):
+        for line in remedies(cfg, lambda more: plan_memory(*machine_of(args, more, is_trial=True)), room_bytes=room):
             print(f"  {line}")
         raise SystemExit(1)
 
@@ -362,7 +406,9 @@ def layouts_table(args: argparse.Namespace) -> str:
     notes = list[str]()
     for number in args.gpus or [None]:
         size = (
-            [] if number is None else [f"trainer.nnodes={-(-number // 8)}", f"trainer.n_gpus_per_node={min(8, number)}"]
+            []
+            if number is None
+            else [f"trainer.nnodes={-(-number // NODE)}", f"trainer.n_gpus_per_node={min(NODE, number)}"]
         )
         cfg, machine = machine_of(args, size)
         cluster, (lengths, sigma) = GpuCluster(GPUS[args.gpu], cfg.trainer.n_gpus_per_node), lengths_of(args, cfg)
@@ -381,10 +427,7 @@ def layouts_table(args: argparse.Namespace) -> str:
         if not proposals:
             lines.append([str(gpus), "none fits", *[""] * 6])
         if proposals and args.layouts:
-            settings = [
-                f"{key}={shown(value)}" for key, value in proposals[0].settings.items() if value != value_at(cfg, key)
-            ]
-            notes.append(f"{gpus} GPUs, the first: {' '.join(settings)}")
+            notes.append(f"{gpus} GPUs, the first: {proposals[0].words(cfg)}")
     return "\n".join([aligned(lines), *notes])
 
 

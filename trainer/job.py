@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, TextIO, TypeVar
 
 from rlsys.config import DPOConfig, EvalConfig, PPOConfig, RMConfig, SFTConfig, main_config
 from rlsys.config.arguments import Arguments
+from rlsys.config.derive import ENGINE
 from rlsys.config.introspect import replaced
 from rlsys.config.schema.jobs import GradedJob, SupervisedConfig
 from rlsys.telemetry.log import FILE_ONLY, get_logger, setup_logging
@@ -90,10 +91,9 @@ def _check(config: C, arguments: Arguments) -> tuple[list[str], dict[str, str]]:
     if not isinstance(config, PPOConfig) or machine is None:
         return notes, facts
     from rlsys.planning.advice import memory_line, time_facts
-    from rlsys.planning.step_time import GpuCluster
 
     if gpu is not None:
-        facts |= time_facts(config, machine, GpuCluster(GPUS[gpu], config.trainer.n_gpus_per_node))
+        facts |= time_facts(config, machine, GPUS[gpu])
     return notes, facts | {"memory": memory_line(config, machine)}
 
 
@@ -109,9 +109,19 @@ def _choose(config: C, given: Collection[str], arguments: Arguments) -> tuple[Ma
         return {}, ""
     from rlsys.planning.sizes import choose_sizes
 
-    engines = SERVING if arguments.gpu else installed_engines()
     is_start_model = config.actor_rollout_ref.model.path is None  # trained before a serving engine has started
-    return choose_sizes(config, given, _machine(config, arguments), engines=() if is_start_model else engines)
+    engines = [] if is_start_model else [*(SERVING if arguments.gpu else installed_engines())]
+    machine = _machine(config, arguments)
+    try:
+        return choose_sizes(config, given, machine, engines=engines)
+    except errors.ConfigError as error:
+        if arguments.gpu is None:
+            raise
+        from rlsys.planning.advice import layout_lines
+
+        serving = replaced(config, {} if ENGINE in given else {ENGINE: engines[0] if engines else "hf"})
+        lines = layout_lines(serving, machine, GPUS[arguments.gpu])
+        raise errors.ConfigError("\n  ".join([f"{error}; layouts that fit:", *lines])) from None
 
 
 def _machine(config: PPOConfig, arguments: Arguments) -> "Machine":

@@ -148,8 +148,9 @@ def _capacity(config: JobConfig) -> Iterator[str]:
     if num_processes > room:
         kind = f"{room} GPUs" if on_gpus else f"no GPUs, and {room} CPUs for one process each"
         needs = f"{num_processes} processes, trainer.n_gpus_per_node={run.n_gpus_per_node} of them for training"
-        fix = "lower trainer.n_gpus_per_node or trainer.rollout_workers, or join a larger Ray cluster"
-        yield f"the run needs {needs}, and this machine has {kind}: {fix}{'' if on_gpus else f'; {OTHER_GPUS}'}"
+        is_ppo = isinstance(config, PPOConfig)
+        fix = f"lower trainer.n_gpus_per_node{' or trainer.rollout_workers' * is_ppo}, or join a larger Ray cluster"
+        yield f"the run needs {needs}, and this machine has {kind}: {fix}{f'; {OTHER_GPUS}' * (is_ppo and not on_gpus)}"
 
 
 def visible_gpus() -> int:

@@ -119,6 +119,7 @@ def _from_allocation(
 ) -> tuple[dict[str, Given], list[str]]:
     """The counts of an allocation, also of one in two parts; counts that are also set must agree with it."""
     text, nnodes, node_size = values.get(MODE) or "+".join(engines) or None, values[_NODES], values[RANKS]
+    text = str(text) if is_count(text) else text
     if not isinstance(text, str) or not is_count(nnodes) or not is_count(node_size):
         return {}, []
     if _NODES not in given or given[_NODES].spelling not in _ADAPTED:

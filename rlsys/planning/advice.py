@@ -9,6 +9,7 @@ from rlsys.planning.memory import CACHE, Device, Lengths, Machine, Stage, plan_m
 from rlsys.planning.sizes import GIB
 from rlsys.planning.step_time import GpuCluster, plan_step, step_seconds
 from rlsys.utils.errors import ConfigError
+from rlsys.utils.gpus import Gpu
 
 
 def memory_line(cfg: PPOConfig, machine: Machine) -> str:
@@ -33,7 +34,10 @@ def memory_line(cfg: PPOConfig, machine: Machine) -> str:
         figures.append(f"{_gib(generating)}{cache} to generate{where}")
     figures.append(f"{_gib(peak)} at most in the other stages ({peak.name})")
     kind = "GPU" if device == "cuda" else "CPU process"
-    return f"{parameters / 1e6:.1f}M parameters; GiB on a {kind}: {', '.join(figures)}"
+    most, there = max(stage.total for stage in (*plan.train, *plan.rollout)), machine.device_bytes
+    too_much = f"; it has {there / GIB:.1f}, so this does not fit: docs/oom.md says what needs less"
+    line = f"{parameters / 1e6:.1f}M parameters; GiB on a {kind}: {', '.join(figures)}"
+    return line + too_much * (device == "cuda" and most > there > 0)
 
 
 def facts_of(cfg: PPOConfig, device: Device, device_bytes: int) -> Machine:
@@ -53,15 +57,22 @@ def _gib(stage: Stage) -> str:
     return f"{stage.total / GIB:.1f}"
 
 
-def time_facts(cfg: PPOConfig, machine: Machine, cluster: GpuCluster) -> dict[str, str]:
+def time_facts(cfg: PPOConfig, machine: Machine, gpu: Gpu) -> dict[str, str]:
     """Lines of the plan for rows as long as they may be: seconds of a step, and the fastest layouts that fit."""
     try:
-        phases = plan_step(cfg, machine, cluster)
-        proposals = propose_layouts(cfg, machine, cluster, lengths=Lengths.longest(cfg), most=3)
+        phases = plan_step(cfg, machine, GpuCluster(gpu, cfg.trainer.n_gpus_per_node))
+        layouts = layout_lines(cfg, machine, gpu)
     except (ConfigError, KeyError, TypeError, ValueError, ArithmeticError) as error:
         return {"time": f"cannot be planned: {error}"}
     parts = ", ".join(f"{phase.name} {phase.total:.1f}" for phase in phases)
-    lines = [f"{one.seconds:.1f} s, {one.peak_bytes / GIB:.0f} GiB: {one.name}" for one in proposals]
-    layouts = lines or ["none fits; use more GPUs, or rollout processes of their own"]
     step = f"{step_seconds(cfg, phases):.1f} s a step at full length: {parts}"
     return {"time": step, "layouts": "\n             ".join(layouts)}
+
+
+def layout_lines(cfg: PPOConfig, machine: Machine, gpu: Gpu) -> list[str]:
+    """The fastest three layouts that fit, for rows as long as they may be, and the settings of the first."""
+    cluster = GpuCluster(gpu, cfg.trainer.n_gpus_per_node)
+    proposals = propose_layouts(cfg, machine, cluster, lengths=Lengths.longest(cfg), most=3)
+    lines = [f"{one.seconds:.1f} s, {one.peak_bytes / GIB:.0f} GiB: {one.name}" for one in proposals]
+    lines += [f"settings of the first: {one.words(cfg)}" for one in proposals[:1]]
+    return lines or ["none fits; use more GPUs, or rollout processes of their own"]

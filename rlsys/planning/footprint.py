@@ -243,12 +243,15 @@ def _adapted(config: str, lora: "LoraSettings", head: Head, te: bool) -> Collect
     return plan_adapters(lora, whole, family.hf_shapes(hf_config, head=head)).adapted.keys()
 
 
-def layer_saved_bytes(d: Blocks, tokens: int, *, c: int, fused: bool, tp: int = 1, shared_norms: bool = False) -> int:
+def layer_saved_bytes(
+    d: Blocks, tokens: int, *, c: int, fused: bool, tp: int = 1, shared_norms: bool = False, routed_tp: int = 1
+) -> int:
     """What one layer keeps for its backward pass: transformers' modules, or Transformer Engine's where `fused`.
 
-    `tp` ranks share the matrices; `shared_norms` (sequence parallelism) the rest too.
+    `tp` ranks share the matrices; `shared_norms` (sequence parallelism) the rest too, and `routed_tp` what
+    experts get and give: whole experts are sent a rank's own part of the sequence.
     """
-    norms, routed = tp if shared_norms else 1, c * 2 * d.routed * d.hidden
+    norms, routed = tp if shared_norms else 1, c * 2 * d.routed * d.hidden // routed_tp
     if fused:
         return tokens * (c * 4 * d.hidden // norms + c * (2 * d.q + 2 * d.kv + 3 * d.ffn) // tp + routed)
     return tokens * ((16 + c) * d.hidden // norms + c * (2 * d.q + 2 * d.kv + 4 * d.ffn) // tp + routed)

@@ -8,13 +8,14 @@ from typing import Any
 from rlsys.config import PPOConfig, plan_batches
 from rlsys.config.checks.findings import Note
 from rlsys.config.checks.rollout import check_rollout
+from rlsys.config.derive import ENGINE
 from rlsys.config.engines import rollout_backend
-from rlsys.config.introspect import replaced
+from rlsys.config.introspect import replaced, shown, value_at
 from rlsys.models.megatron.family import find_family
 from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
 from rlsys.planning import footprint as fp
 from rlsys.planning.memory import Lengths, Machine, PlanInputs, device_roles, plan_memory
-from rlsys.planning.sizes import COMPILED, ROLLOUT, choose_sizes
+from rlsys.planning.sizes import ROLLOUT, choose_sizes, compiled_roles
 from rlsys.planning.step_time import GpuCluster, Phase, plan_step, rollout_phase, step_seconds, training_phases
 from rlsys.utils.errors import ConfigError
 
@@ -24,6 +25,7 @@ ROLES = {ACTOR: "fsdp_config", REF: "fsdp_config", "critic": "fsdp"}
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 HEADS = "num_attention_heads"
 NAMES = ("tensor", "pipeline", "context", "expert")
+UNEVEN, FIRST, LAST = "override_transformer_config", *(f"num_layers_in_{n}_pipeline_stage" for n in ("first", "last"))
 Timed = tuple[float, str, Settings, int]
 """Seconds, a name, its settings, and bytes of what is always held."""
 SIMPLER = 1.02
@@ -44,6 +46,11 @@ class Proposal:
     seconds: float
     peak_bytes: int
 
+    def words(self, cfg: PPOConfig) -> str:
+        """The engine, and the settings that are other than those of `cfg`, as on a command line."""
+        changed = {key: value for key, value in self.settings.items() if value != value_at(cfg, key)}
+        return " ".join(f"{key}={shown(value)}" for key, value in ({ENGINE: value_at(cfg, ENGINE)} | changed).items())
+
 
 def propose_layouts(
     cfg: PPOConfig, machine: Machine, cluster: GpuCluster, *, lengths: Lengths, sigma: float = 0.0, most: int = 5
@@ -54,7 +61,10 @@ def propose_layouts(
         job = PlanInputs(replaced(cfg, settings | BEST), machine, lengths)
         held = fp.served_bytes(machine.actor, job.cfg.actor_rollout_ref.rollout, c=2)
         serving.append((rollout_phase(job, cluster, sigma).total, name, settings, held))
+    is_off = {key for key, works in compiled_roles(cfg, machine).items() if works and not value_at(cfg, key)}
     for name, settings in _training_layouts(cfg, machine, cluster):
+        works = compiled_roles(replaced(cfg, settings), machine)
+        settings |= {key: one and key not in is_off for key, one in works.items()}
         job = PlanInputs(replaced(cfg, settings), machine, lengths)
         roles = device_roles(job)
         if (held := sum(sum(one.role.held().values()) for one in roles)) <= machine.room_bytes:
@@ -70,7 +80,7 @@ def propose_layouts(
             break
         settings = trains | serves
         try:
-            chosen, _ = choose_sizes(replaced(cfg, settings), {*settings, *COMPILED}, machine)
+            chosen, _ = choose_sizes(replaced(cfg, settings), settings, machine)
             changed = replaced(cfg, settings | chosen)
             plan = plan_memory(changed, machine)
         except ConfigError:
@@ -113,7 +123,7 @@ def _training_layouts(cfg: PPOConfig, machine: Machine, cluster: GpuCluster) -> 
             settings = {"strategy": "fsdp", "ulysses_sequence_parallel_size": ulysses}
             sharding = {"fsdp_size": share if share < ranks else -1, "tensor_parallel_size": 1}
             name = f"FSDP{share}" + f" x {ranks // share}" * (share < ranks) + f", Ulysses {ulysses}" * (ulysses > 1)
-            yield from _offloaded(name, settings, "", sharding)
+            yield from _offloaded(cfg, name, settings, sharding)
     if (family := find_family(facts)) is None:
         return
     for tp, pp, cp, ep in product(SIZES[:4], SIZES, SIZES[:4], SIZES):
@@ -126,21 +136,26 @@ def _training_layouts(cfg: PPOConfig, machine: Machine, cluster: GpuCluster) -> 
         except ConfigError:
             continue
         if divides(tp * pp * cp):
-            keys = {key: size for key, size in layout.arguments().items() if size} | {"sequence_parallel": True}
+            keys = layout.arguments() | {"sequence_parallel": True, UNEVEN: {FIRST: None, LAST: last}}
             name = ", ".join(f"{key[0].upper()}P{size}" for key, size in zip(NAMES, sizes, strict=True) if size > 1)
-            if last is not None:
-                keys["override_transformer_config"] = {"num_layers_in_last_pipeline_stage": last}
-            yield from _offloaded(f"Megatron, {name or 'DP'}", {"strategy": "megatron"}, "megatron", keys)
+            yield from _offloaded(cfg, f"Megatron, {name or 'DP'}", {"strategy": "megatron"}, keys)
 
 
-def _offloaded(name: str, role: Settings, section: str, sharding: Settings) -> Iterator[tuple[str, Settings]]:
-    """The layout as settings of all roles; the second time with everything on the host while others run."""
+def _offloaded(cfg: PPOConfig, name: str, role: Settings, sharding: Settings) -> Iterator[tuple[str, Settings]]:
+    """The layout as settings of the roles that there are; the second time with everything on the host while others
+    run. Other entries of `override_transformer_config` are kept."""
+    is_megatron = role["strategy"] == "megatron"
+    there = {ACTOR: True, REF: cfg.use_reference or bool(cfg.teachers), "critic": cfg.use_critic}
     for away in (False, True):
         settings: Settings = {}
-        for key, fsdp in ROLES.items():
-            trains = key != REF
-            parts = ("param_offload", *("optimizer_offload", *["grad_offload"] * bool(section)) * trains)
+        for key, fsdp in ((key, fsdp) for key, fsdp in ROLES.items() if there[key]):
+            trains, section = key != REF, f"{key}.{'megatron' if is_megatron else fsdp}"
+            parts = ("param_offload", *("optimizer_offload", *["grad_offload"] * is_megatron) * trains)
             own = sharding | dict.fromkeys(parts, away)
+            if is_megatron:
+                held = value_at(cfg, f"{section}.{UNEVEN}")
+                merged = (held if isinstance(held, dict) else {}) | sharding[UNEVEN]
+                own[UNEVEN] = {name: value for name, value in merged.items() if value is not None}
             settings |= {f"{key}.{field}": value for field, value in role.items() if trains or field != "strategy"}
-            settings |= {f"{key}.{section or fsdp}.{field}": value for field, value in own.items()}
+            settings |= {f"{section}.{field}": value for field, value in own.items()}
         yield name + ", offloaded" * away, settings

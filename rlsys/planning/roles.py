@@ -204,7 +204,7 @@ class MegatronRole:
     def training(self, size: Pass) -> Bytes:
         d, c, sizes = self.model, self.how.c, self.sizes
         shared = sizes.sequence_parallel and sizes.tp > 1
-        saved = fp.layer_saved_bytes(d, size.tokens, c=c, fused=self.fused, tp=sizes.tp, shared_norms=shared)
+        saved = self.layer_saved_bytes(size)
         point = fp.checkpoint_bytes(d, size.tokens, c=c) // (sizes.tp if shared else 1)
         images, encoding = self._images(size, trained=not d.encoder.frozen)
         kept = self._layers_in_flight(size.count) * (point if self.how.recompute else saved)
@@ -216,6 +216,12 @@ class MegatronRole:
         head = fp.head_hidden_bytes(d, size.tokens, size.responses, c=c, backward=True)
         in_head = {ACTIVATIONS: kept + head, LOGITS: _logits(self, size, backward=True)}
         return _higher({ACTIVATIONS: kept + extra}, in_head)
+
+    def layer_saved_bytes(self, size: Pass) -> int:
+        """What a layer keeps for its backward pass."""
+        s, how = self.sizes, self.how
+        shared, sharing = s.sequence_parallel and s.tp > 1, {"tp": s.tp, "routed_tp": max(1, s.tp // s.expert_tp)}
+        return fp.layer_saved_bytes(self.model, size.tokens, c=how.c, fused=self.fused, shared_norms=shared, **sharing)
 
     def _images(self, size: Pass, *, trained: bool) -> tuple[int, int]:
         """Of the encoder, which the first stage has whole; it does not recompute."""

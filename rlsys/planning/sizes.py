@@ -41,6 +41,23 @@ ACTOR_BUDGET, CRITIC_BUDGET = f"{_POLICY}.actor.ppo_{_TOKENS}", f"critic.ppo_{_T
 COMPILED = f"{_POLICY}.actor.fsdp_config.{COMPILE}", f"critic.fsdp.{COMPILE}"
 
 
+def compiled_roles(cfg: PPOConfig, machine: Machine) -> dict[str, bool]:
+    """Whether a job compiles the layers of a role on FSDP, by key: where that is known to work, packs of text in half
+    precision, on whole layers without experts or adapters. The reference follows the actor, and is then the actor's
+    model."""
+    policy, critic = cfg.actor_rollout_ref, cfg.critic
+    actor, alone = policy.actor, policy.reference_model is policy.model and not cfg.teachers
+    roles = [(COMPILED[0], actor, actor.fsdp_config, policy.model, machine.actor)] * alone
+    roles += [(COMPILED[1], critic, critic.fsdp, critic.model, machine.critic or machine.actor)] * cfg.use_critic
+    works = dict[str, bool]()
+    for key, role, shard, model, facts in roles if machine.device == "cuda" and not cfg.trainer.reproducible else ():
+        d, ranks = fp.decoder_of(facts), shard.tensor_parallel_size * role.ulysses_sequence_parallel_size
+        odd = ranks > 1 or shard.offload_policy or not model.use_remove_padding or model.has_adapters
+        odd = odd or d.encoder.pixels or d.num_sparse or shard.full_determinism or shard.dtype == "float32"
+        works |= {key: not odd} if role.strategy == "fsdp" else {}
+    return works
+
+
 class _Sizes:
     """Values that are chosen one after the other, each for the configuration with those before."""
 
@@ -70,20 +87,6 @@ class _Sizes:
                 return 0
             size = max(least, size * 3 // 4 // 256 * 256)
         return size
-
-    def choose_compiled(self) -> None:
-        """Where that is known to work: packs of text in half precision, on whole layers without experts or adapters.
-        The reference follows the actor, and is then the actor's model."""
-        policy, critic, of = self.cfg.actor_rollout_ref, self.cfg.critic, self.machine
-        actor, alone = policy.actor, policy.reference_model is policy.model and not self.cfg.teachers
-        roles = [(COMPILED[0], actor, actor.fsdp_config, policy.model, of.actor)] * alone
-        roles += [(COMPILED[1], critic, critic.fsdp, critic.model, of.critic or of.actor)] * self.cfg.use_critic
-        for key, role, shard, model, facts in roles:
-            d, ranks = fp.decoder_of(facts), shard.tensor_parallel_size * role.ulysses_sequence_parallel_size
-            odd = role.strategy != "fsdp" or ranks > 1 or shard.offload_policy or not model.use_remove_padding
-            odd = odd or model.has_adapters or d.encoder.pixels or d.num_sparse
-            if key not in self.given and not (odd or shard.full_determinism or shard.dtype == "float32"):
-                self.choose(key, True)
 
     def choose_engine(self, engines: Iterable[str]) -> None:
         """The first that works with all other settings."""
@@ -120,7 +123,8 @@ class _Sizes:
         shares = range(percent, 5, -5)
         percent -= 5 * bisect(shares, False, key=lambda one: self.fits({SHARE: one / 100}, "start", "rollout"))
         if percent / 100 * machine.device_bytes < weights:
-            raise _refusal(f"{rollout.name} beside what trains", self.needs({SHARE: 0.01}, "start"), machine, SHARE)
+            keys = f"a larger {ROLLOUT}.tensor_model_parallel_size, or " * (weights > machine.room_bytes) + SHARE
+            raise _refusal(f"{rollout.name} beside what trains", self.needs({SHARE: 0.01}, "start"), machine, keys)
         self.choose(SHARE, percent / 100, f" (all sequences need {needed / GIB:.1f} GiB)")
 
     def choose_update(self, of: TrainedRoleConfig, plan: RolePlan, model: str, key: str, least: int) -> None:
@@ -163,8 +167,8 @@ def choose_sizes(
     policy, critic, grader, plan = cfg.actor_rollout_ref, cfg.critic, cfg.reward.reward_model, plan_batches(cfg)
     longest, scored = cfg.data.max_prompt_length + cfg.data.max_response_length, f"log_prob_{_TOKENS}"
     least, of_critic = -(-longest // sequence_ranks(policy.actor)), -(-longest // sequence_ranks(critic))
-    if machine.device == "cuda" and not cfg.trainer.reproducible:
-        sizes.choose_compiled()
+    for key in (key for key, works in compiled_roles(cfg, machine).items() if works and key not in given):
+        sizes.choose(key, True)
     sizes.choose_sequences()
     sizes.choose_share()
     sizes.choose_update(policy.actor, plan.actor, MODEL, ACTOR_BUDGET, least)
@@ -178,6 +182,11 @@ def choose_sizes(
     if grader.enable:
         key = f"reward.reward_model.forward_{_TOKENS}"
         sizes.choose_scoring(key, grader.scoring, key, "reward_model", longest)
+    is_tried = (
+        SEQS in given or rollout_backend(policy.rollout.name).cache_share_of is not None or machine.device != "cuda"
+    )
+    if not is_tried and sum((needs := sizes.needs({}, "start", "rollout")).values()) > machine.device_bytes:
+        raise _refusal(f"{policy.rollout.name} beside what trains", needs, machine, SEQS)
     room = f" ({machine.room_bytes / GIB:.1f} of {machine.device_bytes / GIB:.1f} GiB to plan with)"
     return sizes.values, f"{', '.join(sizes.words)}{room if sizes.words else ''}"
 

@@ -117,20 +117,21 @@ def _passes(job: PlanInputs, role: Role, size: Pass, cluster: GpuCluster, *, tra
     """All micro-batches of a rank, and with `trains` the reduction of gradients and the optimizer."""
     d, c, row = role.model, role.how.c, job.lengths.mean_prompt + job.lengths.mean_response
     kind = "megatron" if isinstance(role, MegatronRole) else "compiled" if role.how.compiled else "fsdp"
-    fused, flops = kind != "fsdp", cluster.gpu.flops
+    flops = cluster.gpu.flops
     if isinstance(role, MegatronRole):
         tp, pp, vp, held = role.sizes.tp, role.sizes.pp, role.sizes.vp, role.held_here.parameters
         is_fp8 = role.trained and role.head == "lm" and job.cfg.actor_rollout_ref.actor.megatron.fp8
-        flops = cluster.gpu.fp8_flops if is_fp8 else flops
+        flops, by_layer = cluster.gpu.fp8_flops if is_fp8 else flops, role.layer_saved_bytes(size)
     else:
         tp, pp, vp, held = role.tp, 1, 1, d.parameters / role.tp
+        by_layer = fp.layer_saved_bytes(d, size.tokens, c=c, fused=role.how.compiled, tp=tp)
     again, layers = int(trains and role.how.recompute), d.num_layers / pp
     blocks, attended = (2.0 * size.tokens * n / (pp * tp) for n in (d.active, d.attended * (row + 1) / 2))
     head = 2.0 * size.responses * d.vocab * d.hidden / tp if role.head == "lm" else 0.0
     passes = 1 + again + 2 * trains
     compute = (blocks * passes + head * (1 + 3 * trains)) / (MATMUL * flops)  # logits are always computed again
     compute += attended * (passes + trains / 2) / (ATTENTION * cluster.gpu.flops)
-    saved = layers * fp.layer_saved_bytes(d, size.tokens, c=c, fused=fused, tp=tp, shared_norms=kind == "megatron")
+    saved = layers * by_layer
     logits = fp.WIDE * size.responses * d.vocab / tp if role.head == "lm" else 0.0
     moved = READS * (1 + again + trains) * saved + LOGITS_READS * (1 + trains) * logits
     memory = (moved + held * (c * passes + (c + 2 * fp.WIDE) * trains)) / (MEMORY * cluster.gpu.memory_rate)

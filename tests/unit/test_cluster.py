@@ -74,6 +74,31 @@ def test_a_host_that_fails_is_named(calls: Path, tmp_path: Path) -> None:
     assert "names no host" in cluster(tmp_path, "# nothing", "up").stderr
 
 
+@pytest.mark.parametrize("host", ["me@", "node0:22", "ssh://node0", "-oProxyCommand=x", "::1", "me@node1\nnode1"])
+def test_what_is_no_host_is_refused(host: str, tmp_path: Path) -> None:
+    done = cluster(tmp_path, host, "up")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "write host or user@host on a line" in done.stderr
+
+
+def test_files_that_cannot_be_read_and_wrong_numbers_are_refused(calls: Path, tmp_path: Path) -> None:
+    for port in ("0", "99999999"):
+        assert "--port must be 1 to 65535" in cluster(tmp_path, "node0", "up", "--port", port).stderr
+    token = tmp_path / "secret" / "token"
+    token.mkdir(parents=True)
+    assert f"no token in {token}" in (done := cluster(tmp_path, "node0", "up", "--run")).stderr
+    token.rmdir()
+    token.write_text("\n")
+    assert f"{token} is empty" in cluster(tmp_path, "node0", "up", "--run").stderr
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    for name in ("missing", "binary", "."):
+        command = [sys.executable, str(ROOT / "scripts/cluster.py"), "up", str(tmp_path / name)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert "name a text file with a host on each line" in done.stderr
+        assert "Traceback" not in done.stderr
+    assert not calls.exists()
+
+
 SCRIPTS = sorted(path for folder in ("", "scripts", "docs/cluster") for path in (ROOT / folder).glob("*.sh"))
 
 

@@ -3,13 +3,14 @@
 import importlib.util
 from collections.abc import Iterator
 
+from rlsys.config.checks.files import model_facts
 from rlsys.config.checks.findings import ACTOR, CRITIC, REF, note, wrong
-from rlsys.config.engines import rollout_backend
+from rlsys.config.engines import decoder_sizes, rollout_backend
 from rlsys.config.pools import resolve_pools
 from rlsys.config.schema.base import Section
 from rlsys.config.schema.jobs import PPOConfig, SupervisedConfig, TrainedConfig
 from rlsys.config.schema.megatron import MegatronConfig, MegatronShardConfig
-from rlsys.config.schema.model import ModelConfig
+from rlsys.config.schema.model import ModelConfig, ShardConfig
 
 
 def check_megatron(cfg: PPOConfig | SupervisedConfig) -> Iterator[str]:
@@ -43,6 +44,9 @@ def _router_replay(cfg: PPOConfig) -> Iterator[str]:
         yield wrong(cfg, key, f"only Megatron replays routes; set {ACTOR}.strategy=megatron")
     if mode == "R2" and cfg.algorithm.rollout_correction.bypass_mode:
         yield wrong(cfg, key, "in bypass mode nothing computes old_log_probs, whose routes R2 replays", "R3")
+    sizes = decoder_sizes(model_facts(cfg.actor_rollout_ref.model.path))
+    if mode != "disabled" and sizes and not any("expert" in name for name in sizes):
+        yield wrong(cfg, key, "the model has no experts, so there are no routes", "disabled")
     if mode == "R3" and (rollout.has_workflow or rollout_backend(rollout.name).is_external):
         yield wrong(cfg, key, "episodes and external servers return no routes; set R2")
 
@@ -58,6 +62,9 @@ def _role(cfg: Section, role: str, section: TrainedConfig, key: str, model: Mode
     if section.ulysses_sequence_parallel_size > 1:
         why = "Megatron splits sequences by context_parallel_size; remove it"
         yield wrong(cfg, f"{role}.ulysses_sequence_parallel_size", why)
+    if isinstance(section, ShardConfig) and section.tensor_parallel_size > 1:
+        why = f"Megatron splits matrices by {role}.megatron.tensor_model_parallel_size; set that instead"
+        yield wrong(cfg, f"{role}.tensor_parallel_size", why)
     if not model.use_remove_padding:
         yield note(cfg, f"{key}.use_remove_padding", "Megatron always packs sequences")
 
@@ -68,7 +75,8 @@ def _sizes(cfg: Section, key: str, section: MegatronShardConfig, ranks: int) -> 
     expert_tensor = section.expert_tensor_parallel_size or tensor
     why = f"tensor {tensor} x pipeline {stages}{{}} does not divide the {ranks} processes"
     if ranks % (tensor * stages):
-        yield wrong(cfg, f"{key}.tensor_model_parallel_size", why.format(f" = {tensor * stages}"), 1, value=tensor)
+        cut, size = ("pipeline", stages) if ranks % stages else ("tensor", tensor)
+        yield wrong(cfg, f"{key}.{cut}_model_parallel_size", why.format(f" = {tensor * stages}"), 1, value=size)
     elif ranks % (size := tensor * stages * context):
         yield wrong(cfg, f"{key}.context_parallel_size", why.format(f" x context {context} = {size}"), 1)
     elif ranks % (size := expert_tensor * experts * stages):

@@ -47,6 +47,9 @@ def allocation_settings(text: str, nnodes: int, node_size: int = 0) -> dict[str,
     if is_shared and trains.world != generates.world:
         each = f"{generates.text} has {generates.world} and {trains.text} has {trains.world}"
         raise ConfigError(f"'{text}': engines joined by | share processes, so they need equal numbers, but {each}")
+    total, room = trains.world + (0 if is_shared else generates.world), nnodes * node_size
+    if total > room > 0:
+        raise ConfigError(f"'{text}' needs {total} processes, and cluster.n_nodes x cluster.n_gpus_per_node are {room}")
     settings = _nodes(trains, nnodes, node_size)
     settings["trainer.rollout_workers"] = 0 if is_shared else generates.world
     if generates.engine != "hf":

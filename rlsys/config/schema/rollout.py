@@ -161,7 +161,7 @@ class GenerationConfig(ServingConfig):
     each expert among all."""
     pipeline_model_parallel_size: t.Count = 1
     """Stages of a copy of the model, each with its own layers on tensor_model_parallel_size processes. They take turns:
-    for models that do not fit otherwise. vllm only."""
+    for models that do not fit otherwise. vllm, and sglang without data_parallel_size."""
     kv_cache_gib: t.Count = 1
     """Size of vLLM's or SGLang's KV cache on CPU, in GiB."""
     cuda_graph_max_bs: t.Count | None = None

@@ -367,6 +367,26 @@ FOREIGN = [
     ),
     bad("trainer.del_local_ckpt_after_load=true", "del_local_ckpt_after_load", "max_actor_ckpt_to_keep"),
     bad(f"{A}.router_replay.mode=R2", "router_replay.mode", "only Megatron"),
+    bad(
+        [f"{A}.strategy=megatron", f"{A}.router_replay.mode=R2", f"{M}.path=seven"],
+        f"{A}.router_replay.mode = R2: the model has no experts",
+        f"set {A}.router_replay.mode=disabled",
+    ),
+    bad(
+        [f"{A}.strategy=megatron", f"{A}.megatron.pipeline_model_parallel_size=3"],
+        f"{A}.megatron.pipeline_model_parallel_size = 3: tensor 1 x pipeline 3 = 3 does not divide the 1",
+        f"set {A}.megatron.pipeline_model_parallel_size=1",
+    ),
+    bad(
+        ["engine.strategy=megatron", "engine.tensor_parallel_size=2", "trainer.n_gpus_per_node=2"],
+        "engine.tensor_parallel_size = 2: Megatron splits matrices by engine.megatron.tensor_model_parallel_size",
+        schema=SFTConfig,
+    ),
+    bad("trainer.allocation_mode=5", "trainer.allocation_mode", "'5'", "takes letters with sizes"),
+    bad(
+        ["trainer.allocation_mode=hf:d8+fsdp:d16", "cluster.n_nodes=2", "cluster.n_gpus_per_node=8"],
+        "'hf:d8+fsdp:d16' needs 24 processes, and cluster.n_nodes x cluster.n_gpus_per_node are 16",
+    ),
     bad(f"{A}.optim.optimizer=Lion", f"{A}.optim.optimizer", "AdamW, AdamW8bit, Muon"),
     bad(f"{A}.optim.optimizer=AdamW8bit", f"set {A}.optim.optimizer_impl=bitsandbytes.optim"),
     bad(f"{A}.optim.optimizer_impl=bitsandbytes.optim", f"set {A}.optim.optimizer_impl=torch.optim"),

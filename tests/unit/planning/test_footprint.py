@@ -17,6 +17,7 @@ from rlsys.models.megatron.family import family_of
 from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
 from rlsys.models.megatron.rules import extents
 from rlsys.planning import footprint as fp
+from rlsys.planning.roles import Computing, MegatronRole, Pass
 from rlsys.rollout.hf.engine import HFRollout
 from rlsys.rollout.hf.kv_cache import ColumnCache
 from rlsys.types import ModelRequest, SamplingParams
@@ -95,6 +96,14 @@ def test_saved_and_passing_activations_by_hand() -> None:
     assert fp.layer_saved_bytes(TINY, 10, c=2, fused=True) == fused
     halved = fp.layer_saved_bytes(TINY, 10, c=2, fused=True, tp=2, shared_norms=True)
     assert halved == fused // 2
+    sparse = replace(TINY, routed=8)
+    sent, four = 10 * 2 * 2 * 8 * 64, {"c": 2, "fused": True, "tp": 4, "shared_norms": True}
+    assert fp.layer_saved_bytes(sparse, 10, routed_tp=4, **four) == (fused + sent) // 4
+    for expert_tp, over in ((1, 4), (2, 2), (4, 1), (None, 1)):  # with parts of experts, the rows of all these ranks
+        sizes = ParallelSizes(tp=4, etp=expert_tp, sequence_parallel=True)
+        role = MegatronRole(SHAPES["30B-A3B"], Computing(2, "cuda", recompute=False), sizes, 8)
+        saved = fp.layer_saved_bytes(role.model, 10, routed_tp=over, **four)
+        assert role.layer_saved_bytes(Pass(10, 5, 1)) == saved
     assert fp.checkpoint_bytes(TINY, 10, c=2) == 10 * 64 * 2
 
 

@@ -14,7 +14,6 @@ import pytest
 from rlsys.config import PPOConfig, load_config
 from rlsys.planning.advice import facts_of, memory_line, time_facts
 from rlsys.planning.footprint import decoder_of
-from rlsys.planning.step_time import GpuCluster
 from rlsys.utils.gpus import GPUS
 from scripts.model_shapes import SHAPES
 from trainer.job import checked_config
@@ -111,9 +110,7 @@ def test_an_unplannable_model_is_reported_and_a_missing_one_leaves_the_line_out(
     cfg = load_config(["--config-name=quickstart"])
     assert memory_line(cfg, facts_of(cfg, "cpu", 0)) == ""
     h100 = facts_of(cfg, "cuda", 80 * GIB)
-    assert time_facts(cfg, replace(h100, actor=odd), GpuCluster(GPUS["H100"], 8))["time"].startswith(
-        "cannot be planned: "
-    )
+    assert time_facts(cfg, replace(h100, actor=odd), GPUS["H100"])["time"].startswith("cannot be planned: ")
     with pytest.raises(SystemExit):
         checked_config(["--config-name=quickstart", "--dry-run", "--gpu=H100", "data.train_files=null"], PPOConfig)
     assert "config.json is here or on the hub" in capsys.readouterr().err
@@ -180,3 +177,27 @@ def test_a_dry_run_refuses_what_the_start_refuses(
     cut = f"{ACTOR}.megatron.pipeline_model_parallel_size={stages}"
     assert dry_run(tmp_path, LLAMA_7B | shape, *sizes, cut) == 2
     assert f"rlsys: {ACTOR}.megatron: {says}" in capsys.readouterr().err
+
+
+def test_a_dry_run_that_refuses_a_layout_proposes_those_that_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The weights of one copy are 121 GiB, of a GPU's 79.6; the settings of the first give its seconds and bytes."""
+    rows = ("data.train_batch_size=64", f"{ACTOR}.ppo_mini_batch_size=64", f"{ROLLOUT}.n=8")
+    sizes = ("trainer.n_gpus_per_node=8", "trainer.nnodes=8", "--gpu=H100", *rows)
+    assert dry_run(tmp_path, LLAMA_7B | {"num_hidden_layers": 320, "head_dim": 128}, *sizes) == 2
+    first, *layouts, settings = capsys.readouterr().err.splitlines()
+    assert "vllm beside what trains does not fit" in first
+    assert first.endswith("; layouts that fit:")
+    assert len(layouts) == 3
+    assert "rollout TP" in layouts[0]
+    given = settings.removeprefix("  settings of the first: ").split()
+    assert dry_run(tmp_path, LLAMA_7B | {"num_hidden_layers": 320, "head_dim": 128}, *sizes, *given) == 0
+    assert f" {layouts[0].split()[0]} s a step at full length" in (printed := capsys.readouterr().out)
+    assert f"{layouts[0].strip()}\n" in printed
+
+
+def test_a_plan_that_is_larger_than_the_device_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = (f"{ACTOR}.ppo_max_token_len_per_gpu=32", f"{ROLLOUT}.gpu_memory_utilization=0.3")
+    assert dry_run(tmp_path, LLAMA_7B, "--gpu=H100", "trainer.n_gpus_per_node=1", *own) == 0
+    assert "(update_actor); it has 79.6, so this does not fit: docs/oom.md" in capsys.readouterr().out

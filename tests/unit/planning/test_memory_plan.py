@@ -16,7 +16,7 @@ from rlsys.planning import footprint as fp
 from rlsys.planning.memory import Device, Lengths, Machine, MemoryPlan, Stage, largest_pass, plan_memory
 from rlsys.planning.roles import Computing, FsdpRole, MegatronRole, Pass
 from scripts.model_shapes import SHAPES
-from scripts.plan import remedies, table, too_large
+from scripts.plan import plan_job, remedies, table, too_large
 
 ROOT = Path(__file__).resolve().parents[3]
 GIB = 1 << 30
@@ -327,3 +327,46 @@ def test_the_script_plans_a_model_that_is_not_here(
     step_s = float(re.search(r"a step: ([\d.]+) s", printed)[1])  # type: ignore[index]
     assert tokens_s == pytest.approx(16 * 8 * 40 / step_s, rel=0.1)
     assert "trainer.n_gpus_per_node=2: " in printed
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("--gpus 64", "--gpus and --layouts need the type of the GPUs, e.g. --gpu H100"),
+        ("--layouts 3", "--gpus and --layouts need the type of the GPUs, e.g. --gpu H100"),
+        ("--gpu H100 --gpus 12", "--gpus 12: nodes have 8; write a multiple, or at most 8"),
+        ("--gpu H100 --layouts -3", "'-3' must be a whole number above 0"),
+        ("--mean-response 0", "'0' must be a whole number above 0"),
+        ("--gpu H100 --mean-response 300000", "--mean-response 300000 is more than data.max_response_length=1024"),
+        ("--gpu H100 --mean-response 40 --sigma -1", "--sigma -1: must be 0 or more"),
+        ("--device-gib 0", "'0' must be a number above 0"),
+        ("--model {0}/text", "text is not a config.json: Expecting value"),
+        ("--model {0}/list", "list is not a model's config.json: it has no model_type"),
+        ("--model {0}/short", "this config.json cannot be planned, it lacks or has a wrong: 'num_attention_heads'"),
+    ],
+)
+def test_wrong_arguments_of_the_script_are_refused_with_what_to_write(
+    given: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, text in (("text", "x"), ("list", "[1]"), ("short", '{"model_type": "qwen2"}')):
+        (tmp_path / name).write_text(text)
+    model = "" if "--model" in given else "--model 7B "
+    command = f"plan.py --job gsm8k_grpo {model}{given}".format(tmp_path)
+    monkeypatch.setattr(sys, "argv", command.split())
+    with pytest.raises(SystemExit) as left:
+        plan_job()
+    assert says in f"{left.value}{capsys.readouterr().err}"
+
+
+def test_what_the_script_tries_leaves_no_notes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It doubles nodes where they are whole, and divides the engine's weights."""
+    size = ["trainer.n_gpus_per_node=8", "actor_rollout_ref.rollout.name=vllm"]
+    monkeypatch.setattr(sys, "argv", ["plan.py", "--job", "gsm8k_grpo", "--model", "235B-A22B", *size])
+    with pytest.raises(SystemExit, match="1"):
+        plan_job()
+    printed = capsys.readouterr()
+    assert "ignored" not in printed.err
+    assert "trainer.nnodes=2: " in printed.out
+    assert "actor_rollout_ref.rollout.tensor_model_parallel_size=2: update_weights " in printed.out

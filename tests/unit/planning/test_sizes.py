@@ -106,6 +106,10 @@ def test_a_model_that_fits_in_no_way_is_refused_with_the_arithmetic() -> None:
     megatron = (f"{POLICY}.actor.strategy=megatron", f"{POLICY}.actor.megatron.expert_model_parallel_size=8")
     with pytest.raises(ConfigError, match=r"vllm beside what trains does not fit: .* \+ rollout weights 56\.9\)"):
         chosen("30B-A3B", 139.8, VLLM, *megatron)
+    with pytest.raises(ConfigError, match=r"hf beside what trains does not fit: .* or set .*max_num_seqs to try it"):
+        chosen("30B-A3B", 139.8, "actor_rollout_ref.rollout.name=hf", f"{TOKENS}=4096", megatron[0])
+    with pytest.raises(ConfigError, match=r"or set a larger actor_rollout_ref\.rollout\.tensor_model_parallel_size"):
+        chosen("235B-A22B", 139.8, VLLM, "trainer.nnodes=16")
 
 
 def test_cpus_keep_small_budgets_and_recompute_as_configured() -> None:

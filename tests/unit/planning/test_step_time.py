@@ -252,6 +252,31 @@ def test_layouts_fit_come_fastest_first_and_can_be_set_on_the_command_line() -> 
     assert "update_actor" in step_table(proposals[0].phases)
 
 
+def test_layouts_are_those_of_the_job_that_is_given_them() -> None:
+    """Other stages and chunks than the job's own; layers compiled as a job would, unless that is switched off; nothing
+    of a critic or a reference that is not there."""
+    sizes, override = ("trainer.n_gpus_per_node=8",), f"{ACTOR}.megatron.override_transformer_config"
+    off, lengths = f"{ACTOR}.fsdp_config.use_torch_compile", Lengths(1024, 3072, 1024, 3072)
+    vp = f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size=7"
+    own = megatron(1, 4, 1, vp, f"{override}={{recompute_granularity: selective}}")
+    for asked, works in (((), True), ((f"{off}=false",), False), (own, True)):
+        cfg = config(*sizes, *asked)
+        cfg = cfg if asked else replaced(cfg, {off: True})
+        proposals = propose_layouts(cfg, machine("7B"), H100, lengths=lengths, most=40)
+        kinds = [one.name.partition(",")[0].partition(";")[0] for one in proposals]
+        assert {"FSDP8", "Megatron"} <= {*kinds}
+        for one, kind in zip(proposals, kinds, strict=True):
+            assert not any(key.startswith(("critic.", "actor_rollout_ref.ref.")) for key in one.settings)
+            given = [f"{key}={shown(value)}" for key, value in one.settings.items()]
+            changed = config(*sizes, *asked, *given)
+            assert step_seconds(changed, plan_step(changed, machine("7B"), H100, lengths=lengths)) == one.seconds
+            if kind == "Megatron":
+                kept = {"recompute_granularity": "selective"} if asked == own else {}
+                assert one.settings[override] == kept
+            else:
+                assert one.settings[off] == (works and "Ulysses" not in one.name)
+
+
 def test_copies_of_the_attention_are_proposed_for_latent_caches() -> None:
     """Eight ranks that share experts read an eighth of the cache that each of eight tensor-parallel ranks reads."""
     shape = SHAPES["671B"] | {"num_hidden_layers": 8, "n_routed_experts": 16, "hidden_size": 2048}

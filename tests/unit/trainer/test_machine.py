@@ -109,6 +109,8 @@ def test_nodes_and_processes_that_this_machine_lacks_are_noted(argv: list[str], 
     assert says in note
     assert notes("ray_kwargs.ray_init.num_cpus=1") == []
     assert check_machine(load_config(["trainer.nnodes=1"], SFTConfig), dry_run=True) == []
+    (note,) = check_machine(load_config(["trainer.n_gpus_per_node=256"], SFTConfig), dry_run=True)
+    assert note.endswith(": lower trainer.n_gpus_per_node, or join a larger Ray cluster")
 
 
 def test_servers_must_listen_in_a_dry_run() -> None:
