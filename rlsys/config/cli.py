@@ -40,8 +40,9 @@ def main_config(
             from rlsys.config.help import help_text
 
             _print_and_exit(help_text(schema, *arguments.help))
-        loaded, sizes = load(arguments, schema), ""
-        if choose is not None and not arguments.print_config:
+        is_draft, sizes = choose is not None and not arguments.print_config, ""
+        loaded = load(arguments, schema, is_draft=is_draft)
+        if choose is not None and is_draft:
             chosen, sizes = choose(loaded.config, loaded.settings.keys(), arguments)
             loaded = replace(load(arguments, schema, chosen=chosen), settings=loaded.settings)
         notes, facts = check(loaded.config, arguments) if check and not arguments.print_config else ((), {})

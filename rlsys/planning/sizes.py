@@ -106,6 +106,13 @@ class _Sizes:
             number //= 2
         self.choose(SEQS, number)
 
+    def check_sequences(self) -> None:
+        """Refuse an engine whose cache has no share of the device where the chosen sequences do not fit."""
+        name, needs = self.cfg.actor_rollout_ref.rollout.name, self.needs({}, "start", "rollout")
+        is_ours = SEQS not in self.given and self.machine.device == "cuda"
+        if is_ours and not rollout_backend(name).cache_share_of and sum(needs.values()) > self.machine.device_bytes:
+            raise _refusal(f"{name} beside what trains", needs, self.machine, SEQS)
+
     def choose_share(self) -> None:
         """The cache of all sequences at full length, if it fits beside what trains; all that is free where nothing
         does."""
@@ -182,11 +189,7 @@ def choose_sizes(
     if grader.enable:
         key = f"reward.reward_model.forward_{_TOKENS}"
         sizes.choose_scoring(key, grader.scoring, key, "reward_model", longest)
-    is_tried = (
-        SEQS in given or rollout_backend(policy.rollout.name).cache_share_of is not None or machine.device != "cuda"
-    )
-    if not is_tried and sum((needs := sizes.needs({}, "start", "rollout")).values()) > machine.device_bytes:
-        raise _refusal(f"{policy.rollout.name} beside what trains", needs, machine, SEQS)
+    sizes.check_sequences()
     room = f" ({machine.room_bytes / GIB:.1f} of {machine.device_bytes / GIB:.1f} GiB to plan with)"
     return sizes.values, f"{', '.join(sizes.words)}{room if sizes.words else ''}"
 

@@ -90,7 +90,7 @@ def _model_sizes(cfg: GradedJob, name: str) -> Iterator[str]:
         yield wrong(cfg, f"{KEY}.tensor_model_parallel_size", f"{why}; set one of {', '.join(fitting)}")
     if stages > layers > 0:
         why = f"the model has {layers} layers, and each stage needs one"
-        yield wrong(cfg, f"{KEY}.pipeline_model_parallel_size", why, layers)
+        yield wrong(cfg, f"{KEY}.pipeline_model_parallel_size", f"{why}; set at most {layers}")
     if ep > 1 and sizes and not any("expert" in name for name in sizes):
         yield wrong(cfg, f"{KEY}.expert_parallel_size", "the model has no experts", 1)
     elif name == "sglang" and experts % ep:

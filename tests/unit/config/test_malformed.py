@@ -309,7 +309,7 @@ FOREIGN = [
     ),
     bad(
         [f"{R}.name=vllm", f"{M}.path=seven", "trainer.n_gpus_per_node=29", f"{R}.pipeline_model_parallel_size=29"],
-        f"{R}.pipeline_model_parallel_size = 29: the model has 28 layers, and each stage needs one; set",
+        f"{R}.pipeline_model_parallel_size = 29: the model has 28 layers, and each stage needs one; set at most 28",
     ),
     bad("data.sampler.class_name=Mine", "data.sampler.class_path=<file>", "its file is not set"),
     *(

@@ -197,6 +197,17 @@ def test_a_dry_run_that_refuses_a_layout_proposes_those_that_fit(
     assert f"{layouts[0].strip()}\n" in printed
 
 
+def test_parallel_sizes_of_the_rollout_need_no_engine_where_one_is_chosen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ("trainer.n_gpus_per_node=2", f"{ROLLOUT}.tensor_model_parallel_size=2")
+    assert dry_run(tmp_path, LLAMA_7B, "--gpu=H200", *sizes) == 0
+    assert "rollout.name=vllm" in capsys.readouterr().out
+    small = LLAMA_7B | {"num_hidden_layers": 1, "vocab_size": 320}
+    assert dry_run(tmp_path, small, "trainer.device=cpu", *sizes) == 2
+    assert "tensor_model_parallel_size = 2: the hf engine runs a model in one process" in capsys.readouterr().err
+
+
 def test_a_plan_that_is_larger_than_the_device_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = (f"{ACTOR}.ppo_max_token_len_per_gpu=32", f"{ROLLOUT}.gpu_memory_utilization=0.3")
     assert dry_run(tmp_path, LLAMA_7B, "--gpu=H100", "trainer.n_gpus_per_node=1", *own) == 0
