@@ -29,8 +29,10 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
-from rlsys.config import PPOConfig, load_config, plan_batches  # noqa: E402
+from rlsys.config import PPOConfig, plan_batches  # noqa: E402
+from rlsys.config.arguments import parse_arguments  # noqa: E402
 from rlsys.config.introspect import replaced, shown, value_at  # noqa: E402
+from rlsys.config.load import load  # noqa: E402
 from rlsys.models.megatron.family import family_of  # noqa: E402
 from rlsys.models.megatron.parallel import ParallelSizes  # noqa: E402
 from rlsys.planning.image_encoder import plan_facts  # noqa: E402
@@ -211,11 +213,14 @@ def plan_job() -> None:
         raise SystemExit(str(error)) from None
 
 
-def machine_of(args: argparse.Namespace, more: Sequence[str] = ()) -> tuple[PPOConfig, Machine]:
-    """The configuration of a job without its files, and a device of it."""
+def machine_of(args: argparse.Namespace, more: Sequence[str] | None = None) -> tuple[PPOConfig, Machine]:
+    """The configuration of a job without its files, and a device of it; notes are only printed of its own settings."""
     files = ["data.train_files=null", "data.val_files=null"]
     files += ["actor_rollout_ref.model.path=null"] if args.model else []
-    cfg = load_config(["--config-name", args.job, *args.settings, *files, *more])
+    job = load(parse_arguments(["--config-name", args.job, *args.settings, *files, *(more or ())]), PPOConfig)
+    if more is None:
+        print(*(f"note: {note}\n" for note in job.notes), sep="", end="", file=sys.stderr)
+    cfg = job.config
     path, critic, grader = cfg.actor_rollout_ref.model.path, cfg.critic.model.path, cfg.reward.reward_model
     if args.model is None and path is None:
         raise ConfigError("no model is named: write --model 7B, or actor_rollout_ref.model.path=<folder>")
