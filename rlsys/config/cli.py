@@ -40,7 +40,7 @@ def main_config(
             from rlsys.config.help import help_text
 
             _print_and_exit(help_text(schema, *arguments.help))
-        loaded, sizes = load(arguments, schema), ""
+        loaded, sizes = load(arguments, schema, served="vllm" if choose else None), ""
         if choose is not None and not arguments.print_config:
             chosen, sizes = choose(loaded.config, loaded.settings.keys(), arguments)
             loaded = replace(load(arguments, schema, chosen=chosen), settings=loaded.settings)

@@ -19,7 +19,7 @@ from rlsys.config.checks.all import check
 from rlsys.config.checks.rules import unknown_names, unused_settings
 from rlsys.config.compat.reader import prefixes
 from rlsys.config.derive import CHOICE, CHOSEN, DERIVED, ENGINE, derived_settings
-from rlsys.config.introspect import allowed, choices, default_of, leaves, nest, shown
+from rlsys.config.introspect import allowed, choices, default_of, leaves, nest, replaced, shown
 from rlsys.config.merge import Given, Layers
 from rlsys.config.presets import default_preset, model_key, read_preset
 from rlsys.config.schema.base import Section
@@ -57,8 +57,13 @@ def load_config(argv: Sequence[str] = (), schema: type[S] = PPOConfig) -> S:
     return loaded.config
 
 
-def load(arguments: Arguments, schema: type[S], *, chosen: Mapping[str, object] | None = None) -> Loaded[S]:
-    """Like `load_config`, but also returns the notes and the headline; `chosen` are values of keys that are not set."""
+def load(
+    arguments: Arguments, schema: type[S], *, chosen: Mapping[str, object] | None = None, served: str | None = None
+) -> Loaded[S]:
+    """Like `load_config`, but also returns the notes and the headline; `chosen` are values of keys that are not set.
+
+    `served` is the rollout engine, which a job is yet to choose, that settings may need where none is set.
+    """
     layers, typed = Layers(schema), Layers(schema)
     typed.add_overrides(arguments.overrides)
     model = typed.given.get(model_key(schema))
@@ -82,6 +87,10 @@ def load(arguments: Arguments, schema: type[S], *, chosen: Mapping[str, object] 
     if config is None or problems:
         raise ConfigError(_listed([*problems, *names]))
     conflicts, notes = check(config)
+    if conflicts and served and schema is PPOConfig and ENGINE not in layers.given:
+        other = replaced(config, {ENGINE: served})
+        if not (findings := check(other))[0]:
+            config, (conflicts, notes) = other, findings
     if names or conflicts:
         raise ConfigError(_listed([*names, *conflicts]))
     notes = [*layers.notes(), *notes, *unused_settings(config, typed.given)]
