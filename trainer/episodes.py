@@ -321,8 +321,7 @@ def load_agents(cfg: GradedJob, tokenizer: Tokenizer | None = None) -> LoadedAge
     kinds, kwargs = ("tool",) if uses_tools else (), cfg.data.apply_chat_template_kwargs
     if tokenizer is None:
         return LoadedAgents(workflow, by_name, tools, None)
-    processor = load_processor(cfg, tokenizer)
-    template = ChatTemplate(tokenizer, template_kwargs=kwargs, kinds=kinds, processor=processor)
+    template = ChatTemplate(tokenizer, template_kwargs=kwargs, kinds=kinds, processor=load_processor(cfg, tokenizer))
     return LoadedAgents(workflow, by_name, tools, template)
 
 

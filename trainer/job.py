@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from types import FrameType
 from typing import TYPE_CHECKING, TextIO, TypeVar
@@ -87,7 +87,7 @@ def _check(config: C, arguments: Arguments) -> tuple[list[str], dict[str, str]]:
     notes = check_machine(config, dry_run=arguments.dry_run, here=arguments.gpu is None)
     gpu, machine = arguments.gpu, _machine(config, arguments) if isinstance(config, PPOConfig) else None
     if gpu is not None and not (machine and machine.actor):
-        raise errors.ConfigError("--gpu plans PPO jobs whose model's config.json is here or on the hub; remove it")
+        raise errors.ConfigError("--gpu plans PPO jobs whose model's config.json is here or on the hub; remove --gpu")
     if not isinstance(config, PPOConfig) or machine is None:
         return notes, facts
     from rlsys.planning.advice import memory_line, time_facts
@@ -98,9 +98,9 @@ def _check(config: C, arguments: Arguments) -> tuple[list[str], dict[str, str]]:
 
 
 def _on_megatron(config: PPOConfig | SupervisedConfig) -> bool:
-    if isinstance(config, SupervisedConfig):
-        return config.engine.strategy == "megatron"
-    return "megatron" in (config.actor_rollout_ref.actor.strategy, config.critic.strategy)
+    is_ppo = isinstance(config, PPOConfig)
+    roles = (config.actor_rollout_ref.actor, config.critic) if is_ppo else (config.engine,)
+    return "megatron" in [role.strategy for role in roles]
 
 
 def _choose(config: C, given: Collection[str], arguments: Arguments) -> tuple[Mapping[str, object], str]:
@@ -109,9 +109,9 @@ def _choose(config: C, given: Collection[str], arguments: Arguments) -> tuple[Ma
         return {}, ""
     from rlsys.planning.sizes import choose_sizes
 
-    is_start_model = config.actor_rollout_ref.model.path is None  # trained before a serving engine has started
-    engines = [] if is_start_model else [*(SERVING if arguments.gpu else installed_engines())]
-    machine = _machine(config, arguments)
+    engines, machine = [*(SERVING if arguments.gpu else installed_engines())], _machine(config, arguments)
+    if config.actor_rollout_ref.model.path is None:  # trained before a serving engine has started, or layers compiled
+        engines, machine = [], replace(machine, actor={})
     try:
         return choose_sizes(config, given, machine, engines=engines)
     except errors.ConfigError as error:

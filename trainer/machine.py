@@ -133,10 +133,11 @@ def _check_cluster(config: JobConfig) -> None:
 
 def _capacity(config: JobConfig) -> Iterator[str]:
     """What a cluster that consists of this machine lacks; ConfigError if it is the device that was asked for."""
-    run, num_gpus = config.trainer, visible_gpus()
+    run, num_gpus, is_ppo = config.trainer, visible_gpus(), isinstance(config, PPOConfig)
+    other = f"; {OTHER_GPUS}" if is_ppo else ""
     if run.device == "cuda" and not num_gpus:
         why = "no GPU is visible on this machine (nvidia-smi, CUDA_VISIBLE_DEVICES)"
-        fix = f"set trainer.device=cpu, or start the job where GPUs are; {OTHER_GPUS}"
+        fix = f"set trainer.device=cpu, or start the job where GPUs are{other}"
         raise ConfigError(f"trainer.device = cuda: {why}; {fix}")
     if run.nnodes > 1:
         why = "start Ray on all nodes and set ray_kwargs.ray_init.address=auto"
@@ -148,9 +149,8 @@ def _capacity(config: JobConfig) -> Iterator[str]:
     if num_processes > room:
         kind = f"{room} GPUs" if on_gpus else f"no GPUs, and {room} CPUs for one process each"
         needs = f"{num_processes} processes, trainer.n_gpus_per_node={run.n_gpus_per_node} of them for training"
-        is_ppo = isinstance(config, PPOConfig)
         fix = f"lower trainer.n_gpus_per_node{' or trainer.rollout_workers' * is_ppo}, or join a larger Ray cluster"
-        yield f"the run needs {needs}, and this machine has {kind}: {fix}{f'; {OTHER_GPUS}' * (is_ppo and not on_gpus)}"
+        yield f"the run needs {needs}, and this machine has {kind}: {fix}{'' if on_gpus else other}"
 
 
 def visible_gpus() -> int:

@@ -116,8 +116,7 @@ class Reporter:
             )
         versions = rows["weight_versions"][rows["weight_versions"] >= 0]
         if versions.numel():
-            step = int(batch.meta_info["global_steps"])
-            self.add({"training/staleness": float(step - 1 - versions.double().mean())})
+            self.add({"training/staleness": float(int(batch.meta_info["global_steps"]) - 1 - versions.double().mean())})
 
     def token_counts(self, batch: DataProto) -> None:
         """Count prompt and response tokens, for rates."""

@@ -61,8 +61,7 @@ class RolloutSource:
             kept.append(batch)
             num_kept += len(batch)
             if self._filter is not None and num_kept < num_rows and 0 < self._filter.max_calls <= call:
-                num_prompts = num_kept // self._rollout.num_answers
-                raise ConfigError(too_few_kept(call, num_prompts, self._prompts_per_step))
+                raise ConfigError(too_few_kept(call, num_kept // self._rollout.num_answers, self._prompts_per_step))
         whole = kept[0] if len(kept) == 1 else DataProto.concat(kept)
         whole = whole[:num_rows]
         whole.meta_info["source_metrics"] = {**metrics, "rollout/num_gen_batches": float(call)}

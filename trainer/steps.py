@@ -47,8 +47,7 @@ class Steps:
         ranks, rows = self.plan.actor.dp_size, self.plan.actor.mini_batch_samples
         size, order = batch.meta_info.get("rows_per_episode", 1), np.arange(len(batch))
         if self.cfg.trainer.balance_batch and ranks > 1:
-            of_episodes = np.reshape(lengths, (-1, size)).sum(1).tolist()
-            order = balance_rows(of_episodes, num_ranks=ranks, mini_batch_rows=rows)
+            order = balance_rows(np.reshape(lengths, (-1, size)).sum(1).tolist(), num_ranks=ranks, mini_batch_rows=rows)
             order = (order[:, None] * size + np.arange(size)).ravel()
             batch.reorder(torch.from_numpy(order))
         self.reporter.add(seqlen_metrics(lengths, np.array_split(order, ranks)))

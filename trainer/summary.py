@@ -52,4 +52,5 @@ def _curves(path: Path) -> Iterator[tuple[str, str]]:
             (first_step, first), (last_step, last) = points[0], points[-1]
             best_step, best = (min if "loss" in title else max)(points, key=lambda point: point[1])
             other = "" if best_step == last_step else f", best {best:.3f} at step {best_step}"
-            yield title, f"{first:.3f} -> {last:.3f} in steps {first_step} to {last_step}{other}"
+            span = f"{first:.3f} -> {last:.3f} in steps {first_step} to {last_step}"
+            yield title, f"{span}{other}" if len(points) > 1 else f"{last:.3f} at step {last_step}"

@@ -89,8 +89,7 @@ def connect_servers(cfg: PPOConfig, actor: ActorGroup) -> tuple[RemoteEngine, Ex
     rollout, deadlines = cfg.actor_rollout_ref.rollout, cfg.trainer.deadlines
     path = cfg.actor_rollout_ref.model.path
     settings = settings_of(rollout, deadlines, max_staleness=cfg.trainer.max_staleness)
-    hf_config = saved_config(path) if path else None
-    engine: RemoteEngine = worker_class(rollout.name)(replace(settings, hf_config=hf_config))
+    engine: RemoteEngine = worker_class(rollout.name)(replace(settings, hf_config=saved_config(path) if path else None))
     engine.connect()
     if rollout.checkpoint_engine.backend == "nccl":
         bucket_bytes = rollout.checkpoint_engine.update_weights_bucket_megabytes << 20

@@ -282,8 +282,7 @@ async def run_areal_episode(workflow: Any, gconfig: object, row: Row, session: S
         changed = {name: value for name, value in own.items() if gconfig is None or value != getattr(gconfig, name)}
         return await session.draw_ids(req.input_ids, **changed)
 
-    truth = (row.get("reward_model") or {}).get("ground_truth")
-    data = {"messages": row["prompt"], "answer": truth, **row}
+    data = {"messages": row["prompt"], "answer": (row.get("reward_model") or {}).get("ground_truth"), **row}
     if (tensors := await workflow.arun_episode(SimpleNamespace(agenerate=agenerate), data)) is None:
         return None
     ids, rewards = tensors["input_ids"], tensors["rewards"].flatten().tolist()

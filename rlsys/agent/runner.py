@@ -224,8 +224,7 @@ class EpisodeRunner:
         if agent and agent not in self._agents:
             raise ConfigError(f"agent_name={agent}: choose from {', '.join(self._agents)}, or name it in your agents")
         workflow = self._agents[agent] if agent else self.workflow
-        settings = replace(self.settings, sampling=sampling)
-        session = Session(settings, seed=start.seed, row=row, name=start.name)
+        session = Session(replace(self.settings, sampling=sampling), seed=start.seed, row=row, name=start.name)
         session.log = start.log
         offered = [*self._tools, *workflow.tools]
         tools = session.tools = EpisodeTools(

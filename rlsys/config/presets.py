@@ -44,8 +44,7 @@ def model_key(schema: type[Section]) -> str:
 def default_preset(arguments: Arguments, schema: type[Section], *, has_model: bool) -> Preset:
     """The preset of a command line. A PPO run without a preset and without a model is the quickstart."""
     folders = (presets_folder(),)
-    asked = (arguments.config_name or "").removesuffix(".yaml")
-    name = _OF_VERL.get(asked, arguments.config_name or "")
+    name = _OF_VERL.get((arguments.config_name or "").removesuffix(".yaml"), arguments.config_name or "")
     if arguments.config_path is not None:
         folder = Path(arguments.config_path).expanduser()
         if folder.is_dir():

@@ -150,7 +150,7 @@ class PromptDataset:
         )
         limit = config.max_prompt_length
         if not (kept := [row for row in parsed if row is not None]):
-            raise DataError(f"no prompt is left: all {len(parsed)} have more than {limit} tokens")
+            raise DataError(f"no prompt is left: all {len(parsed)} are longer than data.max_prompt_length={limit}")
         if num_overlong := len(parsed) - len(kept):
             log.warning("dropped %d of %d prompts with more than %d tokens", num_overlong, len(parsed), limit)
         numbered = [replace(row, index=index) for index, row in enumerate(kept)]

@@ -2,6 +2,7 @@
 
 from rlsys.config import PPOConfig
 from rlsys.config.checks.files import model_facts
+from rlsys.data.start_assets import START_MODEL
 from rlsys.planning.footprint import decoder_of
 from rlsys.planning.image_encoder import plan_facts
 from rlsys.planning.layouts import propose_layouts
@@ -18,7 +19,7 @@ def memory_line(cfg: PPOConfig, machine: Machine) -> str:
     Empty where the model's config.json is not on this machine. An engine that takes a share of the device for its
     cache is counted without it where the device's size is not known.
     """
-    policy, device = cfg.actor_rollout_ref, machine.device
+    device, size, engine = machine.device, machine.device_bytes, cfg.actor_rollout_ref.rollout.name
     if not machine.actor:
         return ""
     try:
@@ -29,21 +30,19 @@ def memory_line(cfg: PPOConfig, machine: Machine) -> str:
     peak = max((s for s in plan.train if s.name not in ("start", "rollout")), key=lambda stage: stage.total)
     own, figures = {stage.name: stage for stage in plan.rollout}, [f"{_gib(stages['start'])} to start"]
     if generating := own.get("rollout") or stages.get("rollout"):
-        where = " (on a rollout device)" if own else ""
-        cache = "" if device == "cpu" or generating.bytes.get(CACHE) else f" + {policy.rollout.name}'s cache"
-        figures.append(f"{_gib(generating)}{cache} to generate{where}")
+        cache = "" if device == "cpu" or generating.bytes.get(CACHE) else f" + {engine}'s cache"
+        figures.append(f"{_gib(generating)}{cache} to generate{' (on a rollout device)' if own else ''}")
     figures.append(f"{_gib(peak)} at most in the other stages ({peak.name})")
     kind = "GPU" if device == "cuda" else "CPU process"
-    most, there = max(stage.total for stage in (*plan.train, *plan.rollout)), machine.device_bytes
-    too_much = f"; it has {there / GIB:.1f}, so this does not fit: docs/oom.md says what needs less"
-    line = f"{parameters / 1e6:.1f}M parameters; GiB on a {kind}: {', '.join(figures)}"
-    return line + too_much * (device == "cuda" and most > there > 0)
+    most = max(stage.total for stage in (*plan.train, *plan.rollout))
+    over = f": more than its {size / GIB:.1f}, see docs/oom.md" if 0 < size < most else ""
+    return f"{parameters / 1e6:.1f}M parameters; GiB on a {kind}: {', '.join(figures)}{over}"
 
 
 def facts_of(cfg: PPOConfig, device: Device, device_bytes: int) -> Machine:
     """A device of a job, with what is on this machine of the config.json of its models."""
     policy, grader = cfg.actor_rollout_ref, cfg.reward.reward_model
-    actor, frozen = model_facts(policy.model.path), policy.actor.freeze_vision_tower
+    actor, frozen = model_facts(policy.model.path or START_MODEL), policy.actor.freeze_vision_tower
     return Machine(
         device,
         device_bytes,

@@ -119,8 +119,7 @@ class PoolRewardManager:
 
     def grade(self, data: DataProto) -> Graded:
         """Rewards of all rows; RewardError where more than `reward.max_failed` of them could not be graded."""
-        items = reward_items(data, self.tokenizer, self.reward_fn_key)
-        results = self.pool.score(items, deadline_s=self.deadline_s)
+        results = self.pool.score(reward_items(data, self.tokenizer, self.reward_fn_key), deadline_s=self.deadline_s)
         check_failures(results, self.reward.max_failed)
         overlong, longest = self.reward.reward_kwargs.overlong_buffer_cfg, self.reward.reward_kwargs.max_resp_len
         longest = longest or self.max_response_length

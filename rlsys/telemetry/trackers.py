@@ -245,7 +245,7 @@ class BestEffort:
             self.num_errors += 1
             if recorder not in self._reported:
                 self._reported.add(recorder)
-                log.warning("%s failed, its record is incomplete: %r", recorder, error)
+                log.warning("%s failed, its record is incomplete: %s", recorder, repr(error).partition(r"\n")[0])
             return None
 
 

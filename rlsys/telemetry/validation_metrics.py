@@ -45,8 +45,7 @@ def validation_metrics(
             values = np.array([float(column[i]) for i in numeric])
             codes = None
             if "pred" in infos:
-                preds = np.array([str(infos["pred"][i]) for i in numeric], object)
-                codes = np.unique(preds, return_inverse=True)[1]
+                codes = np.unique(np.array([str(infos["pred"][i]) for i in numeric], object), return_inverse=True)[1]
             metrics = _prompt_metrics(values, codes, seed=seed)
             if variable == core[source] and len(values) > 1:  # of a single response it equals the mean
                 correct = int((values >= CORRECT_AT).sum())

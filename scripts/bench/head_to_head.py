@@ -27,7 +27,9 @@ import importlib.util
 import json
 import os
 import random
+import re
 import shlex
+import shutil
 import signal
 import statistics
 import subprocess
@@ -59,6 +61,7 @@ RANGES = {
 """The phase of each range of a profile: TRL's are called as the phases, those of rlsys as the workers' methods."""
 REWARD = "def compute_score(data_source, solution_str, ground_truth, extra_info=None, **_):\n    {body}\n"
 TRL_CODE = Path(__file__).with_name("trl_job.py")
+SYSTEM = re.compile(r"rlsys(-auto|-compile)*-(hf|vllm|sglang)|verl|trl(-sleep|-ids)?")
 
 
 def write_rows(folder: Path, count: int) -> None:
@@ -160,6 +163,24 @@ def command_of(system: str, args: argparse.Namespace, folder: Path) -> list[str]
     profiler = ["global_profiler.tool=torch", f"global_profiler.steps=[{steps}]"] * args.profile
     words = [*common(args, steps), *sizes, *compiled, *profiler, name, "trainer.logger=[jsonl]", out, *args.more]
     return [python, "-m", "trainer.main_ppo", *words]
+
+
+def usage_error(args: argparse.Namespace) -> str:
+    """What is wrong with the arguments; empty if they can be measured."""
+    if not args.systems or (unknown := [name for name in args.systems if not SYSTEM.fullmatch(name)]):
+        ours = "rlsys-ENGINE, rlsys-auto-ENGINE, rlsys-compile-ENGINE (hf, vllm, sglang)"
+        given = ", ".join(unknown) if args.systems else "none"
+        return f"--systems: {given}: choose from {ours}, verl, trl, trl-sleep, trl-ids; key=value comes before them"
+    if small := [name for name in ("steps", "repeats", "prompts", "new") if getattr(args, name) < 1]:
+        return f"--{small[0]}: must be at least 1"
+    if args.steps <= (least := max(1, args.skip)):
+        return f"--steps {args.steps} --skip {args.skip}: no step is counted; set --steps {least + 1} or more"
+    pairs = [pair.partition("=")[::2] for pair in args.python]
+    if odd := [peer for peer, path in pairs if not path or not (args.dry_run or shutil.which(path))]:
+        return f"--python: {odd[0]}: set {odd[0]}=PATH of an interpreter that exists, e.g. verl=/venv/bin/python"
+    if args.model and not args.dry_run and not (args.model / "config.json").is_file():
+        return f"--model: {args.model}: no folder with a config.json; leave it out for random weights of --shape"
+    return ""
 
 
 def is_peer(system: str) -> bool:
@@ -325,19 +346,23 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/head_to_head"))
     parser.add_argument("more", nargs="*", metavar="key=value", help="settings of rlsys only")
     args = parser.parse_intermixed_args()
+    if problem := usage_error(args):
+        parser.error(problem)
     args.out = args.out.absolute()
     args.model = (args.model or args.out / args.shape).absolute()
     if args.dry_run:
         print("\n".join(f"{name}: {shlex.join(command_of(name, args, args.out / name))}" for name in args.systems))
         return 0
+    here = [system for system in args.systems if is_there(system, args)]
+    if missing := [system for system in args.systems if system not in here]:
+        print(f"not installed, and so not measured: {', '.join(missing)}", flush=True)
+    if not here:
+        return 1
     if not (args.out / "job").exists():
         (args.out / "job").mkdir(parents=True)
         write_rows(args.out / "job", args.prompts * (args.steps + args.profile))
     if not args.model.exists():
         write_model(args.model, args.shape)
-    here = [system for system in args.systems if is_there(system, args)]
-    if missing := [system for system in args.systems if system not in here]:
-        print(f"not installed, and so not measured: {', '.join(missing)}", flush=True)
     saved = args.out / "head_to_head.json"
     results = json.loads(saved.read_text()) if saved.exists() else []
     end_s, longest_s = time.monotonic() + args.seconds, args.deadline_s

@@ -255,6 +255,8 @@ def main() -> None:
     parser.add_argument("--ranges", nargs="*", help="those that count; by default all whose names are plain words")
     parser.add_argument("--top", type=int, default=14)
     args = parser.parse_args()
+    if not args.trace.is_file():
+        parser.error(f"{args.trace}: file not found; global_profiler.steps=[5] writes one (docs/debug.md)")
     names = {name: name for name in args.ranges} if args.ranges else None
     print(table(by_range(read_trace(args.trace), names), args.top))
 

@@ -222,7 +222,10 @@ class Rank:
         started_s = time.monotonic()
         self.importer.receive(version)
         seconds = time.monotonic() - started_s
-        self.importer.finish(version, sums)
+        if sums is None:
+            self.importer.update.finish(version)
+        else:
+            self.importer.finish(version, sums)
         return seconds
 
     def method(self) -> str:

@@ -54,6 +54,26 @@ def test_every_system_gets_the_same_job_under_its_own_names(tmp_path: Path) -> N
     } <= options
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--systems", "rlsys-hf", "trainer.seed=1"), "--systems: trainer.seed=1: choose from rlsys-ENGINE"),
+        (("--systems", "foo"), "--systems: foo: choose from"),
+        (("--steps", "3"), "--steps 3 --skip 3: no step is counted; set --steps 4 or more"),
+        (("--repeats", "0"), "--repeats: must be at least 1"),
+        (("--model", "mistyped"), "--model: mistyped: no folder with a config.json"),
+        (("--python", "verl=/missing"), "--python: verl: set verl=PATH"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_is_written(
+    arguments: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
+    bench = [sys.executable, str(ROOT / "scripts/bench/head_to_head.py"), "--out", "out", *arguments]
+    done = subprocess.run(bench, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, list(tmp_path.iterdir())) == (2, [])
+    assert message in done.stderr
+
+
 def test_all_systems_take_a_model_with_its_own_tokenizer(tmp_path: Path) -> None:
     model = tmp_path / "model"
     of = commands(tmp_path, "--model", str(model), "--memory", "0.3", "--systems", "rlsys-vllm", "verl", "trl-ids")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.profiler import profile, record_function
 
-from scripts.bench.kernels import GROUPS, by_range, group_of, profile_call, read_trace
+from scripts.bench.kernels import GROUPS, by_range, group_of, main, profile_call, read_trace
 
 
 def event(category: str, name: str, start: int, stop: int, **args: object) -> dict[str, object]:
@@ -106,3 +106,12 @@ def test_a_trace_of_this_torch_is_read(tmp_path: Path) -> None:
     called, num_waits = profile_call(lambda: torch.ones(8, 8) @ torch.ones(8, 8), cuda=False)
     assert (called.runs["aten::mm"], num_waits) == (1, 0)
     assert 0 <= called.idle_share < 1
+
+
+def test_a_trace_that_is_not_there_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["kernels.py", "missing.json.gz"])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert "missing.json.gz: file not found" in capsys.readouterr().err

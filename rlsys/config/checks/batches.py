@@ -27,8 +27,7 @@ def check_ppo_batches(cfg: PPOConfig) -> Iterator[str]:
         yield from _role(cfg, CRITIC, critic)
         yield from _divides(cfg, f"{CRITIC}.fsdp", critic.model, critic, critic.fsdp, ranks)
     for own in {ranks, resolve_pools(cfg).teacher_ranks or ranks} if cfg.use_ref_settings else ():
-        model = cfg.actor_rollout_ref.reference_model
-        yield from _divides(cfg, f"{REF}.fsdp_config", model, ref, ref.fsdp_config, own)
+        yield from _divides(cfg, f"{REF}.fsdp_config", cfg.actor_rollout_ref.reference_model, ref, ref.fsdp_config, own)
     yield from _budgets(cfg)
     batch = cfg.data.train_batch_size
     if cfg.data.gen_batch_size != batch and not cfg.algorithm.filter_groups.enable:

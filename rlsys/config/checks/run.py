@@ -2,7 +2,7 @@
 
 import importlib.util
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rlsys.config.checks.findings import note, wrong
@@ -27,8 +27,9 @@ def check_run(cfg: PPOConfig | SupervisedConfig | EvalConfig) -> Iterator[str]:
         if name not in known:
             yield wrong(cfg, "trainer.logger", f"unknown tracker '{name}'; choose from {', '.join(known)}")
         elif extra and importlib.util.find_spec(name) is None:
-            why = f"{name} is not installed; pip install -e '.[{extra}]', or remove {name}"
-            yield wrong(cfg, "trainer.logger", why)
+            yield wrong(
+                cfg, "trainer.logger", f"{name} is not installed; pip install -e '.[{extra}]', or remove {name}"
+            )
     if trainer.backend == "local" and trainer.nnodes * trainer.n_gpus_per_node > 1:
         why = "everything runs in this one process; set trainer.n_gpus_per_node=1 or trainer.backend=ray"
         yield wrong(cfg, "trainer.backend", why)
@@ -47,6 +48,18 @@ def check_run(cfg: PPOConfig | SupervisedConfig | EvalConfig) -> Iterator[str]:
             yield wrong(cfg, key, "only one mode uses it; set trainer.resume_mode=resume_path")
         elif "://" not in path and not Path(path).is_dir():
             yield wrong(cfg, key, "folder not found")
+    if not isinstance(cfg, EvalConfig) and cfg.global_profiler.steps:
+        yield from _profiled(cfg, cfg.global_profiler.steps)
+
+
+def _profiled(cfg: PPOConfig | SupervisedConfig, steps: Sequence[int]) -> Iterator[str]:
+    """Whether the run has the steps and the ranks that are profiled."""
+    last, ranks = cfg.trainer.total_training_steps, cfg.global_profiler.ranks
+    most = max(cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node, getattr(cfg.trainer, "rollout_workers", 0))
+    if last and max(steps) > last:
+        yield note(cfg, "global_profiler.steps", f"the run ends with step {last}; later ones are not profiled")
+    if ranks is not None and min(ranks, default=most) >= most:
+        yield note(cfg, "global_profiler.ranks", f"no process is profiled: ranks are below {most}; null is all")
 
 
 def check_ppo_run(cfg: PPOConfig) -> Iterator[str]:
@@ -181,9 +194,8 @@ def check_training(
         why = "Megatron's distributed optimizer is AdamW; for others set strategy=fsdp"
         yield wrong(cfg, f"{key}.optimizer", why, "AdamW")
     if optim.override_optimizer_config.optimizer_cpu_offload and optim.optimizer != "AdamW":
-        yield wrong(
-            cfg, f"{key}.override_optimizer_config.optimizer_cpu_offload", "only AdamW steps on the host", False
-        )
+        key += ".override_optimizer_config.optimizer_cpu_offload"
+        yield wrong(cfg, key, "only AdamW steps on the host", False)
 
 
 def _adapters(cfg: PPOConfig, key: str, model: ModelConfig) -> Iterator[str]:

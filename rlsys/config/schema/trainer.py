@@ -62,7 +62,7 @@ class RunConfig(Section):
     deadlines: DeadlinesConfig = section(DeadlinesConfig)
 
 
-Ranks = Annotated[tuple[t.CountOrZero, ...], BeforeValidator(t.as_tuple)]
+Ranks = Annotated[tuple[t.CountOrZero, ...], BeforeValidator(t.as_numbers)]
 IF_PROFILED = ActiveIf(
     "global_profiler.steps", why="no step is profiled; set global_profiler.steps", besides=("steps",)
 )

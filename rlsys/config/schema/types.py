@@ -28,7 +28,8 @@ def as_tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _ids(value: object) -> object:
+def as_numbers(value: object) -> object:
+    """As `as_tuple`, and one number as a tuple of it."""
     return (value,) if isinstance(value, int) else as_tuple(value)
 
 
@@ -65,8 +66,8 @@ Coefficient = Annotated[float, Strict(), Field(ge=0, le=1e6)]
 Positive = Annotated[float, Strict(), Field(gt=0, le=1e9)]
 Seconds = Annotated[float, Strict(), Field(gt=0, le=30 * 86400)]
 Betas = Annotated[tuple[Fraction, Fraction], BeforeValidator(as_tuple)]
-Counts = Annotated[tuple[Count, ...], BeforeValidator(as_tuple)]
-TokenIds = Annotated[tuple[CountOrZero, ...], BeforeValidator(_ids), Field(min_length=1)]
+Counts = Annotated[tuple[Count, ...], BeforeValidator(as_numbers)]
+TokenIds = Annotated[tuple[CountOrZero, ...], BeforeValidator(as_numbers), Field(min_length=1)]
 Numbers = Annotated[tuple[Number, ...], BeforeValidator(as_tuple)]
 OpenDict = dict[str, Any]
 

@@ -98,8 +98,7 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
             self.held = ModelShards(family, hf_config, kind, ranks, self.chunks, settings, freeze_vision_tower)
             add_adapters(self.chunks, self.held.factors)
             base = open_weights(model, config, head=head, seed=seed)
-            unused = [*family.carried(hf_config), *family.aliases(hf_config)]
-            check_names(self.held.base_shapes, base, aliases=unused)
+            check_names(self.held.base_shapes, base, aliases=[*family.carried(hf_config), *family.aliases(hf_config)])
             _ = self.held.dtypes  # gathered here, where all ranks are
             self.held.mark_parameters(trained=optim is not None)
             weights: TensorSource = base

@@ -47,8 +47,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         if self._num_workers == 0:
             self._grade_here(())
             return
-        loaded = self._graded([None])
-        result_within(loaded, MAX_FAILED_STARTS * (START_S + END_S), who="the reward pool", stage="start")
+        result_within(self._graded([None]), MAX_FAILED_STARTS * (START_S + END_S), who="the reward pool", stage="start")
 
     def score(self, items: Sequence[RewardItem], *, deadline_s: float | None = None) -> list[RewardResult]:
         """Grade `items`; results are in their order. Raises DeadlineError when `deadline_s` passes first."""

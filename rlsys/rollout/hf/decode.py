@@ -231,8 +231,7 @@ class DecodeLoop:
 
     def _remove(self, gone: Sequence[int]) -> None:
         for source, target in self.rows.remove(gone):
-            place = slice(target, target + 1)
-            self.cache.copy_rows(torch.tensor([source], device=self.device), place, 0)
+            self.cache.copy_rows(torch.tensor([source], device=self.device), slice(target, target + 1), 0)
 
 
 def _prefill_batches(prompts: Sequence[Prompt], max_tokens: int) -> Iterator[list[Prompt]]:

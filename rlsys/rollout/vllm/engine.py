@@ -290,5 +290,4 @@ def _start(arguments: Mapping[str, Any], hf_config: PretrainedConfig, *, kv_cach
     if has_images(hf_config):
         arguments = take_given_images(hf_config, max_model_len=arguments["max_model_len"]) | {**arguments}
     extension = "rlsys.rollout.vllm.extension.RolloutExtension"
-    args = EngineArgs(skip_tokenizer_init=True, worker_extension_cls=extension, **arguments)
-    return LLMEngine.from_engine_args(args)
+    return LLMEngine.from_engine_args(EngineArgs(skip_tokenizer_init=True, worker_extension_cls=extension, **arguments))

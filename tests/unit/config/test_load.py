@@ -384,6 +384,32 @@ def test_ignored_settings_are_noted_in_one_line_for_each_reason() -> None:
 
 
 @pytest.mark.parametrize(
+    ("settings", "note"),
+    [
+        ("trainer.profile_steps=2 global_profiler.ranks=0", ""),
+        (
+            "global_profiler.steps=[2,26]",
+            "global_profiler.steps = [2,26]: the run ends with step 25; later ones are not",
+        ),
+        ("global_profiler.steps=[2] global_profiler.ranks=[0,7]", ""),
+        (
+            "global_profiler.steps=[2] global_profiler.ranks=[7]",
+            "ranks = [7]: no process is profiled: ranks are below 1",
+        ),
+        ("global_profiler.steps=[2] global_profiler.ranks=[]", "ranks = []: no process is profiled"),
+        ("global_profiler.steps=[2] global_profiler.ranks=null", ""),
+        (
+            "global_profiler.global_tool_config.torch_memory.stack_depth=32",
+            "stack_depth (a profile has operators, kernels",
+        ),
+    ],
+)
+def test_steps_and_ranks_that_a_run_does_not_have_are_not_profiled_and_noted(settings: str, note: str) -> None:
+    printed = notes(["--config-name=quickstart", *settings.split()])
+    assert (note in printed) if note else not printed
+
+
+@pytest.mark.parametrize(
     ("setting", "asks_for_it"),
     [
         ("critic.ppo_epochs=2", "algorithm.adv_estimator=gae"),

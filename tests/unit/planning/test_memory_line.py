@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rlsys.config import PPOConfig, load_config
+from rlsys.config import PPOConfig, SFTConfig, load_config
 from rlsys.planning.advice import facts_of, memory_line, time_facts
 from rlsys.planning.footprint import decoder_of
 from rlsys.utils.gpus import GPUS
@@ -108,12 +108,37 @@ def test_an_unplannable_model_is_reported_and_a_missing_one_leaves_the_line_out(
     assert line(tmp_path, shape=odd).startswith("cannot be planned: ")
     assert line(tmp_path, shape={"architectures": ["LlamaForCausalLM"]}).startswith("cannot be planned: ")
     cfg = load_config(["--config-name=quickstart"])
-    assert memory_line(cfg, facts_of(cfg, "cpu", 0)) == ""
+    assert memory_line(cfg, replace(facts_of(cfg, "cpu", 0), actor={})) == ""
     h100 = facts_of(cfg, "cuda", 80 * GIB)
     assert time_facts(cfg, replace(h100, actor=odd), GPUS["H100"])["time"].startswith("cannot be planned: ")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "response": "b"}\n' * 256)
     with pytest.raises(SystemExit):
-        checked_config(["--config-name=quickstart", "--dry-run", "--gpu=H100", "data.train_files=null"], PPOConfig)
-    assert "config.json is here or on the hub" in capsys.readouterr().err
+        checked_config(["--dry-run", "--gpu=H100", f"data.train_files={tmp_path}/rows.jsonl"], SFTConfig)
+    assert "--gpu plans PPO jobs whose model's config.json is here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("device", [[], ["--gpu=H200"]])
+def test_the_start_model_has_a_line_and_is_not_compiled(device: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        checked_config(["--dry-run", "--config-name=quickstart", *device], PPOConfig)
+    printed = capsys.readouterr().out
+    assert "  memory     0.9M parameters; GiB on a " in printed
+    assert "  sizes " not in printed
+
+
+def test_a_plan_beyond_the_device_says_so(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_7B))
+    given = [
+        f"actor_rollout_ref.model.path={tmp_path}",
+        f"{ROLLOUT}.gpu_memory_utilization=0.9",
+        f"{ROLLOUT}.name=vllm",
+    ]
+    cfg = load_config(["--config-name=quickstart", "data.train_files=null", *given, "trainer.n_gpus_per_node=8"])
+    for gib, over in (80, True), (400, False):
+        assert (
+            memory_line(cfg, facts_of(cfg, "cuda", gib * GIB)).endswith(f": more than its {gib}.0, see docs/oom.md")
+            is over
+        )
 
 
 def test_a_dry_run_plans_without_torch(tmp_path: Path) -> None:
@@ -195,20 +220,3 @@ def test_a_dry_run_that_refuses_a_layout_proposes_those_that_fit(
     assert dry_run(tmp_path, LLAMA_7B | {"num_hidden_layers": 320, "head_dim": 128}, *sizes, *given) == 0
     assert f" {layouts[0].split()[0]} s a step at full length" in (printed := capsys.readouterr().out)
     assert f"{layouts[0].strip()}\n" in printed
-
-
-def test_parallel_sizes_of_the_rollout_need_no_engine_where_one_is_chosen(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    sizes = ("trainer.n_gpus_per_node=2", f"{ROLLOUT}.tensor_model_parallel_size=2")
-    assert dry_run(tmp_path, LLAMA_7B, "--gpu=H200", *sizes) == 0
-    assert "rollout.name=vllm" in capsys.readouterr().out
-    small = LLAMA_7B | {"num_hidden_layers": 1, "vocab_size": 320}
-    assert dry_run(tmp_path, small, "trainer.device=cpu", *sizes) == 2
-    assert "tensor_model_parallel_size = 2: the hf engine runs a model in one process" in capsys.readouterr().err
-
-
-def test_a_plan_that_is_larger_than_the_device_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    own = (f"{ACTOR}.ppo_max_token_len_per_gpu=32", f"{ROLLOUT}.gpu_memory_utilization=0.3")
-    assert dry_run(tmp_path, LLAMA_7B, "--gpu=H100", "trainer.n_gpus_per_node=1", *own) == 0
-    assert "(update_actor); it has 79.6, so this does not fit: docs/oom.md" in capsys.readouterr().out

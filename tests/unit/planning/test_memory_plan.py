@@ -317,12 +317,14 @@ def test_the_script_plans_a_model_that_is_not_here(
 ) -> None:
     script = str(ROOT / "scripts" / "plan.py")
     given = ["--memory", "smollm2", "--model", "7B", "--device-gib", "80", "trainer.n_gpus_per_node=1"]
+    given.append("critic.ppo_epochs=2")
     times = ["--gpu", "H100", "--mean-response", "40", "trainer.rollout_workers=1", "trainer.max_staleness=4"]
     monkeypatch.setattr(sys, "argv", [script, *given, *times])
     with pytest.raises(SystemExit, match="1"):
         runpy.run_path(script, run_name="__main__")
-    printed = capsys.readouterr().out
+    printed, notes = capsys.readouterr()
     assert "does not fit: " in printed
+    assert notes.count("note: ") == notes.count("note: ignored: critic.ppo_epochs") == 1
     tokens_s = float(re.search(r"^ +4 +([\d.]+)", printed, re.MULTILINE)[1])  # type: ignore[index]
     step_s = float(re.search(r"a step: ([\d.]+) s", printed)[1])  # type: ignore[index]
     assert tokens_s == pytest.approx(16 * 8 * 40 / step_s, rel=0.1)

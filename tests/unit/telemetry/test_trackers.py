@@ -226,6 +226,17 @@ class _Failing:
         raise ConnectionError("gone")
 
 
+def test_the_report_of_a_failed_recorder_has_one_line_without_a_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> None:
+        raise RuntimeError(
+            "actor rank 0 failed: FileNotFoundError: no such folder\n  File 'workers/base.py', line 30\n"
+        )
+
+    BestEffort()("profile", fail)
+    (message,) = caplog.messages
+    assert message.endswith("FileNotFoundError: no such folder")
+
+
 def test_a_failing_tracker_is_logged_once_and_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

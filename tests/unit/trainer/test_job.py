@@ -147,6 +147,19 @@ def test_a_dry_run_plans_the_ranks_that_split_matrices(tmp_path: Path, capsys: p
     assert f"{key} = 2: does not divide num_key_value_heads=3; set {key}=1" in capsys.readouterr().err
 
 
+def test_an_engine_is_chosen_that_can_have_the_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["qwen2-tied"]))
+    two = ["--dry-run", "--config-name=quickstart", f"actor_rollout_ref.model.path={tmp_path}", "data.train_files=null"]
+    two += ["trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=2"]
+    with pytest.raises(SystemExit, match="0"):
+        checked_config([*two, "--gpu=H100"], PPOConfig)
+    assert "rollout.name=vllm" in capsys.readouterr().out
+    for more in ["trainer.device=cpu"], ["--gpu=H100", "actor_rollout_ref.rollout.name=hf"]:
+        with pytest.raises(SystemExit, match="2"):
+            checked_config([*two, *more], PPOConfig)
+        assert "tensor_model_parallel_size = 2: the hf engine runs a model in one" in capsys.readouterr().err
+
+
 def test_a_dry_run_refuses_what_megatron_cannot_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODELS["qwen2-tied"]))
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "response": "b"}\n' * 6)

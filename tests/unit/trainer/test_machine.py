@@ -79,6 +79,8 @@ def test_arguments_of_an_engine_are_checked_by_name(tmp_path: Path, monkeypatch:
 def test_a_gpu_that_is_asked_for_must_be_visible() -> None:
     with pytest.raises(ConfigError, match=r"trainer\.device = cuda: no GPU is visible .*add --dry-run --gpu="):
         notes("trainer.device=cuda")
+    (note,) = check_machine(load_config(["trainer.n_gpus_per_node=256"], SFTConfig), dry_run=True)
+    assert note.endswith("lower trainer.n_gpus_per_node, or join a larger Ray cluster")
     joined = ["ray_kwargs.ray_init.address=10.0.0.1:6379", "trainer.nnodes=4", "trainer.n_gpus_per_node=8"]
     assert notes("trainer.device=cuda", *joined, dry_run=False) == []
 

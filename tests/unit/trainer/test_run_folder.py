@@ -178,6 +178,8 @@ def test_the_summary_has_first_last_and_best_values_and_what_to_do_next(tmp_path
     assert "  reward      0.250 -> 0.500 in steps 1 to 3, best 0.750 at step 2" in lines
     assert "  validation of sums/reward/mean@1 0.125 -> 0.375 in steps 1 to 3" in lines
     assert f"  checkpoint  {root}/global_step_2" in lines
+    (root / "metrics.jsonl").write_text(json.dumps(records[0]) + "\n")
+    assert "  reward      0.250 at step 1" in summary_lines(run, finished=False)
     assert lines[-1] == "  next        the same command continues from step 2"
     (root / "mlflow.db").touch()
     mlflow = f"  next        mlflow ui --backend-store-uri sqlite:///{root}/mlflow.db"

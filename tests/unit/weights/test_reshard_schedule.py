@@ -1,6 +1,9 @@
 """The simulated schedule of a push, with times worked out by hand."""
 
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +14,9 @@ from rlsys.weights.plan import make_plan
 from scripts.bench.reshard import layouts_of
 from scripts.bench.reshard_schedule import Launches, PushSimulation, fair_rates, fit, launches_of
 from scripts.weight_layouts import bytes_by_link
+from tests.timing import scaled_s
 
+ROOT = Path(__file__).resolve().parents[3]
 TILE = 10
 HUGE = 1e9
 
@@ -40,6 +45,13 @@ def test_tiles_in_turns_overlap_the_link_with_the_memory() -> None:
     # one after another: 20 bytes at 5 byte/s, then 20 at 1 byte/s; in turns the link is never idle
     assert push_s(tiles_from(0, 0, 1, 1), [], local=5.0, tiles_in_flight=2) == pytest.approx(4.0 + 20.0)
     assert push_s(tiles_from(0, 1, 0, 1), [], local=5.0, tiles_in_flight=2) == pytest.approx(20.0)
+
+
+@pytest.mark.slow
+def test_the_bench_pushes_with_and_without_checksums_on_cpu() -> None:
+    bench = [sys.executable, "scripts/bench/reshard.py", "--device", "cpu", "--cases", "tiny:TP2->TP2", "--no-peers"]
+    done = subprocess.run(bench, cwd=ROOT, capture_output=True, text=True, check=False, timeout=scaled_s(120))
+    assert (done.returncode, "with checksums" in done.stdout) == (0, True), done.stderr
 
 
 def test_gpus_that_read_from_one_share_its_link() -> None:
