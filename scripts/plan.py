@@ -248,7 +248,7 @@ def machine_of(
     argv = ["--config-name", args.job, *args.settings, *files, *more]
     loaded = load(parse_arguments(argv), PPOConfig)
     for note in () if is_trial else loaded.notes:
-        print(note, file=sys.stderr)
+        print(f"note: {note}", file=sys.stderr)
     cfg = loaded.config
     path, critic, grader = cfg.actor_rollout_ref.model.path, cfg.critic.model.path, cfg.reward.reward_model
     if args.model is None and path is None:

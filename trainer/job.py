@@ -111,7 +111,7 @@ def _choose(config: C, given: Collection[str], arguments: Arguments) -> tuple[Ma
 
     engines, machine = [*(SERVING if arguments.gpu else installed_engines())], _machine(config, arguments)
     if config.actor_rollout_ref.model.path is None:  # trained before a serving engine has started, or layers compiled
-        engines, machine = [], replace(machine, actor={})
+        engines, machine = list[str](), replace(machine, actor={})
     try:
         return choose_sizes(config, given, machine, engines=engines)
     except errors.ConfigError as error:
