@@ -135,7 +135,8 @@ def rloo(*, token_level_rewards: Tensor, response_mask: Tensor, group_ids: Tenso
     A group of one keeps its outcome.
     """
     scores = _outcome(token_level_rewards)
-    lead = torch.where(group_count(group_ids)[group_ids] == 1, scores, _leave_one_out(scores, group_ids))
+    alone = group_count(group_ids)[group_ids] == 1
+    lead = torch.where(alone, scores, _leave_one_out(scores, group_ids))
     return _per_token(lead, response_mask, token_level_rewards)
 
 

@@ -60,7 +60,7 @@ def read_rows(files: str | Sequence[str]) -> Iterator[Row | BadRow]:
             if row is None:
                 raise ValueError("it has no rows")
         except ValueError as error:
-            yield BadRow(str(path), "whole file", str(error))
+            yield BadRow(str(path), "whole file", str(error), "; correct it, or leave it out")
 
 
 def count_rows(file: str) -> int:

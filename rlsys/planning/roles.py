@@ -240,7 +240,8 @@ class MegatronRole:
         s, layers = self.sizes, self.held_here.num_layers
         if s.vp == 1:
             return layers * min(count, s.pp - self.pp_rank)
-        return layers * min(count * s.vp, 2 * (s.pp - self.pp_rank - 1) + (s.vp - 1) * s.pp + 1) // s.vp
+        chunks = min(count * s.vp, 2 * (s.pp - self.pp_rank - 1) + (s.vp - 1) * s.pp + 1)
+        return layers * chunks // s.vp
 
 
 Role = FsdpRole | MegatronRole
