@@ -153,7 +153,8 @@ def run_job(config: C, job: str) -> int:
             outcome.text = run(config) or f"rlsys: done in {time.perf_counter() - start:.0f} s"
             print(outcome.text)
         if outcome.exit_code != 2:
-            summary = "\n".join(summary_lines(config.trainer, finished=outcome.exit_code == 0))
+            finished = outcome.exit_code == 0
+            summary = "\n".join(summary_lines(config.trainer, finished=finished, resumes=outcome.resumes))
             get_logger(FILE_ONLY).info("%s\n%s", outcome.text, summary)
             print(summary, flush=True)
     return outcome.exit_code
@@ -161,10 +162,14 @@ def run_job(config: C, job: str) -> int:
 
 @dataclass
 class Outcome:
-    """0 for a finished job, 1 for a failed one, 2 for a wrong configuration, 130 or 143 for a stopped one."""
+    """0 for a finished job, 1 for a failed one, 2 for a wrong configuration, 130 or 143 for a stopped one.
+
+    `resumes`: whether the same command may continue the job.
+    """
 
     exit_code: int = 0
     text: str = ""
+    resumes: bool = True
 
     def report(self, text: str, exit_code: int, out: TextIO) -> None:
         """Print the line that says why the job ended."""
@@ -179,6 +184,7 @@ def report_errors(out: TextIO) -> Iterator[Outcome]:
     try:
         yield outcome
     except EXPECTED_ERRORS as error:
+        outcome.resumes = not isinstance(error, errors.CheckpointError)
         outcome.report(f"{type(error).__name__}: {error}", 2 if isinstance(error, errors.ConfigError) else 1, out)
     except Exception as error:
         if isinstance(error, OSError) and error.errno in FILE_ERRNOS:

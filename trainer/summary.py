@@ -14,7 +14,7 @@ CURVES = {"reward": "critic/score/mean", "train loss": "train/loss", "val loss":
 VALIDATION, MEAN = "val-core/", "/mean@"
 
 
-def summary_lines(run: RunConfig, *, finished: bool) -> list[str]:
+def summary_lines(run: RunConfig, *, finished: bool, resumes: bool = True) -> list[str]:
     """First and last values with the best step, the last checkpoint, the files of a run, and what to do next."""
     root = Path(run.default_local_dir).absolute()
     paths = {"report": root / "index.html", "evaluation": root / "evaluation.json"}
@@ -28,10 +28,10 @@ def summary_lines(run: RunConfig, *, finished: bool) -> list[str]:
     lines += [(name, str(path)) for name, path in paths.items() if path.exists()]
     written = {root / name: command for name, command in VIEWERS.items() if (root / name).exists()}
     lines += [("next", f"{command}{shlex.quote(str(path))}") for path, command in written.items()]
-    if not finished:
+    if not finished and resumes:
         kept = f"from step {checkpoint.name.rpartition('_')[2]}" if checkpoint else "at step 1: nothing was saved yet"
         lines.append(("next", f"the same command continues {kept}"))
-    elif checkpoint is not None:
+    elif finished and checkpoint is not None:
         for model in filter(Path.is_dir, (checkpoint / "actor", checkpoint / "model")):
             merged = ["--local_dir", str(model), "--target_dir", str(root / f"merged_{checkpoint.name}")]
             lines.append(("next", shlex.join(["python", "-m", "rlsys.model_merger", "merge", *merged])))

@@ -55,7 +55,8 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
     try:
         options, rest = _PARSER.parse_known_args(argv)
     except argparse.ArgumentError as error:
-        raise ConfigError(f"{error.argument_name} needs a value, e.g. --config-name=ppo_trainer") from None
+        example = "--gpu=H100" if error.argument_name == "--gpu" else "--config-name=ppo_trainer"
+        raise ConfigError(f"{error.argument_name} needs a value, e.g. {example}") from None
     if "" in (options.config_name, options.config_path):
         raise ConfigError("--config-name and --config-path need a value, e.g. --config-name=ppo_trainer")
     if options.gpu is not None and (not options.dry_run or options.gpu not in GPUS):

@@ -53,7 +53,7 @@ def main_config(
         print(f"rlsys: note: {note}", file=sys.stderr, flush=True)
     if arguments.print_config:
         _print_and_exit(as_yaml(loaded))
-    is_default = {MODE, RANKS}.isdisjoint(loaded.settings)
+    is_default = {MODE, RANKS}.isdisjoint(loaded.settings) and value_at(loaded.config, RANKS) == 1
     facts = {**facts, "sizes": sizes, "processes": f"{RANKS} is not set; verl's default is 8" if is_default else ""}
     text = "\n".join(filter(None, (f"rlsys: {loaded.headline}", plan_text(loaded.config, facts))))
     if arguments.dry_run:

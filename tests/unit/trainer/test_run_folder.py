@@ -168,6 +168,7 @@ def test_the_summary_has_first_last_and_best_values_and_what_to_do_next(tmp_path
     assert summary_lines(run, finished=False) == [
         "  next        the same command continues at step 1: nothing was saved yet"
     ]
+    assert summary_lines(run, finished=False, resumes=False) == []
     rewards = [0.25, 0.75, 0.5]
     records = [{"step": step, "critic/score/mean": reward} for step, reward in enumerate(rewards, 1)]
     records[0]["val-core/sums/reward/mean@1"] = 0.125
