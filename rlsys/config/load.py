@@ -87,8 +87,9 @@ def load(
     if config is None or problems:
         raise ConfigError(_listed([*problems, *names]))
     conflicts, notes = check(config)
-    if is_draft and ENGINE in leaves(schema) and ENGINE not in layers.given:
-        conflicts = [one for one in conflicts if one in check(replaced(config, {ENGINE: "vllm"}))[0]]
+    if conflicts and is_draft and ENGINE in leaves(schema) and ENGINE not in layers.given:
+        others = check(replaced(config, {ENGINE: "vllm"}))[0]
+        conflicts = [one for one in conflicts if one in others]
     if names or conflicts:
         raise ConfigError(_listed([*names, *conflicts]))
     notes = [*layers.notes(), *notes, *unused_settings(config, typed.given)]
