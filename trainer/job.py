@@ -119,7 +119,7 @@ def _choose(config: C, given: Collection[str], arguments: Arguments) -> tuple[Ma
             raise
         from rlsys.planning.advice import layout_lines
 
-        serving = replaced(config, {} if ENGINE in given else {ENGINE: engines[0] if engines else "hf"})
+        serving = replaced(config, {ENGINE: engines[0]}) if engines and ENGINE not in given else config
         lines = layout_lines(serving, machine, GPUS[arguments.gpu])
         raise errors.ConfigError("\n  ".join([f"{error}; layouts that fit:", *lines])) from None
 

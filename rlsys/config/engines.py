@@ -85,6 +85,11 @@ def decoder_sizes(hf_config: Mapping[str, object]) -> dict[str, int]:
     return {name: value for name, value in both.items() if isinstance(value, int)}
 
 
+def is_dense(sizes: Mapping[str, int]) -> bool:
+    """Whether the sizes of a config.json, where they are known, are of a model without experts."""
+    return bool(sizes) and not any("expert" in name for name in sizes)
+
+
 def float8_block(hf_config: Mapping[str, object], rollout: "GenerationConfig", *, is_pushed: bool = True) -> int:
     """The largest block that divides the widths of all layers as a rank of an engine holds them.
 

@@ -81,6 +81,21 @@ class Toy:
         ]
 
 
+def two_stages(toy: Toy, folder: Path, engine: str, *, enforce_eager: bool) -> list[str]:
+    """A run on two GPUs whose engine serves in two pipeline stages, one of which has a layer more."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = with_model(toy, folder / "model", Qwen2Config, num_hidden_layers=5, tie_word_embeddings=True, **sizes)
+    rollout = "actor_rollout_ref.rollout"
+    return model.overrides(
+        folder / "out",
+        *(f"{rollout}.name={engine}", f"{rollout}.pipeline_model_parallel_size=2", "trainer.n_gpus_per_node=2"),
+        *([UNCOMPILED] if enforce_eager else []),
+        *(f"{rollout}.enforce_eager={enforce_eager}", *GPU_MEMORY[engine]),
+        *(f"{rollout}.validate_weight=true", f"{rollout}.parity.freq=1", f"{rollout}.parity.policy=stop"),
+        f"reward.custom_reward_function.path={model.grader}",
+    )
+
+
 def with_model(toy: Toy, folder: Path, kind: type[PretrainedConfig], **sizes: Any) -> Toy:
     """The toy with a random model of another kind and its own tokenizer, in `folder`."""
     tokenizer = AutoTokenizer.from_pretrained(toy.model)

@@ -2,7 +2,7 @@
 
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -68,13 +68,18 @@ class Trainer(ShardedTrainer):
         self.tensors = {n: t[slice(*self._rows(t.shape[0]))].clone() for n, t in self.full.items()}
 
 
-@pytest.fixture(scope="module")
-def copies() -> Iterator[EveryRank]:
-    folder = Path(tempfile.mkdtemp(prefix="rlsys-copies-"))
+def started(config: GenerationConfig, receiver: Callable[[Path, GenerationConfig], Any]) -> Iterator[EveryRank]:
+    """All ranks of a replica of a tiny model."""
+    folder = Path(tempfile.mkdtemp(prefix="rlsys-sglang-"))
     tiny_model().save_pretrained(folder)
-    ranks = EveryRank(folder, CONFIG, receiver)
+    ranks = EveryRank(folder, config, receiver)
     yield ranks
     ranks._call("close")
+
+
+@pytest.fixture(scope="module")
+def copies() -> Iterator[EveryRank]:
+    yield from started(CONFIG, receiver)
 
 
 class OneRank:
@@ -85,6 +90,26 @@ class OneRank:
 
     def __getattr__(self, name: str) -> Any:
         return partial(self.copies.call_rank, self.rank, name)
+
+
+def pushes(ranks: EveryRank) -> Iterator[tuple[int, list[ModelRequest]]]:
+    """Push three times and compare all ranks' weights; after each push its version, and requests to answer with it."""
+    trainers = [Trainer(rank, 2) for rank in range(2)]
+    manager = FSDPSGLangShardingManager(
+        Ranks([WeightSender(trainer) for trainer in trainers]),  # pyrefly: ignore
+        Ranks([OneRank(ranks, rank) for rank in range(ranks.config.replica_size)]),
+        executor="shm",
+        deadline_s=scaled_s(60),
+    )
+    manager.connect()
+    for version in (1, 2, 3):
+        for trainer in trainers:
+            trainer.train(version)
+        manager.push(version)
+        assert all(check.equal for check in manager.validate())
+        params = [SamplingParams(12, temperature=0.9, top_p=0.9, seed=i) for i in range(5)]
+        yield version, [ModelRequest((5, 6, 7 + i), one, f"{version} {i}") for i, one in enumerate(params)]
+    manager.close()
 
 
 def test_both_ranks_hold_the_attention_and_half_of_the_mlp(copies: EveryRank) -> None:
@@ -105,23 +130,7 @@ def test_both_ranks_hold_the_attention_and_half_of_the_mlp(copies: EveryRank) ->
 
 
 def test_every_push_reaches_both_and_they_answer_with_it(copies: EveryRank) -> None:
-    trainers = [Trainer(rank, 2) for rank in range(2)]
-    manager = FSDPSGLangShardingManager(
-        Ranks([WeightSender(trainer) for trainer in trainers]),  # pyrefly: ignore
-        Ranks([OneRank(copies, rank) for rank in range(2)]),
-        executor="shm",
-        deadline_s=scaled_s(60),
-    )
-    manager.connect()
-    for version in (1, 2, 3):
-        for trainer in trainers:
-            trainer.train(version)
-        manager.push(version)
-        assert all(check.equal for check in manager.validate())
-        sampled = [
-            ModelRequest((5, 6, 7 + i), SamplingParams(12, temperature=0.9, top_p=0.9, seed=i), f"{version} {i}")
-            for i in range(5)
-        ]
+    for version, sampled in pushes(copies):
         reference = HFRollout(tiny_model(version), GenerationConfig(seed=11)).generate(sampled)
         expected = {one.rid: list(answer.output_tokens) for one, answer in zip(sampled, reference, strict=True)}
         tokens: dict[str, list[int]] = {}
@@ -133,7 +142,6 @@ def test_every_push_reaches_both_and_they_answer_with_it(copies: EveryRank) -> N
                 tokens.setdefault(delta.rid, []).extend(delta.tokens)
                 assert set(delta.versions) <= {version}
         assert tokens == expected
-    manager.close()
 
 
 @pytest.mark.parametrize("on_update", ["keep", "recompute"])

@@ -1,6 +1,5 @@
 """Weights into two pipeline stages of the real SGLang, a rank each, or each on two ranks."""
 
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
@@ -19,12 +18,9 @@ from rlsys.rollout.batch import from_responses
 from rlsys.rollout.hf.engine import HFRollout
 from rlsys.rollout.partial import PartialResponse
 from rlsys.types import Finish, ModelRequest, SamplingParams
-from rlsys.weights.endpoints import WeightSender
-from rlsys.weights.sharding_manager import FSDPSGLangShardingManager
 from tests.contracts.rollout_engine import prompt_batch, tiny_model
 from tests.contracts.test_rollout_engine import EveryRank, sglang_rank
-from tests.e2e.test_sglang_copies import OneRank, RankReceiver, Trainer, filled_methods
-from tests.e2e.test_sglang_weights import Ranks
+from tests.e2e.test_sglang_copies import RankReceiver, filled_methods, pushes, started
 from tests.timing import scaled_s
 
 pytestmark = [
@@ -63,45 +59,20 @@ def receiver(folder: Path, config: GenerationConfig) -> Any:
     return StageReceiver(engine)
 
 
-def started(config: GenerationConfig) -> Iterator[EveryRank]:
-    folder = Path(tempfile.mkdtemp(prefix="rlsys-stages-"))
-    tiny_model().save_pretrained(folder)
-    ranks = EveryRank(folder, config, receiver)
-    yield ranks
-    ranks._call("close")
-
-
 @pytest.fixture(scope="module")
 def stages() -> Iterator[EveryRank]:
-    yield from started(CONFIG)
+    yield from started(CONFIG, receiver)
 
 
 @pytest.fixture
 def wide_stages() -> Iterator[EveryRank]:
     """Each on two ranks, and not beside `stages`."""
-    yield from started(CONFIG.model_copy(update={"tensor_model_parallel_size": 2}))
+    yield from started(CONFIG.model_copy(update={"tensor_model_parallel_size": 2}), receiver)
 
 
 def push_thrice(ranks: EveryRank) -> None:
     """Compare all ranks' weights after each of three pushes, and the responses with those of transformers."""
-    size = ranks.config.replica_size
-    trainers = [Trainer(rank, 2) for rank in range(2)]
-    manager = FSDPSGLangShardingManager(
-        Ranks([WeightSender(trainer) for trainer in trainers]),  # pyrefly: ignore
-        Ranks([OneRank(ranks, rank) for rank in range(size)]),
-        executor="shm",
-        deadline_s=scaled_s(60),
-    )
-    manager.connect()
-    for version in (1, 2, 3):
-        for trainer in trainers:
-            trainer.train(version)
-        manager.push(version)
-        assert all(check.equal for check in manager.validate())
-        sampled = [
-            ModelRequest((5, 6, 7 + i), SamplingParams(12, temperature=0.9, top_p=0.9, seed=i), f"{version} {i}")
-            for i in range(5)
-        ]
+    for version, sampled in pushes(ranks):
         partials = {one.rid: PartialResponse(one) for one in sampled}
         new, end_s = sampled, time.monotonic() + scaled_s(60)
         while any(partial.finish is None for partial in partials.values()):
@@ -118,7 +89,6 @@ def push_thrice(ranks: EveryRank) -> None:
             assert response.output_tokens == one.output_tokens
             assert response.output_logprobs == pytest.approx(one.output_logprobs, abs=1e-4)
             assert response.sampled_logprobs == pytest.approx(one.sampled_logprobs, abs=1e-4)
-    manager.close()
 
 
 def test_each_stage_holds_its_own_layers(stages: EveryRank) -> None:

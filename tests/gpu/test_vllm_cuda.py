@@ -15,7 +15,7 @@ from rlsys.rollout.base import EngineContext
 from rlsys.rollout.hf.engine import HFRollout
 from rlsys.types import ModelRequest, ModelResponse, SamplingParams, TransferReport
 from rlsys.weights.executors.in_process import reshard_local
-from tests.e2e.conftest import GPU_CACHE_BYTES, GPU_MEMORY, UNCOMPILED, Toy, toy, with_model  # noqa: F401
+from tests.e2e.conftest import GPU_CACHE_BYTES, Toy, toy, two_stages  # noqa: F401
 from tests.ranks import run_ranks
 from trainer.main_ppo import main
 
@@ -145,16 +145,5 @@ def test_vllm_serves_what_is_pushed(served: list[dict[str, Any]], engine: int) -
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("enforce_eager", [True, False])
 def test_a_run_serves_in_two_stages(enforce_eager: bool, toy: Toy, tmp_path: Path) -> None:  # noqa: F811
-    """One of the stages has a layer more."""
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
-    model = with_model(toy, tmp_path / "model", Qwen2Config, num_hidden_layers=5, tie_word_embeddings=True, **sizes)
-    rollout = "actor_rollout_ref.rollout"
-    argv = model.overrides(
-        tmp_path / "out",
-        *(f"{rollout}.name=vllm", f"{rollout}.pipeline_model_parallel_size=2", "trainer.n_gpus_per_node=2"),
-        *([UNCOMPILED] if enforce_eager else []),
-        *(f"{rollout}.enforce_eager={enforce_eager}", *GPU_MEMORY["vllm"]),
-        *(f"{rollout}.validate_weight=true", f"{rollout}.parity.freq=1", f"{rollout}.parity.policy=stop"),
-        f"reward.custom_reward_function.path={model.grader}",
-    )
+    argv = two_stages(toy, tmp_path, "vllm", enforce_eager=enforce_eager)
     assert main(argv) == 0

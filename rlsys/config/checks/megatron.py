@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from rlsys.config.checks.files import model_facts
 from rlsys.config.checks.findings import ACTOR, CRITIC, REF, note, wrong
-from rlsys.config.engines import decoder_sizes, rollout_backend
+from rlsys.config.engines import decoder_sizes, is_dense, rollout_backend
 from rlsys.config.pools import resolve_pools
 from rlsys.config.schema.base import Section
 from rlsys.config.schema.jobs import PPOConfig, SupervisedConfig, TrainedConfig
@@ -44,8 +44,7 @@ def _router_replay(cfg: PPOConfig) -> Iterator[str]:
         yield wrong(cfg, key, f"only Megatron replays routes; set {ACTOR}.strategy=megatron")
     if mode == "R2" and cfg.algorithm.rollout_correction.bypass_mode:
         yield wrong(cfg, key, "in bypass mode nothing computes old_log_probs, whose routes R2 replays", "R3")
-    sizes = decoder_sizes(model_facts(cfg.actor_rollout_ref.model.path))
-    if mode != "disabled" and sizes and not any("expert" in name for name in sizes):
+    if mode != "disabled" and is_dense(decoder_sizes(model_facts(cfg.actor_rollout_ref.model.path))):
         yield wrong(cfg, key, "the model has no experts, so there are no routes", "disabled")
     if mode == "R3" and (rollout.has_workflow or rollout_backend(rollout.name).is_external):
         yield wrong(cfg, key, "episodes and external servers return no routes; set R2")

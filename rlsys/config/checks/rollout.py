@@ -5,7 +5,7 @@ from math import gcd
 
 from rlsys.config.checks.files import model_facts
 from rlsys.config.checks.findings import note, wrong
-from rlsys.config.engines import ENGINE_SETTINGS, QUANTIZATION, decoder_sizes, float8_block, rollout_backend
+from rlsys.config.engines import ENGINE_SETTINGS, QUANTIZATION, decoder_sizes, float8_block, is_dense, rollout_backend
 from rlsys.config.introspect import leaves
 from rlsys.config.schema.jobs import EvalConfig, GradedJob, PPOConfig
 from rlsys.config.vocabulary import EXPERTS
@@ -91,7 +91,7 @@ def _model_sizes(cfg: GradedJob, name: str) -> Iterator[str]:
     if stages > layers > 0:
         why = f"the model has {layers} layers, and each stage needs one"
         yield wrong(cfg, f"{KEY}.pipeline_model_parallel_size", f"{why}; set at most {layers}")
-    if ep > 1 and sizes and not any("expert" in name for name in sizes):
+    if ep > 1 and is_dense(sizes):
         yield wrong(cfg, f"{KEY}.expert_parallel_size", "the model has no experts", 1)
     elif name == "sglang" and experts % ep:
         why = f"{experts} experts cannot be divided evenly among {ep} processes; set one of {', '.join(_cuts(experts))}"
