@@ -16,6 +16,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Timer
 from typing import Any
 
 import pytest
@@ -232,7 +233,7 @@ class PipeWorker:
                 raise DeadlineError(self.name, "answer", deadline_s)
             try:
                 received, answer = self.pipe.recv()
-            except EOFError:
+            except (EOFError, ConnectionResetError):
                 raise ConnectionError(f"{self.name} is dead") from None
             self.results[received] = answer
         if isinstance(answer := self.results.pop(number), Exception):
@@ -629,6 +630,22 @@ def test_a_process_killed_during_a_push_leaves_no_mixed_weights(executor: str, v
         bench.manager.connect()
         bench.manager.push(3)
         assert_serves(bench, 1, 3)
+
+
+@pytest.mark.timeout(120)  # the deadlines are longer
+@pytest.mark.parametrize("side", ["trainers", "rollouts"])
+def test_ranks_do_not_wait_for_one_that_died_before_it_joined_them(side: str) -> None:
+    with bench_of("nccl", deadline_s=600.0) as bench:
+        died = getattr(bench, side).workers[1]
+        os.kill(died.process.pid, signal.SIGSTOP)
+        Timer(1.0, died.process.kill).start()
+        with pytest.raises(ConnectionError, match=f"{died.name} is dead"):
+            bench.manager.push(1)
+        died.kill()
+        died.start()
+        bench.manager.connect()
+        bench.manager.push(1)
+        assert_serves(bench, 0, 1)
 
 
 def test_a_trainer_that_stops_between_hosts_is_named_and_the_next_push_heals() -> None:

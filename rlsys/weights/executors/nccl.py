@@ -7,7 +7,9 @@ a round is one message for every pair of ranks, so that no rank stages more than
 import secrets
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -18,12 +20,14 @@ from torch import Tensor
 from rlsys.interfaces import RolloutEngine, TrainEngine
 from rlsys.ipc.process_group import LOOPBACK, PeerLostError, ProcessGroup, Rendezvous
 from rlsys.utils.boxes import buckets
+from rlsys.utils.daemon_threads import in_daemon_thread
 from rlsys.weights.executors.base import Executor, Layouts, RankFuture, RemainingTime, WeightGroup
 from rlsys.weights.layout import device_of, dtype_of
 from rlsys.weights.plan import Copy, make_plan
 from rlsys.weights.rank_plan import PlanReceiver, RankPlan, RankPlans, source_checksums, split_plan
 
 STAGING_BYTES = 32 << 20
+JOIN_POLL_S = 0.5
 ALIGN_BYTES = 16
 Link = tuple[int, int]
 """The ranks of the process group that sends and that receives."""
@@ -90,9 +94,7 @@ def _split(copy: Copy, limit_bytes: int) -> Iterator[Copy]:
 
 
 def _shifted(start: tuple[int, ...], dim: int, by: int) -> tuple[int, ...]:
-    moved = list(start)
-    moved[dim] += by
-    return tuple(moved)
+    return (*start[:dim], start[dim] + by, *start[dim:][1:])
 
 
 def padded_bytes(copy: Copy) -> int:
@@ -116,9 +118,15 @@ class GroupMember:
         return self.group.address
 
     def join(self, rendezvous: Rendezvous) -> None:
+        """Begin to join the others."""
         if rendezvous.rank:
             self.listen(rendezvous)
-        self.group.join(self.device)
+        self._joining = in_daemon_thread(partial(self.group.join, self.device), name="join")
+
+    def has_joined(self) -> bool:
+        """Whether all ranks have met; waits a moment for it."""
+        done = wait([self._joining], JOIN_POLL_S).done
+        return any(joining.result() is None for joining in done)
 
     def allocate(self, device: torch.device) -> None:
         """Allocate the memory that all rounds receive into."""
@@ -247,7 +255,8 @@ class NcclExecutor(Executor):
 def form_group(groups: Sequence[WeightGroup], timeout_s: float, remaining_s: RemainingTime, *, host: str = "") -> None:
     """Form a new process group of all ranks of some groups, at first and after a failure.
 
-    They wait for each other half of `timeout_s`, so that those that miss a peer answer before it is over.
+    They wait for each other half of `timeout_s`, so that those that miss a peer answer before it is over; they can be
+    asked meanwhile, so that one that dies is known at once.
     """
     ranks = [(group, rank) for group in groups for rank in range(group.world_size)]
     met = Rendezvous("", secrets.token_hex(8), 0, len(ranks), timeout_s / 2, host)
@@ -257,6 +266,10 @@ def form_group(groups: Sequence[WeightGroup], timeout_s: float, remaining_s: Rem
         for number, (group, rank) in enumerate(ranks)
     ]
     wait_for_peers(joins, remaining_s)
+    has_joined = [False]
+    while not all(has_joined):
+        asked = [call for group in groups for call in group.execute_all_async("weight_step", "has_joined")]
+        has_joined = wait_for_peers(asked, remaining_s)
 
 
 def wait_for_peers(futures: Sequence[RankFuture], remaining_s: RemainingTime) -> list[Any]:
