@@ -5,6 +5,7 @@ Used by vLLM servers too (rlsys/rollout/vllm/server.py), so it needs nothing but
 
 import ctypes
 import socket
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -101,11 +102,15 @@ class ProcessGroup:
 
     @contextmanager
     def guarded(self, stage: str) -> Iterator[None]:
-        """Abort the group after any error, so that peers fail too; an error of the group becomes a PeerLostError."""
+        """Abort the group after any error, so that peers fail too; an error of the group becomes a PeerLostError.
+
+        Connections are closed when nothing holds the group, which the frames of a kept error would do.
+        """
         try:
             yield
         except BaseException as error:
             is_lost = isinstance(error, (RuntimeError, ValueError) if self._waiting else dist.DistError)
+            traceback.clear_frames(error.__traceback__)
             self.close()
             if is_lost:
                 raise PeerLostError(f"weight transfer lost a peer ({stage}): {error}") from error
@@ -115,15 +120,14 @@ class ProcessGroup:
         """Send to and receive from several ranks at once, and wait for all of them."""
         if self.group is None:
             raise WeightTransferError("this rank has not joined the process group: connect again")
-        group: Any = self.group
         batched = device.type == "cuda" and len(sends) + len(receives) > 0
         if batched:
-            group._start_coalescing()
+            self.group._start_coalescing()
         self._waiting = True
-        works = [group.send([tensor], rank, TAG) for rank, tensor in sends]
-        works += [group.recv([tensor], rank, TAG) for rank, tensor in receives]
+        works = [self.group.send([tensor], rank, TAG) for rank, tensor in sends]
+        works += [self.group.recv([tensor], rank, TAG) for rank, tensor in receives]
         if batched:
-            works = [group._end_coalescing()]
+            works = [self.group._end_coalescing()]
         for work in works:
             work.wait()
         self._waiting = False

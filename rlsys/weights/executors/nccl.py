@@ -70,8 +70,7 @@ def _messages(copies: Sequence[Copy], limit_bytes: int) -> Iterator[tuple[Copy, 
 
 def messages_of(rounds: Sequence[Round], rank: int, side: int) -> tuple[tuple[Message, ...], ...]:
     """The messages of each round that a rank sends (side 0) or receives (side 1)."""
-    own = ([(link[1 - side], copies) for link, copies in each.items() if link[side] == rank] for each in rounds)
-    return tuple(map(tuple, own))
+    return tuple(tuple((link[1 - side], part) for link, part in each.items() if link[side] == rank) for each in rounds)
 
 
 def _split(copy: Copy, limit_bytes: int) -> Iterator[Copy]:

@@ -1,6 +1,8 @@
 """A process group of weights whose peer is killed in the middle of a message: the other rank continues."""
 
 import time
+from dataclasses import replace
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 
@@ -10,6 +12,7 @@ import torch
 from rlsys.engines.mesh import ensure_process_group
 from rlsys.ipc.process_group import LOOPBACK, PeerLostError, ProcessGroup, Rendezvous
 from rlsys.single_controller.host import WorkerHost
+from rlsys.utils.daemon_threads import in_daemon_thread
 from tests.timing import scaled_s
 
 TIMEOUT_S = 10.0
@@ -73,3 +76,19 @@ def test_a_rank_outlives_a_peer_that_is_killed_in_a_message(device: str) -> None
     finally:
         for process in ranks:
             process.kill()
+
+
+def test_a_rank_that_has_lost_a_peer_leaves_the_others_while_its_error_is_kept() -> None:
+    cpu, message = torch.device("cpu"), torch.zeros(1 << 22)
+    met = Rendezvous("", "token", 0, 3, scaled_s(TIMEOUT_S), LOOPBACK)
+    groups = [ProcessGroup(met)]
+    groups += [ProcessGroup(replace(met, address=groups[0].address, rank=rank)) for rank in (1, 2)]
+    for joining in [in_daemon_thread(partial(group.join, cpu), name="join") for group in groups]:
+        joining.result(scaled_s(TIMEOUT_S))
+    sender, lost, receiver = groups
+    lost.close()
+    with pytest.raises(PeerLostError, match="closed by peer") as kept, sender.guarded("a message"):
+        sender.exchange(cpu, sends=[(1, message), (2, message)])
+    with pytest.raises(PeerLostError, match="closed by peer"), receiver.guarded("a message"):
+        receiver.exchange(cpu, receives=[(0, message)])
+    assert kept.tb is not None
