@@ -238,7 +238,7 @@ def run(system: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         print((folder / "log.txt").read_text()[-2500:], file=sys.stderr)
     traces = sorted(folder.glob("profile/*.json.gz")) if args.profile else []
     profile = kernel_phases(traces[0]) if traces else {}
-    peak_gib = max(samples, default=0) / 1024
+    peak_gib = [max(samples) / 1024] if samples else []
     return {"system": system, "steps": kept, "first_s": arrived[:1], "peak_gib": peak_gib, "profile": profile}
 
 

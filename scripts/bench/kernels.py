@@ -124,8 +124,8 @@ def read_trace(path: Path, counted: Sequence[str] = ON_DEVICE) -> Trace:
 def _events(content: bytes) -> Iterator[dict[str, Any]]:
     """One by one: all of them at once take many times the memory of a trace."""
     text, decode = content.decode(errors="replace"), json.JSONDecoder(strict=False).raw_decode
-    at = re.compile(r'"traceEvents"\s*:\s*\[\s*').search(text)
-    assert at is not None, "the file has no traceEvents: is it a trace of torch.profiler?"
+    if (at := re.compile(r'"traceEvents"\s*:\s*\[\s*').search(text)) is None:
+        raise ValueError("the file has no traceEvents: is it a trace of torch.profiler?")
     end = at.end()
     while text[end] != "]":
         event, end = decode(text, end)
@@ -258,7 +258,11 @@ def main() -> None:
     if not args.trace.is_file():
         parser.error(f"{args.trace}: file not found; global_profiler.steps=[5] writes one (docs/debug.md)")
     names = {name: name for name in args.ranges} if args.ranges else None
-    print(table(by_range(read_trace(args.trace), names), args.top))
+    try:
+        trace = read_trace(args.trace)
+    except (ValueError, OSError, IndexError) as error:
+        parser.error(f"{args.trace} cannot be read: {error}")
+    print(table(by_range(trace, names), args.top))
 
 
 if __name__ == "__main__":

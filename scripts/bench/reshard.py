@@ -41,6 +41,7 @@ from rlsys.models.megatron.family import family_of  # noqa: E402
 from rlsys.models.megatron.parallel import ParallelSizes  # noqa: E402
 from rlsys.models.quantized import BLOCK, FP8_NAME, SCALE, scale_shape  # noqa: E402
 from rlsys.types import Box, Shard, WeightLayout  # noqa: E402
+from rlsys.utils.errors import ConfigError  # noqa: E402
 from rlsys.weights.executors.cuda_ipc import IpcExportSpec, IpcImportSpec  # noqa: E402
 from rlsys.weights.fp8 import float8_shapes  # noqa: E402
 from rlsys.weights.plan import Plan, make_plan  # noqa: E402
@@ -126,9 +127,14 @@ class Ranks:
 
 
 def layouts_of(case: str, world: int) -> tuple[list[WeightLayout], list[WeightLayout]]:
-    """Trainer's and engine's ranks; data-parallel sizes are what is left."""
+    """Trainer's and engine's ranks; data-parallel sizes are what is left. ConfigError for what is no case."""
     shape, _, way = case.partition(":")
+    if shape not in SHAPES or way.count("->") != 1:
+        raise ConfigError(f"'{case}' is no case; write SHAPE:TRAINER->ENGINE, SHAPE one of {', '.join(SHAPES)}")
     trainer, engine = (sizes_of(side, ("tp", "pp", "ep", "dp")) for side in way.split("->"))
+    for side in (trainer, engine):
+        if world % prod(side.get(key, 1) for key in ("tp", "pp", "dp")):
+            raise ConfigError(f"'{case}' does not divide {world} processes of a side; set --gpus")
     config = SHAPES[shape]
     tp, pp, ep = (trainer.get(key, 1) for key in ("tp", "pp", "ep"))
     megatron, dp_size = ParallelSizes(tp=tp, pp=pp, ep=ep, etp=1), world // tp // pp
@@ -389,7 +395,15 @@ def main() -> None:
     args = parser.parse_args()
     args.end_s = time.monotonic() + args.seconds
     world = args.gpus or (torch.cuda.device_count() if args.device == "cuda" else 2)
-    cases = args.cases or (CASES if args.device == "cuda" else TINY)[world]
+    known = CASES if args.device == "cuda" else TINY
+    if not args.cases and world not in known:
+        parser.error(f"there are cases for {', '.join(map(str, known))} GPUs; give --cases for {world}")
+    cases = args.cases or known[world]
+    try:
+        for case in cases:
+            layouts_of(case, world)
+    except ConfigError as error:
+        parser.error(str(error))
     ranks = Ranks(world, args.device)
     local, peer = measure_ceilings(ranks, world, CEILING_BYTES if args.device == "cuda" else 1 << 26)
     print(f"torch {torch.__version__}, {world} x {args.device}")

@@ -11,6 +11,7 @@ The second table is no fit: steps on many H100s that NeMo-RL published (v0.4, do
 code with the same engines (Megatron-Core and vLLM), beside the plan for the same sizes and tokens.
 """
 
+import argparse
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -187,6 +188,7 @@ def planned(run: Measured) -> dict[str, float]:
 
 def main() -> None:
     """Print a row for each run and phase."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     lines, ratios = [["run", *PHASES]], list[float]()
     for run in RUNS:
         cells, seconds = [f"{run.model}, {run.name}"], planned(run)
