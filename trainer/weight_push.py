@@ -1,11 +1,11 @@
 """How the actor's weights reach the rollout: by a sharding manager or, for external servers, through files."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rlsys.config import PPOConfig
 from rlsys.config.engines import rollout_backend, worker_class
-from rlsys.fleet.elastic import ElasticFleet
 from rlsys.fleet.external.engine import RemoteEngine
 from rlsys.fleet.external.settings import settings_of
 from rlsys.fleet.external.transfer import BroadcastTransfer, ExternalTransfer
@@ -32,18 +32,19 @@ class WeightPush:
     def push(self, version: int) -> TransferReport:
         """Bring the engines to the actor's weights; unfinished answers continue with them.
 
-        A replica of an elastic fleet that is lost meanwhile is left out of a second push.
+        Where a replica is lost meanwhile there is a second push, to which it is restarted, or which leaves it out.
         """
         try:
             return self._push(version)
         except (WorkerError, DeadlineError, WeightTransferError) as error:
-            if not isinstance(self.fleet, ElasticFleet):
+            if not isinstance(self.transfer, ShardingManager) or not self.fleet.max_restarts:
                 raise
             log.warning("version %d is pushed again: %s", version, error)
-            return self._push(version)
+            return self._push(version, after=self.transfer.connect)
 
-    def _push(self, version: int) -> TransferReport:
+    def _push(self, version: int, after: Callable[[], None] = lambda: None) -> TransferReport:
         with self.fleet.pushing(version):
+            after()
             report = self.transfer.push(version)
             if self.validate:
                 self.transfer.validate()

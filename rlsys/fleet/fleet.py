@@ -387,6 +387,8 @@ class RolloutFleet:
                 self.on_restart(entry.replica)
                 return "ready"
             except Exception as error:
+                if self._is_pushing and isinstance(error, WeightTransferError):
+                    return "ready"  # it gets those that are pushed
                 log.warning("restart %d of %s failed: %s", entry.restarts, entry.replica.name, error)
             self._fail_if_all_are_down()
         log.error("giving up on replica %s after %d restarts", entry.replica.name, entry.restarts)
@@ -441,7 +443,7 @@ class RolloutFleet:
             with self._change:
                 self._is_pushing = False
                 for entry in self._replicas:
-                    entry.heard_s = time.monotonic()
+                    entry.heard_s, entry.exchanged_s = time.monotonic(), 0.0  # one may have been lost since
                 self._change.notify_all()
 
     def settle(self) -> None:

@@ -215,9 +215,7 @@ def dispatch_dp_compute_data_proto(group: "WorkerGroup", /, *args: object, **kwa
 
 def _proto_with_func(group: "WorkerGroup", func: object, /, *args: object, **kwargs: object) -> SplitArguments:
     if not callable(func):
-        raise ValueError(
-            f"DP_COMPUTE_PROTO_WITH_FUNC needs a function as its first argument, got {type(func).__name__}"
-        )
+        raise ValueError(f"DP_COMPUTE_PROTO_WITH_FUNC needs a function as first argument, got {type(func).__name__}")
     split = dispatch_dp_compute_data_proto(group, *args, **kwargs)
     return SplitArguments((_repeat(group, func), *split.args), split.kwargs, split.num_padding)
 

@@ -252,10 +252,11 @@ def test_too_few_replicas_end_the_push() -> None:
             weights.push(fleet, 2)
 
 
-def test_a_push_after_one_that_failed_connects_again() -> None:
+def test_a_push_after_one_that_failed_connects_those_that_live() -> None:
     replicas, weights = [Elastic(0), Elastic(1)], Weights()
     with elastic(replicas, weights) as fleet:
         weights.push(fleet, 1)
+        assert_answered(requests_of(9), results(fleet.submit(requests_of(9))))
         with pytest.raises(WeightTransferError):
             weights.push(fleet, 2, breaks=True)
         replicas[0].alive = False

@@ -363,6 +363,26 @@ def test_a_push_that_fails_leaves_the_fleet_serving_the_old_version() -> None:
         assert_answered(requests_of(3), fleet.generate(requests_of(3)))
 
 
+def test_a_replica_that_is_lost_in_a_push_is_restarted_for_the_next_one() -> None:
+    lost, other = Scripted("lost"), Scripted("other")
+
+    def not_there(replica: Replica) -> None:
+        raise WeightTransferError("no version is exported: push again")
+
+    with fleet_of([lost, other], on_restart=not_there) as fleet:
+        pushed(fleet, 0)
+        assert_answered(requests_of(6), fleet.generate(requests_of(6)))
+        lost.alive = False
+        with pytest.raises(ConnectionError), fleet.pushing(1):
+            raise ConnectionError("lost is dead")
+        with fleet.pushing(1):
+            assert (lost.restarts, other.restarts) == (1, 0)
+            lost.version = other.version = 1
+        assert_answered(requests_of(6), fleet.generate(requests_of(6)))
+        counts = fleet.metrics()
+        assert [counts[f"rollout/{name}"] for name in ("restarts", "replicas_ready")] == [1, 2]
+
+
 def test_a_cancelled_request_is_dropped_everywhere() -> None:
     replica = Scripted("a", lambda call: "ok" if call < 4 else "silent")
     with fleet_of([replica], deadlines=replace(quick(), generate_s=scaled_s(60))) as fleet:

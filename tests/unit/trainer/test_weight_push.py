@@ -13,7 +13,8 @@ from rlsys.fleet.external.engine import SGLangRemoteEngine
 from rlsys.fleet.external.transfer import BroadcastTransfer, ExternalTransfer
 from rlsys.fleet.fleet import RolloutFleet
 from rlsys.types import TransferReport
-from rlsys.utils.errors import ConfigError
+from rlsys.utils.errors import ConfigError, WeightTransferError
+from rlsys.weights.sharding_manager import ShardingManager
 from trainer.weight_push import WeightPush, connect_servers
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -26,6 +27,7 @@ class Recorder:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.version: int | None = None
+        self.max_restarts = 0
 
     def push(self, version: int) -> TransferReport:
         self.calls.append(f"push {version}")
@@ -60,6 +62,35 @@ def test_weights_are_pushed_again_only_if_there_were_any() -> None:
     weights.push(3)
     weights.push_again()
     assert recorder.calls.count("push 3") == 2
+
+
+@pytest.mark.parametrize(("max_restarts", "num_failures"), [(0, 1), (3, 1), (3, 2)])
+def test_a_push_that_lost_a_replica_is_repeated_once_where_it_can_be_restarted(
+    max_restarts: int, num_failures: int
+) -> None:
+    class Manager(ShardingManager):
+        def __init__(self) -> None:
+            self.num_left, self.calls = num_failures, list[str]()
+
+        def connect(self, destination: object = None) -> None:
+            self.calls.append("connect")
+
+        def push(self, version: int) -> TransferReport:
+            self.calls.append(f"push {version}")
+            self.num_left -= 1
+            if self.num_left >= 0:
+                raise WeightTransferError("a rank is lost")
+            return TransferReport(version, 1, 0.0, "", "test")
+
+    fleet, manager = Recorder(), Manager()
+    fleet.max_restarts = max_restarts
+    weights = WeightPush(manager, cast(RolloutFleet, fleet), validate=False)
+    if (max_restarts, num_failures) == (3, 1):
+        assert weights.push(2).version == 2
+    else:
+        with pytest.raises(WeightTransferError, match="a rank is lost"):
+            weights.push(2)
+    assert manager.calls == ["push 2", "connect", "push 2"][: 3 if max_restarts else 1]
 
 
 def external(tmp_path: Path, name: str, *more: str) -> PPOConfig:
