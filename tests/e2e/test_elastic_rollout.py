@@ -2,9 +2,11 @@
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -142,6 +144,11 @@ class Job:
         assert wait_until(serves, STAGE_S), self.log
         assert self.process.poll() is None, self.log
 
+    def goes_on(self) -> None:
+        """Wait for some more steps."""
+        enough = len(self.steps) + 3
+        assert wait_until(lambda: len(self.steps) >= enough, STAGE_S), self.log
+
     def end(self) -> None:
         self.process.send_signal(signal.SIGTERM)
         assert self.process.wait(scaled_s(STAGE_S)) == 143, self.log
@@ -183,6 +190,37 @@ def test_nodes_join_drain_and_die_under_a_run(cluster: tuple[Cluster, str], tmp_
     counted = counted_in(lines)
     assert [counted[f"rollout/{name}"] for name in ("joined", "left", "waited_for_push")] == [2, 2, 0]
     assert counted["rollout/issued"] == counted["rollout/answered"] + counted["rollout/pending"]
+
+
+CHANGES = {
+    1: ["add", "add add"],
+    2: ["add", "kill", "drain", "kill add", "drain add"],
+    3: ["kill", "drain kill", "kill kill", "kill add", "drain add"],
+}
+"""What may happen at once to so many nodes that serve."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_job_outlives_nodes_that_come_and_go_at_random(
+    seed: int, cluster: tuple[Cluster, str], tmp_path: Path
+) -> None:
+    (nodes, address), chance, number = cluster, random.Random(seed), 1
+    with job_on(address, tmp_path, [*JOB, *LARGE, f"trainer.default_local_dir={tmp_path}"]) as job:
+        job.wait_for(number)
+        for _ in range(8):
+            changes = chance.choice(CHANGES[number]).split()
+            for change in changes:
+                time.sleep(chance.random())  # at any moment of a push
+                nodes.do(change)
+            number += 2 * changes.count("add") - len(changes)
+            job.goes_on()
+            job.wait_for(number)
+        job.end()
+    lines = job.steps
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    assert all(line["rollout/dropped"] == 0 for line in lines)
 
 
 @pytest.fixture
