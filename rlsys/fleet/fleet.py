@@ -41,11 +41,12 @@ COUNTS = ("issued", "answered", "failures", "retries", "restarts", "refused_vers
 class RolloutFleet:
     """Completes requests on replicas; all methods may be called from any thread.
 
-    `on_restart(replica)` must bring the current weights to a replica that was restarted or serves a wrong version; it
-    runs before the replica serves again. A request fails after `max_attempts` without a token in between, a replica
-    after `max_restarts`. Tokens must have the version that was served when their request was placed, or a newer one;
-    versions are checked once weights were pushed. Without `chunk_rows` there are no fixed batches. The health of a
-    replica is checked after `max_failures` failed requests in a row; `affinity` keeps equal prompts together.
+    `on_restart(replica)` must bring the current weights to a replica that was restarted or serves a wrong version;
+    it runs before the replica serves again. A request fails after `max_attempts` without a token in between, a
+    replica after `max_restarts` without a push in between. Tokens must have the version that was served when their
+    request was placed, or a newer one; versions are checked once weights were pushed. Without `chunk_rows` there
+    are no fixed batches. The health of a replica is checked after `max_failures` failed requests in a row;
+    `affinity` keeps equal prompts together.
     """
 
     recovers_before_push = True
@@ -443,7 +444,8 @@ class RolloutFleet:
             with self._change:
                 self._is_pushing = False
                 for entry in self._replicas:
-                    entry.heard_s, entry.exchanged_s = time.monotonic(), 0.0  # one may have been lost since
+                    # one may have been lost since its last exchange
+                    entry.heard_s, entry.exchanged_s, entry.restarts = time.monotonic(), 0.0, 0
                 self._change.notify_all()
 
     def settle(self) -> None:

@@ -144,7 +144,7 @@ class Job:
         assert wait_until(serves, STAGE_S), self.log
         assert self.process.poll() is None, self.log
 
-    def goes_on(self) -> None:
+    def continues(self) -> None:
         """Wait for some more steps."""
         enough = len(self.steps) + 3
         assert wait_until(lambda: len(self.steps) >= enough, STAGE_S), self.log
@@ -215,7 +215,7 @@ def test_a_job_outlives_nodes_that_come_and_go_at_random(
                 time.sleep(chance.random())  # at any moment of a push
                 nodes.do(change)
             number += 2 * changes.count("add") - len(changes)
-            job.goes_on()
+            job.continues()
             job.wait_for(number)
         job.end()
     lines = job.steps

@@ -383,6 +383,20 @@ def test_a_replica_that_is_lost_in_a_push_is_restarted_for_the_next_one() -> Non
         assert [counts[f"rollout/{name}"] for name in ("restarts", "replicas_ready")] == [1, 2]
 
 
+def test_restarts_are_counted_between_two_pushes() -> None:
+    replica = Scripted("frail")
+
+    def bring(_: Replica) -> None:
+        replica.version = fleet.version or 0
+
+    with fleet_of([replica], max_restarts=1, on_restart=bring) as fleet:
+        for version in range(3):
+            pushed(fleet, version)
+            replica.alive, replica.version = False, version
+            assert_answered(requests_of(3), fleet.generate(requests_of(3)))
+        assert fleet.metrics()["rollout/restarts"] == 3
+
+
 def test_a_cancelled_request_is_dropped_everywhere() -> None:
     replica = Scripted("a", lambda call: "ok" if call < 4 else "silent")
     with fleet_of([replica], deadlines=replace(quick(), generate_s=scaled_s(60))) as fleet:
