@@ -40,11 +40,11 @@ class WeightPush:
             if not isinstance(self.transfer, ShardingManager) or not self.fleet.max_restarts:
                 raise
             log.warning("version %d is pushed again: %s", version, error)
-            return self._push(version, after=self.transfer.connect)
+            return self._push(version, connect=self.transfer.connect)
 
-    def _push(self, version: int, after: Callable[[], None] = lambda: None) -> TransferReport:
+    def _push(self, version: int, connect: Callable[[], None] = lambda: None) -> TransferReport:
         with self.fleet.pushing(version):
-            after()
+            connect()
             report = self.transfer.push(version)
             if self.validate:
                 self.transfer.validate()

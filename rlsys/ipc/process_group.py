@@ -104,7 +104,9 @@ class ProcessGroup:
     def guarded(self, stage: str) -> Iterator[None]:
         """Abort the group after any error, so that peers fail too; an error of the group becomes a PeerLostError.
 
-        Connections are closed when nothing holds the group, which the frames of a kept error would do.
+        gloo closes its connections when the last reference to the group is gone. An error that is kept holds those of
+        its frames, which are cleared here, and of functions that close over a local: write `self.group` in
+        comprehensions.
         """
         try:
             yield

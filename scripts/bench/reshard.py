@@ -49,6 +49,8 @@ from rlsys.weights.rank_plan import RankPlans, split_plan  # noqa: E402
 from scripts.model_shapes import SHAPES, sizes_of  # noqa: E402
 from scripts.weight_layouts import EngineSizes, bytes_by_link, engine_layouts, megatron_layouts  # noqa: E402
 
+Layouts = tuple[list[WeightLayout], list[WeightLayout]]
+"""Of the trainer's ranks and of the engine's."""
 BUCKET_BYTES = 512 << 20
 CEILING_BYTES = 2 << 30
 ANSWER_S = 150.0
@@ -63,7 +65,7 @@ CASES = {
         "30B-A3B:TP2xPP2xEP2->TP4",
         "30B-A3B:TP4xEP4->TP2xDP2",
     ],
-    8: ["7B:TP4xPP2->TP2xDP4", "7B:TP8->TP4xDP2", "30B-A3B:TP2xPP2xEP4->TP4xDP2", "30B-A3B:TP4xEP8->TP4xDP2"],
+    8: ["7B:TP4xPP2->TP2xDP4", "7B:TP4->TP4xDP2", "30B-A3B:TP2xPP2xEP4->TP4xDP2", "30B-A3B:TP4xEP8->TP4xDP2"],
 }
 TINY = {
     1: ["tiny:TP1->TP1", "tiny-moe:TP1->TP1"],
@@ -126,7 +128,7 @@ class Ranks:
             raise SystemExit(message)
 
 
-def layouts_of(case: str, world: int) -> tuple[list[WeightLayout], list[WeightLayout]]:
+def layouts_of(case: str, world: int) -> Layouts:
     """Trainer's and engine's ranks; data-parallel sizes are what is left. ConfigError for what is no case."""
     shape, _, way = case.partition(":")
     if shape not in SHAPES or way.count("->") != 1:
@@ -279,8 +281,10 @@ def run_fp8(ranks: Ranks, destinations: Sequence[WeightLayout], args: Any) -> di
     return {"s": statistics.median(times[2:]), "with_checksums_s": verified_s, "bytes": num_bytes}
 
 
-def run_case(ranks: Ranks, case: str, world: int, local: float, peer: float, args: Any) -> dict[str, Any]:
-    sources, destinations = layouts_of(case, world)
+def run_case(
+    ranks: Ranks, case: str, layouts: Layouts, world: int, local: float, peer: float, args: Any
+) -> dict[str, Any]:
+    sources, destinations = layouts
     started_s = time.perf_counter()
     plan = make_plan(sources, destinations)
     plan_s = time.perf_counter() - started_s
@@ -398,10 +402,8 @@ def main() -> None:
     known = CASES if args.device == "cuda" else TINY
     if not args.cases and world not in known:
         parser.error(f"there are cases for {', '.join(map(str, known))} GPUs; give --cases for {world}")
-    cases = args.cases or known[world]
     try:
-        for case in cases:
-            layouts_of(case, world)
+        cases = {case: layouts_of(case, world) for case in args.cases or known[world]}
     except ConfigError as error:
         parser.error(str(error))
     ranks = Ranks(world, args.device)
@@ -409,11 +411,11 @@ def main() -> None:
     print(f"torch {torch.__version__}, {world} x {args.device}")
     print(f"one large copy: {local / 1e9:.0f} GB/s local, {peer / 1e9:.0f} GB/s from a peer", flush=True)
     results = []
-    for case in cases:
+    for case, layouts in cases.items():
         if time.monotonic() > args.end_s:
             print(f"{case}: skipped, no time is left")
             continue
-        results.append(run_case(ranks, case, world, local, peer, args))
+        results.append(run_case(ranks, case, layouts, world, local, peer, args))
         print(summary(results[-1]), flush=True)
     ranks.end()
     if args.json:

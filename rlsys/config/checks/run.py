@@ -27,7 +27,7 @@ def check_run(cfg: PPOConfig | SupervisedConfig | EvalConfig) -> Iterator[str]:
         if name not in known:
             yield wrong(cfg, "trainer.logger", f"unknown tracker '{name}'; choose from {', '.join(known)}")
         elif extra and importlib.util.find_spec(name) is None:
-            yield wrong(cfg, "trainer.logger", f"{name} is not installed: pip install -e '.[{extra}]' or remove {name}")
+            yield wrong(cfg, "trainer.logger", f"{name} is not installed; pip install -e '.[{extra}]' or remove {name}")
     if trainer.backend == "local" and trainer.nnodes * trainer.n_gpus_per_node > 1:
         why = "everything runs in this one process; set trainer.n_gpus_per_node=1 or trainer.backend=ray"
         yield wrong(cfg, "trainer.backend", why)

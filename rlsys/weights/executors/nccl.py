@@ -124,8 +124,8 @@ class GroupMember:
 
     def has_joined(self) -> bool:
         """Whether all ranks have met; waits a moment for it."""
-        done = wait([self._joining], JOIN_POLL_S).done
-        return any(joining.result() is None for joining in done)
+        wait([self._joining], JOIN_POLL_S)
+        return self._joining.done() and self._joining.result() is None
 
     def allocate(self, device: torch.device) -> None:
         """Allocate the memory that all rounds receive into."""

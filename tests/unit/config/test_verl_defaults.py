@@ -18,7 +18,7 @@ MODEL = "models/deepseek-llm-7b-chat"
 ROLLOUT = "actor_rollout_ref.rollout"
 REFUSED = {
     f"{ROLLOUT}.tensor_model_parallel_size": "the hf engine runs a model in one process",
-    "trainer.logger": "wandb is not installed: pip install -e '.[wandb]' or remove wandb",
+    "trainer.logger": "wandb is not installed; pip install -e '.[wandb]' or remove wandb",
 }
 """What verl's defaults need beside them: an engine that is cut, and a library."""
 TWO_NAMES = ("actor_rollout_ref.model.lora.alpha", "critic.model.lora.alpha")
