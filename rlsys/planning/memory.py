@@ -38,6 +38,8 @@ ORDER = (
 )
 RESERVED, RESERVED_SHARE = {"cuda": 3 << 30, "cpu": 0}, 0.08
 """For CUDA contexts, NCCL, a sleeping engine and fragments."""
+LEARNED_COPIES = 6
+"""Of a rank's part of a tensor: what it held, a load to compare with, and the numbers of its elements."""
 RELAYED_BYTES = 256 << 20
 """What a rank stages of a push between hosts (rlsys/weights/executors/relay.py)."""
 Facts = Mapping[str, Any]
@@ -162,7 +164,8 @@ def _training_stages(job: PlanInputs, roles: list[DeviceRole], engine: ro.Bytes)
     beside = {} if job.device == "cuda" and rollout.free_cache_engine else weights
     first = engine if cache_share_of == "device" else weights
     waiting = [role.waiting() for role in roles]
-    stages = [Stage("start", ro.together([*(role.role.held() for role in roles), first]))]
+    learning = {STAGING: _learning(job) if engine and cache_share_of is not None else 0}
+    stages = [Stage("start", ro.together([*(role.role.held() for role in roles), first, learning]))]
     if engine:
         stages.append(Stage("rollout", ro.together([*waiting, engine])))
     for number, role in enumerate(roles):
@@ -215,6 +218,12 @@ def _engine(job: PlanInputs, beside: ro.Bytes) -> ro.Bytes:
         CACHE: fp.cache_bytes(d, rows, fp.cache_columns(job.lengths.prompt, job.lengths.response), c=c),
         DRAWING: max(reading, fp.drawing_bytes(d, rows, c=c)),
     }
+
+
+def _learning(job: PlanInputs) -> int:
+    """What it takes on a GPU to learn where an engine has its largest tensor (`rlsys.weights.learn`)."""
+    size = 2 * fp.decoder_of(job.machine.actor).largest if job.device == "cuda" else 0
+    return size + LEARNED_COPIES * size // job.cfg.actor_rollout_ref.rollout.tensor_model_parallel_size
 
 
 def _staging(job: PlanInputs, role: ro.Role) -> int:

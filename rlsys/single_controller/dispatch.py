@@ -242,7 +242,7 @@ def _split_by_rows(
     if not lengths:
         raise ValueError(f"{group.role}: a method that splits rows was called without a DataProto")
     return SplitArguments(
-        tuple(spread[index] for index in range(len(args))), {key: spread[key] for key in kwargs}, padding
+        tuple(map(spread.__getitem__, range(len(args)))), {key: spread[key] for key in kwargs}, padding
     )
 
 

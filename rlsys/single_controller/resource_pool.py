@@ -30,9 +30,7 @@ class ResourcePool:
         if max_colocate_count < 1:
             raise ConfigError(f"max_colocate_count must be at least 1, got {max_colocate_count}")
         self.max_colocate_count = max_colocate_count
-        self.slots = tuple(
-            Slot(self, node, index) for node, count in enumerate(process_on_nodes) for index in range(count)
-        )
+        self.slots = tuple(Slot(self, node, at) for node, count in enumerate(process_on_nodes) for at in range(count))
 
     @property
     def store(self) -> list[int]:

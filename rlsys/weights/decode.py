@@ -16,6 +16,8 @@ from torch import Tensor
 from rlsys.weights.layout import row_major_strides
 
 Dims = tuple[int, ...]
+CHUNK = 1 << 24
+"""Elements of a tensor that are computed at a time: what is computed needs several times their memory."""
 
 
 class NotBoxesError(Exception):
@@ -68,7 +70,7 @@ def decode_boxes(
     """
     if numbers.ndim == 0:
         numbers, strides = numbers.reshape(1), (1,)
-    which = torch.searchsorted(bases, numbers.contiguous(), right=True, out_int32=True) - 1
+    which = torch.searchsorted(bases, numbers.contiguous(), right=True, out_int32=True).sub_(1)
     boxes = list[tuple[int, Dims, StridedView]]()
     for tensor, number, offset, loops in _affine_regions(numbers, which, list(strides), 0, [], max_boxes):
         for start, view in _boxes_of_region(number - int(bases[tensor]), offset, loops, shapes[tensor]):
@@ -99,16 +101,19 @@ def _affine_regions(
 
 def _runs(numbers: Tensor, which: Tensor, dim: int) -> list[tuple[int, int, int]]:
     """(start, extent, step) of the runs of slabs along a dimension, each the one before plus a constant; none empty."""
-    slabs = numbers.movedim(dim, 0).reshape(numbers.shape[dim], -1)
-    owners = which.movedim(dim, 0).reshape(numbers.shape[dim], -1)
-    is_used = (owners >= 0).any(1).tolist()
-    change, used = slabs[1:] - slabs[:-1], owners[1:] >= 0
-    ends = torch.iinfo(change.dtype)
-    low = torch.where(used, change, ends.max).amin(1)
-    high = torch.where(used, change, ends.min).amax(1)
-    regular = ((owners[1:] == owners[:-1]).all(1) & (low == high)).tolist()
-    steps = low.tolist()
-    runs, at, size = list[tuple[int, int, int]](), 0, numbers.shape[dim]
+    size, is_used, regular, steps = numbers.shape[dim], list[bool](), list[bool](), list[int]()
+    several = max(1, CHUNK * size // numbers.numel())
+    for first in range(0, size, several):
+        chunks = (of.movedim(dim, 0)[first : first + several + 1] for of in (numbers, which))
+        part, owner = (chunk.reshape(len(chunk), -1) for chunk in chunks)
+        change, used = part[1:] - part[:-1], owner[1:] >= 0
+        ends = torch.iinfo(change.dtype)
+        low = torch.where(used, change, ends.max).amin(1)
+        high = torch.where(used, change, ends.min).amax(1)
+        is_used += (owner[:several] >= 0).any(1).tolist()
+        regular += ((owner[1:] == owner[:-1]).all(1) & (low == high)).tolist()
+        steps += low.tolist()
+    runs, at = list[tuple[int, int, int]](), 0
     while at < size:
         end = at + 1
         if is_used[at] and end < size and regular[at]:

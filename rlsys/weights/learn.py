@@ -22,14 +22,12 @@ from rlsys.types import Box, Shard, WeightLayout
 from rlsys.utils.boxes import buckets
 from rlsys.utils.errors import WeightTransferError, raised_as
 from rlsys.weights.batched_copy import bits_of
-from rlsys.weights.decode import Dims, NotBoxesError, StridedView, decode_boxes
+from rlsys.weights.decode import CHUNK, Dims, NotBoxesError, StridedView, decode_boxes
 from rlsys.weights.layout import device_of, dtype_of, element_bytes, view_of
 
 Load = Callable[[list[tuple[str, Tensor]]], None]
 RADIX, UNTOUCHED = 250, 126.0
 NONE, INVALID = -1, -2
-CHUNK = 1 << 24
-"""Elements of a tensor that are computed at a time."""
 IN_FLOAT8 = f"its dtype is {FP8}"
 """How the reason ends for which a matrix is left to the loader that the engine holds in float8."""
 EXACT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -146,7 +144,8 @@ class _Probe:
     def _read_back(self) -> dict[str, Tensor | str]:
         """The number of each element of every local tensor, -1 for none; or the reason why it has none."""
         numbers: dict[str, Any] = {
-            n: f"its dtype is {t.dtype}" for n, t in self.local.items() if t.dtype not in self.exact
+            n: torch.zeros_like(t, dtype=torch.int32) if t.dtype in self.exact else f"its dtype is {t.dtype}"
+            for n, t in self.local.items()
         }
         absent: dict[str, Tensor] = {}
         for power in range(self.num_passes):
@@ -158,9 +157,9 @@ class _Probe:
                 if not torch.equal(is_absent, absent.setdefault(name, is_absent)) or (digits == INVALID).any():
                     numbers[name] = "its values are not those that were loaded"
                 else:
-                    digits.mul_(RADIX**power)
-                    numbers[name] = numbers[name].add_(digits) if name in numbers else digits
-        return {n: held if isinstance(held, str) else torch.where(absent[n], NONE, held) for n, held in numbers.items()}
+                    numbers[name].add_(digits, alpha=RADIX**power)
+                del digits, is_absent
+        return {n: held if isinstance(held, str) else held.masked_fill_(absent[n], NONE) for n, held in numbers.items()}
 
     def _clear(self) -> None:
         for tensor in self.local.values():
@@ -217,7 +216,7 @@ class _Probe:
         for name, loaded in expected.items():
             filled, loaded = _signed(self.local[name]), _signed(loaded)
             written = (filled != UNTOUCHED) | ((loaded != UNTOUCHED) & (loaded != 0))
-            if not torch.equal(loaded[written], filled[written]):
+            if (written & (loaded != filled)).any():
                 mismatched[name] = "the loader changes the values that it places"
         return mismatched
 
@@ -255,9 +254,9 @@ def _signed(tensor: Tensor) -> Tensor:
 
 
 def _decode_digits(tensor: Tensor) -> Tensor:
-    """The digit of every element (int32), NONE where it was not loaded or is padding, INVALID where it is no digit."""
+    """The digit of every element (int16), NONE where it was not loaded or is padding, INVALID where it is no digit."""
     tensor = _signed(tensor)
-    digits = tensor.to(torch.int32).abs_().sub_(1).add_(tensor < 0, alpha=RADIX // 2)
+    digits = tensor.to(torch.int16).abs_().sub_(1).add_(tensor < 0, alpha=RADIX // 2)
     digits[(tensor.abs() > RADIX // 2) | (tensor != tensor.round())] = INVALID
     digits[(tensor == 0) | (tensor == UNTOUCHED)] = NONE
     return digits

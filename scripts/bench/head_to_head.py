@@ -37,7 +37,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -362,7 +364,8 @@ def main() -> int:
         (args.out / "job").mkdir(parents=True)
         write_rows(args.out / "job", args.prompts * (args.steps + args.profile))
     if not args.model.exists():
-        write_model(args.model, args.shape)
+        with ProcessPoolExecutor(1, get_context("spawn")) as writer:  # what it takes of the GPU ends with it
+            writer.submit(write_model, args.model, args.shape).result()
     saved = args.out / "head_to_head.json"
     results = json.loads(saved.read_text()) if saved.exists() else []
     end_s, longest_s = time.monotonic() + args.seconds, args.deadline_s

@@ -149,6 +149,7 @@ def test_engines_on_a_gpu_follow_large_updates_of_megatron(
 
 @pytest.mark.gpu
 @pytest.mark.timeout(900)
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("dense", ["tensor_model", "data"])
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_the_processes_of_a_copy_hold_whole_experts(engine: str, dense: str, sparse: Toy, tmp_path: Path) -> None:

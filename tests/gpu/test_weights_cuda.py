@@ -8,10 +8,12 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 
+from rlsys.planning.memory import LEARNED_COPIES
 from rlsys.weights.batched_copy import BatchedCopy, TensorPair, bits_of
 from rlsys.weights.checksum import PreparedCudaChecksums, box_checksum, box_checksums, prepared_checksums
 from rlsys.weights.executors.cuda_ipc import ImportedTensors, export_tensors
 from rlsys.weights.layout import BITS
+from rlsys.weights.learn import learn_layout
 
 pytestmark = [
     pytest.mark.gpu,
@@ -125,3 +127,19 @@ def boxes_of(rng: random.Random) -> Iterator[tuple[torch.Tensor, list[int], list
 def to_cuda_with_strides(values: torch.Tensor) -> torch.Tensor:
     storage = torch.empty(0, dtype=values.dtype).set_(values.untyped_storage()).cuda()
     return storage.as_strided(values.shape, values.stride(), values.storage_offset())
+
+
+def test_learning_takes_the_memory_that_is_planned() -> None:
+    """Beside the engine: a load of its largest tensor, and the planned copies of it."""
+    shape = (20000, 4096)
+    held = torch.zeros(shape, dtype=torch.bfloat16, device="cuda")
+
+    def load(tensors: list[tuple[str, torch.Tensor]]) -> None:
+        for _, tensor in tensors:
+            held.copy_(tensor)
+
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    assert not learn_layout(load, lambda: {"w": held}, {"w": shape}, {"w": "bfloat16"}).loader_only
+    taken = (torch.cuda.max_memory_allocated() - before) / held.nbytes
+    assert 0.7 * (1 + LEARNED_COPIES) < taken <= 1 + LEARNED_COPIES + 0.6, "chunks come on top"

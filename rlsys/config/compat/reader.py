@@ -72,9 +72,7 @@ class CompatTable:
 
     def names_of(self, key: str) -> list[str]:
         """The other names by which a key may be set."""
-        names = [
-            f"{alias}{key[len(path) :]}" for alias, path in self.aliases.items() if f"{key}.".startswith(f"{path}.")
-        ]
+        names = [alias + key[len(path) :] for alias, path in self.aliases.items() if f"{key}.".startswith(f"{path}.")]
         return [name for name in names if self.canonical(name) == key]
 
     def canonical_references(self, text: str) -> str:

@@ -18,9 +18,7 @@ def _dtype(value: object) -> object:
 AnyDType = Annotated[Literal["auto", "float32", "bfloat16", "float16"], BeforeValidator(_dtype)]
 Scheduler = Literal["constant", "cosine", "linear"]
 NOT_WITH_POLICY = ActiveIf(".offload_policy", (False,), why="offload_policy already keeps it in host memory")
-NO_ZERO_SCALE = Requires(
-    ".lora_rank", (0,), given=(0,), why="it multiplies the adapters by 0", fix="set a number above 0"
-)
+NO_ZERO_SCALE = Requires(".lora_rank", (0,), given=(0,), why="it multiplies adapters by 0", fix="set a number above 0")
 CheckpointPart = Literal["model", "optimizer", "extra", "hf_model"]
 CheckpointParts = Annotated[tuple[CheckpointPart, ...], BeforeValidator(t.as_tuple)]
 

@@ -44,9 +44,7 @@ def transformer_config(
     if fp8 is not None and not HAS_TRANSFORMER_ENGINE:
         raise ConfigError(f"fp8={fp8} needs Transformer Engine on CUDA: remove fp8")
     if overrides.get("fp8_param"):
-        raise ConfigError(
-            "fp8_param: weights are kept in bfloat16, which is what is pushed and saved: remove fp8_param"
-        )
+        raise ConfigError("fp8_param: weights are kept in bfloat16, which is pushed and saved: remove fp8_param")
     own = family.transformer_config(hf_config)
     if scaled := hf_rope(family, hf_config):
         own["softmax_scale"] = scaled[1] ** 2 * own["kv_channels"] ** -0.5

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from rlsys.rollout.base import EngineContext
 from rlsys.rollout.hf.engine import HFRollout
 from rlsys.types import WeightLayout
 from rlsys.utils.errors import WeightTransferError
-from rlsys.weights import learn
+from rlsys.weights import decode, learn
 from rlsys.weights.layout import dtype_of, shard_view, view_of
 from rlsys.weights.learn import Learned, learn_layout
 from rlsys.weights.plan import make_plan
@@ -122,9 +123,10 @@ def assert_replay_is_the_loader(learned: Learned, engine: Any, full: Mapping[str
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("tp_size", [1, 2])
-@pytest.mark.parametrize("chunk", [25, learn.CHUNK])
+@pytest.mark.parametrize("chunk", [25, decode.CHUNK])
 def test_an_opaque_engine_is_learned(monkeypatch: pytest.MonkeyPatch, dtype: str, tp_size: int, chunk: int) -> None:
-    monkeypatch.setattr(learn, "CHUNK", chunk)
+    for module in (learn, decode):
+        monkeypatch.setattr(module, "CHUNK", chunk)
     shapes = hf_shapes()
     full = random_tensors(shapes, dtype_of(dtype))
     for tp in range(tp_size):
@@ -281,6 +283,7 @@ def test_any_strided_part_is_learned(data: st.DataObject) -> None:
                 param[place].copy_(part.permute(order))
 
     local = {"p": line if flat else param}
-    learned = learn_layout(load, lambda: local, {"w": tuple(shape)}, {"w": "float32"})
+    with patch.object(decode, "CHUNK", data.draw(st.sampled_from([1, 2, 5, 11, decode.CHUNK]))):
+        learned = learn_layout(load, lambda: local, {"w": tuple(shape)}, {"w": "float32"})
     assert not learned.loader_only
     assert_replay_is_the_loader(learned, lambda: local, random_tensors({"w": tuple(shape)}, torch.float32), load)

@@ -3,9 +3,7 @@
 from rlsys.models.megatron.blocks import ATTENTION, ONLY, QK_NORM, QKV_BIAS, attention_dims, attention_settings
 from rlsys.models.megatron.family import Family
 
-LLAMA = Family(
-    model_types=("llama",), settings=lambda hf_config: attention_settings({**hf_config, "sliding_window": None})
-)
+LLAMA = Family(model_types=("llama",), settings=lambda config: attention_settings({**config, "sliding_window": None}))
 MISTRAL = Family(model_types=("mistral",))
 """With a sliding window in some of its models."""
 QWEN2 = Family(
