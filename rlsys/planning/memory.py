@@ -221,9 +221,10 @@ def _engine(job: PlanInputs, beside: ro.Bytes) -> ro.Bytes:
 
 
 def _learning(job: PlanInputs) -> int:
-    """What it takes on a GPU to learn where an engine has its largest tensor (`rlsys.weights.learn`)."""
+    """What learning where an engine has its largest tensor takes beyond what is reserved: nothing is in pieces yet."""
     size = 2 * fp.decoder_of(job.machine.actor).largest if job.device == "cuda" else 0
-    return size + LEARNED_COPIES * size // job.cfg.actor_rollout_ref.rollout.tensor_model_parallel_size
+    taken = size + LEARNED_COPIES * size // job.cfg.actor_rollout_ref.rollout.tensor_model_parallel_size
+    return max(0, taken - (job.machine.device_bytes - job.machine.room_bytes))
 
 
 def _staging(job: PlanInputs, role: ro.Role) -> int:

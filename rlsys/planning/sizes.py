@@ -8,7 +8,6 @@ preset set is never changed.
 from bisect import bisect
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 from rlsys.config import PPOConfig, plan_batches
@@ -76,13 +75,13 @@ class _Sizes:
         there = [stage.bytes for stage in (*plan.train, *plan.rollout) if stage.name in stages]
         return max(there, key=lambda owners: sum(owners.values()), default={})
 
-    def fits(self, settings: dict[str, Any], *stages: str) -> bool:
-        return sum(self.needs(settings, *stages).values()) <= self.machine.room_bytes
+    def fits(self, settings: dict[str, Any], *stages: str, room: int = 0) -> bool:
+        return sum(self.needs(settings, *stages).values()) <= max(room, self.machine.room_bytes)
 
-    def largest(self, key: str, stage: str, least: int, settings: Mapping[str, object] = MappingProxyType({})) -> int:
+    def largest(self, key: str, stage: str, least: int, room: int = 0, **settings: object) -> int:
         """The largest budget with which a stage fits, in steps of a quarter; 0 if not even `least` does."""
         size = max(least, MOST_TOKENS[self.machine.device])
-        while not self.fits({**settings, key: size}, stage):
+        while not self.fits({**settings, key: size}, stage, room=room):
             if size == least:
                 return 0
             size = max(least, size * 3 // 4 // 256 * 256)
@@ -141,8 +140,8 @@ class _Sizes:
         recompute, stage = f"{model}.enable_gradient_checkpointing", f"update_{key.split('.')[-2]}"
         enough = min(plan.rank_samples * least, max(ENOUGH_TOKENS, least))
         if recompute not in self.given and self.machine.device == "cuda":
-            self.choose(recompute, self.largest(key, stage, least, {recompute: False}) < enough)
-        size = self.largest(key, stage, least) or least
+            self.choose(recompute, self.largest(key, stage, least, **{recompute: False}) < enough)
+        size = self.largest(key, stage, least, room=sum(self.needs({key: least}, stage).values()))
         needs = self.needs({key: size}, stage)
         total = sum(needs.values())
         if total > self.machine.device_bytes:

@@ -371,4 +371,4 @@ def test_what_the_script_tries_leaves_no_notes(
     printed = capsys.readouterr()
     assert "ignored" not in printed.err
     assert "trainer.nnodes=2: " in printed.out
-    assert "actor_rollout_ref.rollout.tensor_model_parallel_size=2: start " in printed.out
+    assert "actor_rollout_ref.rollout.tensor_model_parallel_size=2: update_weights " in printed.out
