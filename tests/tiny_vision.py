@@ -102,10 +102,11 @@ def wide(config: dict[str, Any], *, head_dim: int = 32) -> dict[str, Any]:
     }
     text, tower = {**config["text_config"], **sizes}, {**config["vision_config"], "hidden_size": 2 * head_dim}
     if "rope_parameters" in text:
-        rotated = int(head_dim * text["rope_parameters"].get("partial_rotary_factor", 1))
+        part = {"partial_rotary_factor": 0.25} if "partial_rotary_factor" in text["rope_parameters"] else {}
+        rotated = int(head_dim * part.get("partial_rotary_factor", 1))  # as published: vLLM 0.26 takes no other part
         section = [rotated // 2 - 2 * (rotated // 6), rotated // 6, rotated // 6]
         interleaved = "qwen3" in config["model_type"]
-        own = {"mrope_section": section, "mrope_interleaved": interleaved}
+        own = {"mrope_section": section, "mrope_interleaved": interleaved, **part}
         text["rope_parameters"] = {**text["rope_parameters"], **own}
         tower |= {"out_hidden_size": 4 * head_dim, "patch_size": 14, "window_size": 56}
     text |= {name: head_dim for name in ("linear_key_head_dim", "linear_value_head_dim") if name in text}

@@ -61,6 +61,8 @@ class RolloutWorker(ProfiledWorker, WeightReceiver):
             self.engine = self.build_engine(self.model_cfg.path, context)
         finally:
             gc.enable()
+        gc.collect()
+        gc.freeze()  # what was built stays: vLLM looks for garbage each time it sleeps, among all that is not frozen
         if self.load_format == "dummy":
             set_local_rollout(self.engine)
 
@@ -95,6 +97,7 @@ class RolloutWorker(ProfiledWorker, WeightReceiver):
 
     def close(self) -> None:
         """Close the engine if it was built."""
+        gc.unfreeze()
         if "engine" in vars(self):
             self.engine.close()
 

@@ -179,9 +179,7 @@ class Layers:
             self._refuse_or_ignore(path, given)
         elif key and not self._spelled_below(spelling, value):
             self._set_leaf(key, path, given)
-        elif (
-            isinstance(value, dict) and value and not ((foreign := compat.foreign_key(path)) and foreign.accepts(value))
-        ):
+        elif isinstance(value, dict) and value and not ((theirs := compat.foreign_key(path)) and theirs.accepts(value)):
             for name, below in value.items():
                 self._place(f"{spelling}.{name}", below, origin)
         elif path not in self._sections:

@@ -75,16 +75,14 @@ def shared_by(role: TrainedConfig) -> int:
 def plan_batches(cfg: PPOConfig) -> BatchPlan:
     """The plan of a loaded configuration."""
     answers, pools = cfg.actor_rollout_ref.rollout.n, resolve_pools(cfg)
-    samples = cfg.data.train_batch_size * answers
+    rows = cfg.data.train_batch_size * answers
 
     def plan_of(role: ActorConfig | CriticConfig) -> RolePlan:
         mini, dp = role.ppo_mini_batch_size * answers, pools.train_ranks // shared_by(role)
-        return RolePlan(
-            samples=samples, mini_batch_samples=mini, dp_size=dp, epochs=role.ppo_epochs, size=role.training
-        )
+        return RolePlan(samples=rows, mini_batch_samples=mini, dp_size=dp, epochs=role.ppo_epochs, size=role.training)
 
     critic = plan_of(cfg.critic) if cfg.use_critic else None
-    return BatchPlan(samples, plan_of(cfg.actor_rollout_ref.actor), critic, cfg.use_reference, pools)
+    return BatchPlan(rows, plan_of(cfg.actor_rollout_ref.actor), critic, cfg.use_reference, pools)
 
 
 def check_enough_rows(num_rows: int, batch_size: int) -> None:

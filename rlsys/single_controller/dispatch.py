@@ -143,10 +143,8 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str, auto_padding: bool = F
     }
 
 
-def _dispatch_nd(
-    mesh_name: str, pads: bool, group: "WorkerGroup", /, *args: object, **kwargs: object
-) -> SplitArguments:
-    return _split_by_rows(group, [rank.dp_rank for rank in group.dispatch_info(mesh_name)], pads, args, kwargs)
+def _dispatch_nd(mesh: str, pads: bool, group: "WorkerGroup", /, *args: object, **kwargs: object) -> SplitArguments:
+    return _split_by_rows(group, [rank.dp_rank for rank in group.dispatch_info(mesh)], pads, args, kwargs)
 
 
 def _nd_parts(mesh_name: str, group: "WorkerGroup", /) -> list[int]:

@@ -94,7 +94,15 @@ def snapshot() -> MemorySnapshot:
     """Memory of this process now; tens of microseconds, and never starts CUDA."""
     stats = cuda.memory_stats() if (cuda := _cuda()) is not None else {}
     names = ("allocated_bytes.all.current", "allocated_bytes.all.peak", "reserved_bytes.all.peak")
-    return MemorySnapshot(*_rss_bytes(), *(stats.get(name, 0) for name in names))
+    asleep = _asleep_bytes()
+    return MemorySnapshot(*_rss_bytes(), *(max(0, stats.get(name, 0) - asleep) for name in names))
+
+
+def _asleep_bytes() -> int:
+    """What a vLLM that sleeps in this process has given back to the GPU, which torch counts as allocated."""
+    allocator = getattr(sys.modules.get("vllm.device_allocator.cumem"), "CuMemAllocator", None)
+    held = list(allocator.instance.pointer_to_data.values()) if allocator and allocator.instance else []
+    return sum(data.handle[1] for data in held if data.is_asleep)
 
 
 def reset_peaks() -> None:

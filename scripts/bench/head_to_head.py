@@ -226,7 +226,8 @@ def run(system: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         job = subprocess.Popen(
             command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=environment, start_new_session=True
         )
-        while job.poll() is None and time.perf_counter() - started_s < args.deadline_s:
+        wanted = args.steps + 2 * args.profile  # a profile is written after the last step; a checkpoint is not waited for
+        while job.poll() is None and len(arrived) < wanted and time.perf_counter() - started_s < args.deadline_s:
             time.sleep(0.02)
             lines = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
             arrived += [time.perf_counter() - started_s] * (lines - len(arrived))
@@ -235,7 +236,7 @@ def run(system: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 os.killpg(job.pid, ending)
                 job.wait(15)
     kept = read_steps(metrics, arrived[: args.steps], args.skip)
-    if job.returncode or not kept:
+    if len(arrived) < args.steps or not kept:
         print(f"{system}: exit code {job.returncode}, {len(arrived)} steps:", file=sys.stderr)
         print((folder / "log.txt").read_text()[-2500:], file=sys.stderr)
     traces = sorted(folder.glob("profile/*.json.gz")) if args.profile else []

@@ -83,6 +83,13 @@ RUNS = (
     Measured(
         "FSDP2, SGLang", "7B H200", FULL, job(32, 4, layout("sglang:t2|fsdp:d2")), (2.64, 1.23, 4.20, 0.111, 8.25)
     ),
+    Measured(
+        "one GPU, compiled FSDP, vLLM",
+        "7B H200",
+        FORCED,
+        job(64, 8, VLLM, COMPILED, f"{ROLLOUT}.gpu_memory_utilization=0.25", tokens=11520),
+        (4.84, 4.74, 20.38, 0.60, 31.2),
+    ),
     Measured("compiled FSDP, vLLM", "0.5B H200", FORCED, COMPILED_JOB, (2.99, 0.59, 1.58, 0.04, 5.28)),
     Measured("the same, another host", "0.5B H200", FORCED, COMPILED_JOB, (3.48, 0.66, 1.85, 0.056, 6.20)),
     Measured("FSDP", "0.5B H100", FORCED, job(64, 8, VLLM, kept=True), (0, 1.01, 3.12, 0, 0)),

@@ -13,6 +13,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from rlsys.config.schema.rollout import EngineKwargsConfig, GenerationConfig
 from rlsys.rollout.base import EngineContext
 from rlsys.rollout.hf.engine import HFRollout
+from rlsys.telemetry.memory import snapshot
 from rlsys.types import ModelRequest, ModelResponse, SamplingParams, TransferReport
 from rlsys.weights.executors.in_process import reshard_local
 from tests.e2e.conftest import GPU_CACHE_BYTES, Toy, toy, two_stages  # noqa: F401
@@ -82,11 +83,12 @@ def serve(path: Path, first_one: bool, runner: str) -> dict[str, Any]:
     answers = engine.generate(requests_of(8))
     result["pushed"], result["bytes"] = apart(second, answers), report.num_bytes
     result["loader"] = engine.weight_layout().loader
-    free_before = torch.cuda.mem_get_info()[0]
+    free_before, before = torch.cuda.mem_get_info()[0], snapshot()
     free = torch.accelerator.get_memory_info()
     with patch("torch.accelerator.get_memory_info", side_effect=[free, (0, free[1])]):  # another process takes it all
         engine.sleep(["weights", "kv_cache"])
     result["freed"] = torch.cuda.mem_get_info()[0] - free_before
+    result["held"] = before.cuda_bytes - snapshot().cuda_bytes
     engine.wake(["weights"])
     result["quarantined"] = engine.health()["quarantined"]
     if not offload_on_sleep:
@@ -137,6 +139,7 @@ def test_vllm_serves_what_is_pushed(served: list[dict[str, Any]], engine: int) -
     assert result["loader"] == ()
     assert result["version"] == 7
     assert result["freed"] > 4 << 30
+    assert result["held"] == pytest.approx(result["freed"], rel=0.05), "the ledger counts what the GPU has"
     assert result["same"]
     assert result["quarantined"] is not offload_on_sleep
 

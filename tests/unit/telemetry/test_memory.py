@@ -5,9 +5,12 @@ import subprocess
 import sys
 import timeit
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import cast
 
 import pytest
 
+from rlsys.telemetry import memory
 from rlsys.telemetry.memory import (
     GIB,
     MemoryLedger,
@@ -139,6 +142,22 @@ def test_table_keeps_the_highest_peak_of_a_stage() -> None:
         "actor 0  gen                 2.00       3.00      5.00         0.00        0.00       2.00           3.00",
         "actor 0  update_actor        1.00       1.00      1.00         0.00        0.00       0.00           0.00",
     ]
+
+
+def test_what_a_sleeping_vllm_gave_back_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch counts the whole of it; vLLM's allocator says which parts the GPU has."""
+    stats = {"allocated_bytes.all.current": 90, "allocated_bytes.all.peak": 100, "reserved_bytes.all.peak": 130}
+    parts = [
+        SimpleNamespace(handle=(0, size), is_asleep=asleep) for size, asleep in ((20, True), (7, True), (9, False))
+    ]
+    vllm = SimpleNamespace(CuMemAllocator=SimpleNamespace(instance=None))
+    monkeypatch.setitem(sys.modules, "vllm.device_allocator.cumem", cast(ModuleType, vllm))
+    monkeypatch.setattr(memory, "_cuda", lambda: SimpleNamespace(memory_stats=lambda: stats))
+    serving = SimpleNamespace(pointer_to_data=dict(enumerate(parts)))
+    for allocator, held in ((None, (90, 100, 130)), (serving, (63, 73, 103))):
+        vllm.CuMemAllocator.instance = allocator
+        now = snapshot()
+        assert (now.cuda_bytes, now.cuda_peak_bytes, now.cuda_reserved_peak_bytes) == held
 
 
 @pytest.mark.gpu
