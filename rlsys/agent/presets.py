@@ -190,9 +190,7 @@ class MathRLVRWorkflow(ToolWorkflow):
     def _verify_math_solution(self, completion: str, answer: object) -> bool:
         return self.math_verifier.verify(completion, answer)
 
-    def _compute_math_reward(
-        self, prompt: str, completion: str, *ids: Sequence[int], answer: object, **_: object
-    ) -> float:
+    def _compute_math_reward(self, prompt: str, completion: str, *ids: object, answer: object, **_: object) -> float:
         return float(self._verify_math_solution(completion, answer))
 
 

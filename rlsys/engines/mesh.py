@@ -90,9 +90,7 @@ def make_ranks(device: str, *, fsdp_size: int = -1, sp_size: int = 1, tp_size: i
     rank, world, sp, tp = dist.get_rank(), dist.get_world_size(), sp_size, tp_size
     copy = world if fsdp_size in (-1, 0) else min(fsdp_size, world)
     if sp < 1 or tp < 1 or world % (sp * tp):
-        raise ConfigError(
-            f"ulysses_sequence_parallel_size={sp} x tensor_parallel_size={tp} does not divide {world} ranks"
-        )
+        raise ConfigError(f"ulysses_sequence_parallel_size={sp} x tensor_parallel_size={tp} must divide {world} ranks")
     if copy < 1 or world % copy or copy % tp:
         raise ConfigError(f"fsdp_size={fsdp_size} does not divide the {world} ranks, or tensor_parallel_size={tp} it")
     own, grid, names = own_device(device), torch.arange(world), ("replicate", "shard", "tp")

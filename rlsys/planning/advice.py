@@ -1,5 +1,8 @@
 """The plan of a job in the lines that it prints: memory, and with --gpu seconds and layouts."""
 
+from pathlib import Path
+from shutil import disk_usage
+
 from rlsys.config import PPOConfig
 from rlsys.config.checks.files import model_facts
 from rlsys.data.start_assets import START_MODEL
@@ -35,8 +38,20 @@ def memory_line(cfg: PPOConfig, machine: Machine) -> str:
     figures.append(f"{_gib(peak)} at most in the other stages ({peak.name})")
     kind = "GPU" if device == "cuda" else "CPU process"
     most = max(stage.total for stage in (*plan.train, *plan.rollout))
-    over = f": more than its {size / GIB:.1f}, see docs/oom.md" if 0 < size < most else ""
+    over = (
+        f": more than its {size / GIB:.1f}, see docs/oom.md" if 0 < size < most else _disk(cfg, stages["update_actor"])
+    )
     return f"{parameters / 1e6:.1f}M parameters; GiB on a {kind}: {', '.join(figures)}{over}"
+
+
+def _disk(cfg: PPOConfig, update: Stage) -> str:
+    """What the plan says where the disk has no room for what a node saves of the actor."""
+    folder, parts = Path(cfg.trainer.default_local_dir).absolute(), cfg.actor_rollout_ref.actor.checkpoint.save_contents
+    owners = ("parameters", "masters", "optimizer") if "optimizer" in parts else ("parameters",)
+    size = sum(update.bytes.get(owner, 0) for owner in owners) * cfg.trainer.n_gpus_per_node
+    free = disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
+    text = f"; a checkpoint needs {size / GIB:.2f} GiB and the disk of trainer.default_local_dir has {free / GIB:.2f}"
+    return text if size > free else ""
 
 
 def facts_of(cfg: PPOConfig, device: Device, device_bytes: int) -> Machine:

@@ -310,17 +310,15 @@ def _reward_model(job: PlanInputs, facts: Facts) -> DeviceRole:
     return DeviceRole(role, frozenset(), (("reward_model", False, scored),))
 
 
-def largest_pass(
-    lengths: Lengths, num_rows: int, size: MicroBatches, sharing: int = 1, image_tokens: int = 0
-) -> ro.Pass:
-    """The largest micro-batch of rows of mean length, filled and balanced; `sharing` ranks share it."""
+def largest_pass(lengths: Lengths, num_rows: int, size: MicroBatches, sharing: int = 1, images: int = 0) -> ro.Pass:
+    """The largest micro-batch of rows of mean length with tokens of `images`, balanced; `sharing` ranks share it."""
     row, rows = lengths.mean_prompt + lengths.mean_response, size.rows
     if size.max_tokens is not None:
         fit = max(1, size.max_tokens * sharing // row)
         rows = -(-num_rows // -(-num_rows // fit))
     micro = max(1, min(num_rows, rows or num_rows))
     responses, count = micro * lengths.mean_response // sharing, -(-num_rows // micro)
-    return ro.Pass(micro * row // sharing, responses, count, micro * image_tokens)
+    return ro.Pass(micro * row // sharing, responses, count, micro * images)
 
 
 def _scored(job: PlanInputs, plan: RolePlan, size: MicroBatches, sharing: int) -> ro.Pass:

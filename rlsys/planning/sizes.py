@@ -134,13 +134,16 @@ class _Sizes:
         self.choose(SHARE, percent / 100, f" (all sequences need {needed / GIB:.1f} GiB)")
 
     def choose_update(self, of: TrainedRoleConfig, plan: RolePlan, model: str, key: str, least: int) -> None:
-        """Activations are kept if enough tokens, or a rank's whole share, then fit; else they are recomputed."""
-        if key in self.given or not of.use_dynamic_bsz:
-            return
+        """Activations are kept if what is set, enough tokens, or a rank's whole share then fits; else recomputed."""
         recompute, stage = f"{model}.enable_gradient_checkpointing", f"update_{key.split('.')[-2]}"
+        is_set = key in self.given or not of.use_dynamic_bsz
         enough = min(plan.rank_samples * least, max(ENOUGH_TOKENS, least))
         if recompute not in self.given and self.machine.device == "cuda":
-            self.choose(recompute, self.largest(key, stage, least, **{recompute: False}) < enough)
+            kept = {recompute: False}
+            fits = self.fits(kept, stage) if is_set else self.largest(key, stage, least, **kept) >= enough
+            self.choose(recompute, not fits)
+        if is_set:
+            return
         size = self.largest(key, stage, least, room=sum(self.needs({key: least}, stage).values()))
         needs = self.needs({key: size}, stage)
         total = sum(needs.values())

@@ -136,7 +136,7 @@ def _passes(job: PlanInputs, role: Role, size: Pass, cluster: GpuCluster, *, tra
     moved = READS * (1 + again + trains) * saved + LOGITS_READS * (1 + trains) * logits
     memory = (moved + held * (c * passes + (c + 2 * fp.WIDE) * trains)) / (MEMORY * cluster.gpu.memory_rate)
     if isinstance(role, MegatronRole):
-        sent = sum(_communication(role, size, cluster, passes=passes, trains=trains))
+        sent = sum(_collectives(role, size, cluster, passes=passes, trains=trains))
     else:
         gathered = d.parameters * (c * (1 + trains) + role.master * trains)
         shared = d.num_layers * 2 * size.tokens * c * (d.q + d.kv)
@@ -153,9 +153,7 @@ def _passes(job: PlanInputs, role: Role, size: Pass, cluster: GpuCluster, *, tra
     return seconds
 
 
-def _communication(
-    role: MegatronRole, size: Pass, cluster: GpuCluster, *, passes: int, trains: bool
-) -> Iterator[float]:
+def _collectives(role: MegatronRole, size: Pass, cluster: GpuCluster, *, passes: int, trains: bool) -> Iterator[float]:
     """Seconds of a micro-batch in which rows, contexts, experts' inputs and stages' outputs are exchanged."""
     d, c = role.model, role.how.c
     s, layers, rows = role.sizes, d.num_layers / role.sizes.pp, size.tokens * c * d.hidden

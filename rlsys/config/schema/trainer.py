@@ -63,9 +63,7 @@ class RunConfig(Section):
 
 
 Ranks = Annotated[tuple[t.CountOrZero, ...], BeforeValidator(t.as_numbers)]
-IF_PROFILED = ActiveIf(
-    "global_profiler.steps", why="no step is profiled; set global_profiler.steps", besides=("steps",)
-)
+PROFILED = ActiveIf("global_profiler.steps", why="no step is profiled; set global_profiler.steps", besides=("steps",))
 
 
 class ProfilerConfig(Section):

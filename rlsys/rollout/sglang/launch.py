@@ -101,9 +101,7 @@ def _start(arguments: dict[str, Any], settings: SchedulerSettings) -> Any:
     if arguments["device"] == "cpu":
         os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
         if ranks > 1:
-            os.environ.setdefault(
-                "SGLANG_CPU_OMP_THREADS_BIND", _cores_of_stage(ranks, tp_size, arguments["node_rank"])
-            )
+            os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _stage_cores(ranks, tp_size, arguments["node_rank"]))
     if tp_size > copies:
         os.environ["SYNC_TOKEN_IDS_ACROSS_TP"] = "1"  # the first rank's tokens are the logged ones
     if ranks > 1:
@@ -134,7 +132,7 @@ def _start(arguments: dict[str, Any], settings: SchedulerSettings) -> Any:
     return engine
 
 
-def _cores_of_stage(ranks: int, tp_size: int, rank: int) -> str:
+def _stage_cores(ranks: int, tp_size: int, rank: int) -> str:
     """The cores of each rank of this rank's stage, in SGLang's syntax: "0-3|4-7"."""
     cores, first = sorted(os.sched_getaffinity(0)), rank // tp_size * tp_size
     each = max(1, len(cores) // ranks)

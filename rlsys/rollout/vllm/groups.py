@@ -82,10 +82,8 @@ def own_shared_memory() -> Iterator[None]:
     owner, made = cpu_communicator._CPUSHMDistributed, list[str]()
     make = owner.make_group_name
 
-    def name(communicator: Any) -> str:
-        made.append(
-            "-".join(["rlsys", os.environ["MASTER_PORT"], communicator.unique_name, *map(str, communicator.ranks)])
-        )
+    def name(group: Any) -> str:
+        made.append("-".join(["rlsys", os.environ["MASTER_PORT"], group.unique_name, *map(str, group.ranks)]))
         return made[-1]
 
     owner.make_group_name = staticmethod(name)

@@ -7,11 +7,13 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rlsys.config import PPOConfig, SFTConfig, load_config
+from rlsys.planning import advice
 from rlsys.planning.advice import facts_of, memory_line, time_facts
 from rlsys.planning.footprint import decoder_of
 from rlsys.utils.gpus import GPUS
@@ -86,6 +88,18 @@ def test_what_learning_the_engine_takes_beyond_the_reserve_counts_at_the_start(t
     for tp, copies in ((1, 7), (2, 4)):
         of = figures(line(tmp_path, f"{ROLLOUT}.tensor_model_parallel_size={tp}", shape=wide))
         assert of["start"] - of["generate"] == pytest.approx(copies * 2 * 262144 * 4096 / GIB - 3, abs=0.11)
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free, only = 60, f"{ACTOR}.checkpoint.save_contents=[model]"
+    monkeypatch.setattr(
+        advice, "disk_usage", lambda folder: SimpleNamespace(free=free * GIB) if folder.exists() else None
+    )
+    text = "; a checkpoint needs {:.2f} GiB and the disk of trainer.default_local_dir has {:.2f}"
+    assert line(tmp_path).endswith(text.format(12 * N / GIB, 60))  # float32 weights and moments of eight ranks
+    assert "checkpoint" not in line(tmp_path, only)
+    free = 20
+    assert line(tmp_path, only).endswith(text.format(4 * N / GIB, 20))
 
 
 def test_the_rollouts_dtype_and_tensor_parallelism_count(tmp_path: Path) -> None:

@@ -95,6 +95,13 @@ def test_what_is_set_is_never_changed() -> None:
     assert plan.train
 
 
+def test_activations_are_kept_where_a_budget_that_is_set_leaves_room_for_them() -> None:
+    for budget, recomputes in ((4096, False), (262144, True)):
+        assert chosen("0.5B", 79.2, VLLM, f"{TOKENS}={budget}")[0][RECOMPUTE] is recomputes
+    by_rows = ("actor.use_dynamic_bsz=false", "actor.ppo_micro_batch_size_per_gpu=2")
+    assert chosen("0.5B", 79.2, VLLM, *(f"{POLICY}.{setting}" for setting in by_rows))[0][RECOMPUTE] is False
+
+
 def test_a_budget_that_needs_no_more_than_one_sequence_is_taken_where_the_reserve_is_touched() -> None:
     """Stepping the optimizer takes the most, whatever the budget is."""
     sizes, *_ = chosen("7B", 139.8, VLLM, "trainer.n_gpus_per_node=1", f"{POLICY}.actor.use_kl_loss=false")

@@ -18,7 +18,7 @@ from rlsys.rollout.sampling.hook import SampleSpec
 from rlsys.rollout.sampling.sample import BatchSampling, row_keys, sample_tokens
 from rlsys.rollout.sglang.arguments import SINGLE_RANK, ReplicaRank, server_arguments
 from rlsys.rollout.sglang.engine import SGLangRollout
-from rlsys.rollout.sglang.launch import _cores_of_stage
+from rlsys.rollout.sglang.launch import _stage_cores
 from rlsys.rollout.sglang.sampler import SchedulerSampler, request_id, spec_of
 from rlsys.rollout.versions import VersionTable
 from rlsys.types import SamplingParams
@@ -119,10 +119,10 @@ def test_every_setting_reaches_sglang_under_its_name() -> None:
 
 def test_each_rank_of_a_stage_has_cores_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    assert [_cores_of_stage(4, 2, rank) for rank in range(4)] == ["0-1|2-3", "0-1|2-3", "4-5|6-7", "4-5|6-7"]
-    assert [_cores_of_stage(2, 1, rank) for rank in range(2)] == ["0-3", "4-7"]
+    assert [_stage_cores(4, 2, rank) for rank in range(4)] == ["0-1|2-3", "0-1|2-3", "4-5|6-7", "4-5|6-7"]
+    assert [_stage_cores(2, 1, rank) for rank in range(2)] == ["0-3", "4-7"]
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {5, 7})
-    assert [_cores_of_stage(4, 2, rank) for rank in (0, 2)] == ["5|7", "5|7"]
+    assert [_stage_cores(4, 2, rank) for rank in (0, 2)] == ["5|7", "5|7"]
 
 
 def test_samples_of_a_later_stage_are_logged_by_the_first_rank_alone() -> None:
