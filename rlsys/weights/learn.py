@@ -256,7 +256,7 @@ def _signed(tensor: Tensor) -> Tensor:
 def _decode_digits(tensor: Tensor) -> Tensor:
     """The digit of every element (int16), NONE where it was not loaded or is padding, INVALID where it is no digit."""
     tensor = _signed(tensor)
-    digits = tensor.to(torch.int16).abs_().sub_(1).add_(tensor < 0, alpha=RADIX // 2)
+    digits = tensor.to(torch.int16, copy=True).abs_().sub_(1).add_(tensor < 0, alpha=RADIX // 2)
     digits[(tensor.abs() > RADIX // 2) | (tensor != tensor.round())] = INVALID
     digits[(tensor == 0) | (tensor == UNTOUCHED)] = NONE
     return digits

@@ -226,9 +226,7 @@ def run(system: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         job = subprocess.Popen(
             command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=environment, start_new_session=True
         )
-        wanted = (
-            args.steps + 2 * args.profile
-        )  # a profile is written after the last step; a checkpoint is not waited for
+        wanted = args.steps + 2 * args.profile  # a checkpoint is not waited for, a profile is
         while job.poll() is None and len(arrived) < wanted and time.perf_counter() - started_s < args.deadline_s:
             time.sleep(0.02)
             lines = metrics.read_bytes().count(b"\n") if metrics.exists() else 0

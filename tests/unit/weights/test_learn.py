@@ -200,6 +200,22 @@ def test_tensors_that_a_loader_joins_in_float8_are_left_to_it() -> None:
     assert {shard.box.tensor for shard in learned.layout.shards} == {"norm"}
 
 
+def test_float8_tensors_of_a_checkpoint_are_learned() -> None:
+    """Numbers of both signs: 600 elements have digits up to 249."""
+    held = {"fused": torch.zeros(30, 20, dtype=torch.float8_e4m3fn)}
+
+    def load(bucket: list[tuple[str, Tensor]]) -> None:
+        for name, full in bucket:
+            bits = held["fused"].view(torch.uint8)
+            (bits[:12] if name == "gate" else bits[12:]).copy_(full.view(torch.uint8))
+
+    shapes: Shapes = {"gate": (12, 20), "up": (18, 20)}
+    learned = learn_layout(load, lambda: held, shapes, dict.fromkeys(shapes, "float8_e4m3fn"))
+    assert not learned.loader_only
+    starts = {shard.box.tensor: shard.local_start for shard in learned.layout.shards}
+    assert starts == {"gate": (0, 0), "up": (12, 0)}
+
+
 def test_tied_and_missing_tensors() -> None:
     class Tied(Opaque):
         def load_one(self, name: str, full: Tensor) -> None:
