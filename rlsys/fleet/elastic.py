@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import compress
 from typing import Any
 
@@ -70,9 +70,10 @@ class ElasticFleet(RolloutFleet):
                     self._give_up(entry, RolloutError("its node is drained"))
                     self.counts["left"] += 1
                     self._set(entry, "away")
-        self._wait_for_replicas()
-        with self._transfer:
+        with ExitStack() as until_served:
             with super().pushing(version):
+                self._wait_for_replicas()  # one may have been lost in its last exchange
+                until_served.enter_context(self._transfer)
                 taking = self._taking()
                 if (ranks := tuple(self._ranks[entry.replica.name] for entry in taking)) != self._connected:
                     self._connected = ()

@@ -38,9 +38,8 @@ def memory_line(cfg: PPOConfig, machine: Machine) -> str:
     figures.append(f"{_gib(peak)} at most in the other stages ({peak.name})")
     kind = "GPU" if device == "cuda" else "CPU process"
     most = max(stage.total for stage in (*plan.train, *plan.rollout))
-    over = (
-        f": more than its {size / GIB:.1f}, see docs/oom.md" if 0 < size < most else _disk(cfg, stages["update_actor"])
-    )
+    disk = _disk(cfg, stages["update_actor"])
+    over = f": more than its {size / GIB:.1f}, see docs/oom.md" if 0 < size < most else disk
     return f"{parameters / 1e6:.1f}M parameters; GiB on a {kind}: {', '.join(figures)}{over}"
 
 

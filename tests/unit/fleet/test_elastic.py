@@ -242,6 +242,23 @@ def test_a_replica_that_a_health_check_takes_out_in_an_exchange_leaves_once() ->
         assert fleet.metrics()["rollout/left"] == 1
 
 
+def test_a_push_waits_for_a_replica_where_all_are_lost_in_their_last_exchange() -> None:
+    here, weights = Elastic(0), Weights()
+    entered, release = threading.Event(), threading.Event()
+    with elastic([here], weights) as fleet:
+        weights.push(fleet, 1)
+        here.placed, dying = True, iter(["die"])
+        here.plan = lambda call: next(dying, "ok") if entered.set() or release.wait(scaled_s(10)) else "ok"
+        answers = fleet.submit(requests_of(6, num_tokens=30))
+        assert entered.wait(scaled_s(10))
+        later = threading.Timer(0.3, release.set)  # by then the push waits for the exchange to end
+        later.start()
+        weights.push(fleet, 2)
+        later.join()
+        assert (weights.connected[-1], here.restarts, here.version) == ((0,), 1, 2)
+        assert_answered(requests_of(6, num_tokens=30), results(answers))
+
+
 def test_too_few_replicas_end_the_push() -> None:
     replicas, weights = [Elastic(0), Elastic(1)], Weights()
     with elastic(replicas, weights, min_replicas=2) as fleet:
