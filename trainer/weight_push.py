@@ -32,17 +32,20 @@ class WeightPush:
     def push(self, version: int) -> TransferReport:
         """Bring the engines to the actor's weights; unfinished answers continue with them.
 
-        Where a replica is lost meanwhile there is a second push, to which it is restarted, or which leaves it out.
+        Where a replica is lost meanwhile there is a second push, to which it is restarted, or which leaves it out, and
+        up to `max_restarts` where processes die in those too.
         """
-        try:
-            return self._push(version)
-        except (WorkerError, DeadlineError, WeightTransferError) as error:
-            if not isinstance(self.transfer, ShardingManager) or not self.fleet.max_restarts:
-                raise
-            log.warning("version %d is pushed again: %s", version, error)
-            return self._push(version, connect=self.transfer.connect)
+        left, connect = self.fleet.max_restarts, lambda: None
+        while True:
+            try:
+                return self._push(version, connect)
+            except (WorkerError, DeadlineError, WeightTransferError) as error:
+                if not isinstance(self.transfer, ShardingManager) or not left:
+                    raise
+                log.warning("version %d is pushed again: %s", version, error)
+                left, connect = left - 1 if isinstance(error, WorkerError) else 0, self.transfer.connect
 
-    def _push(self, version: int, connect: Callable[[], None] = lambda: None) -> TransferReport:
+    def _push(self, version: int, connect: Callable[[], None]) -> TransferReport:
         with self.fleet.pushing(version):
             connect()
             report = self.transfer.push(version)

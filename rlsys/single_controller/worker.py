@@ -92,8 +92,7 @@ def rank_environment(
     *, rank: int, world_size: int, local_rank: int, local_world_size: int, master: tuple[str, int] | None
 ) -> dict[str, str]:
     """The variables torch.distributed starts from."""
-    values = (rank, world_size, local_rank, local_world_size, *(master or ()))
-    return dict(zip(RANK_VARIABLES, map(str, values)))
+    return dict(zip(RANK_VARIABLES, map(str, (rank, world_size, local_rank, local_world_size, *(master or ())))))
 
 
 def free_port(address: str = "127.0.0.1") -> int:

@@ -173,9 +173,8 @@ class DecodeLoop:
         first = int(rows.tensors["starts"].min()) if rows.count else cache.column
         kept = cache.column - first
         column = max(front, kept)
-        cache.relayout(
-            rows.count, first=first, column=column, num_rows=num_rows, num_columns=column + max(back, kept // 2)
-        )
+        columns = column + max(back, kept // 2)
+        cache.relayout(rows.count, first=first, column=column, num_rows=num_rows, num_columns=columns)
         if rows.count:
             rows.tensors["starts"] += column - kept - first
             rows.set_mask(cache.window.num_columns, self.dtype)

@@ -13,7 +13,7 @@ from rlsys.fleet.external.engine import SGLangRemoteEngine
 from rlsys.fleet.external.transfer import BroadcastTransfer, ExternalTransfer
 from rlsys.fleet.fleet import RolloutFleet
 from rlsys.types import TransferReport
-from rlsys.utils.errors import ConfigError, WeightTransferError
+from rlsys.utils.errors import ConfigError, FailedWorker, WeightTransferError, WorkerError
 from rlsys.weights.sharding_manager import ShardingManager
 from trainer.weight_push import WeightPush, connect_servers
 
@@ -64,33 +64,43 @@ def test_weights_are_pushed_again_only_if_there_were_any() -> None:
     assert recorder.calls.count("push 3") == 2
 
 
-@pytest.mark.parametrize(("max_restarts", "num_failures"), [(0, 1), (3, 1), (3, 2)])
-def test_a_push_that_lost_a_replica_is_repeated_once_where_it_can_be_restarted(
-    max_restarts: int, num_failures: int
+LOST, DEAD = (
+    WeightTransferError("a rank is lost"),
+    WorkerError(FailedWorker("rollout", 0, "vm", "push", "a rank is lost")),
+)
+
+
+@pytest.mark.parametrize(
+    ("max_restarts", "failures", "pushes"),
+    [(0, [LOST], 1), (3, [LOST], 2), (3, [LOST] * 2, 2), (3, [DEAD] * 3, 4), (3, [DEAD] * 4, 4), (3, [DEAD, LOST], 3)],
+)
+def test_a_push_that_lost_replicas_is_repeated_where_they_can_be_restarted(
+    max_restarts: int, failures: list[Exception], pushes: int
 ) -> None:
+    """Once for any reason; as often as a replica is restarted where processes died."""
+
     class Manager(ShardingManager):
         def __init__(self) -> None:
-            self.num_left, self.calls = num_failures, list[str]()
+            self.left, self.calls = list(failures), list[str]()
 
         def connect(self, destination: object = None) -> None:
             self.calls.append("connect")
 
         def push(self, version: int) -> TransferReport:
             self.calls.append(f"push {version}")
-            self.num_left -= 1
-            if self.num_left >= 0:
-                raise WeightTransferError("a rank is lost")
+            if self.left:
+                raise self.left.pop(0)
             return TransferReport(version, 1, 0.0, "", "test")
 
     fleet, manager = Recorder(), Manager()
     fleet.max_restarts = max_restarts
     weights = WeightPush(manager, cast(RolloutFleet, fleet), validate=False)
-    if (max_restarts, num_failures) == (3, 1):
+    if pushes > len(failures):
         assert weights.push(2).version == 2
     else:
-        with pytest.raises(WeightTransferError, match="a rank is lost"):
+        with pytest.raises(type(failures[-1]), match="a rank is lost"):
             weights.push(2)
-    assert manager.calls == ["push 2", "connect", "push 2"][: 3 if max_restarts else 1]
+    assert manager.calls == ["push 2", *["connect", "push 2"] * (pushes - 1)]
 
 
 def external(tmp_path: Path, name: str, *more: str) -> PPOConfig:
