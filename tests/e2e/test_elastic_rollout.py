@@ -9,12 +9,13 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import psutil
 import pytest
 from transformers import Qwen2Config
 
@@ -87,6 +88,24 @@ class Cluster:
         self.process.stdin.write(command + "\n")
         self.process.stdin.flush()
         assert self.process.stdout.readline() == "done\n"
+
+    def workers(self, name: str) -> list[psutil.Process]:
+        """The processes of workers with this in their name."""
+        found = list[psutil.Process]()
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            with suppress(psutil.Error):  # it may end meanwhile
+                found += [child] if name in " ".join(child.cmdline()) else []
+        return found
+
+    def hurt(self, worker: psutil.Process, *, stop_s: float) -> None:
+        """Kill a process, or stop it for some seconds."""
+        with suppress(psutil.NoSuchProcess):
+            if not stop_s:
+                worker.kill()
+            else:
+                worker.suspend()
+                time.sleep(stop_s)
+                worker.resume()
 
 
 @contextmanager
@@ -221,6 +240,32 @@ def test_a_job_outlives_nodes_that_come_and_go_at_random(
     lines = job.steps
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
     assert all(line["rollout/dropped"] == 0 for line in lines)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_job_outlives_rollout_processes_that_die_at_random(
+    seed: int, cluster: tuple[Cluster, str], tmp_path: Path
+) -> None:
+    """Also several within a push and its repetitions; one that is stopped for a moment is not lost."""
+    (nodes, address), chance = cluster, random.Random(seed)
+    nodes.do("add")
+    with job_on(address, tmp_path, [*JOB, *LARGE, f"trainer.default_local_dir={tmp_path}"]) as job:
+        job.wait_for(2)
+        for _ in range(16):
+            time.sleep(chance.choice([0.0, 0.2, 1.0, 4.0]))
+            if victims := nodes.workers("Colocated_rollout"):
+                nodes.hurt(chance.choice(victims), stop_s=chance.choice([0.0, 0.0, 1.0]))
+            if chance.random() < 0.5:
+                job.continues()
+        job.continues()
+        job.wait_for(2)
+        job.end()
+    lines = job.steps
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    assert all(line["rollout/dropped"] == 0 for line in lines)
+    assert counted_in(lines)["rollout/left"] > 2
 
 
 @pytest.fixture

@@ -82,7 +82,7 @@ def wrong_sizes() -> list[str]:
 def test_sizes_that_do_not_divide_are_refused() -> None:
     for shard, sequence in run_ranks(3, wrong_sizes):
         assert "fsdp_size=2 does not divide the 3 ranks" in shard
-        assert "ulysses_sequence_parallel_size=2 x tensor_parallel_size=1 does not divide 3 ranks" in sequence
+        assert "ulysses_sequence_parallel_size=2 x tensor_parallel_size=1 must divide 3 ranks" in sequence
 
 
 def exchange() -> tuple[Any, int, str]:
