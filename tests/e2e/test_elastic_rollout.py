@@ -91,11 +91,11 @@ class Cluster:
 
     def workers(self, name: str) -> list[psutil.Process]:
         """The processes of workers with this in their name."""
-        found = list[psutil.Process]()
+        workers = list[psutil.Process]()
         for child in psutil.Process(self.process.pid).children(recursive=True):
             with suppress(psutil.Error):  # it may end meanwhile
-                found += [child] if name in " ".join(child.cmdline()) else []
-        return found
+                workers += [child] if name in " ".join(child.cmdline()) else []
+        return workers
 
     def hurt(self, worker: psutil.Process, *, stop_s: float) -> None:
         """Kill a process, or stop it for some seconds."""
