@@ -4,12 +4,13 @@ from pathlib import Path
 from shutil import disk_usage
 
 from rlsys.config import PPOConfig
-from rlsys.config.checks.files import model_facts
+from rlsys.config.checks.files import existing_parent, model_facts
 from rlsys.data.start_assets import START_MODEL
 from rlsys.planning.footprint import decoder_of
 from rlsys.planning.image_encoder import plan_facts
 from rlsys.planning.layouts import propose_layouts
 from rlsys.planning.memory import CACHE, Device, Lengths, Machine, Stage, plan_memory
+from rlsys.planning.roles import MASTERS, OPTIMIZER, PARAMETERS
 from rlsys.planning.sizes import GIB
 from rlsys.planning.step_time import GpuCluster, plan_step, step_seconds
 from rlsys.utils.errors import ConfigError
@@ -46,9 +47,9 @@ def memory_line(cfg: PPOConfig, machine: Machine) -> str:
 def _disk(cfg: PPOConfig, update: Stage) -> str:
     """What the plan says where the disk has no room for what a node saves of the actor."""
     folder, parts = Path(cfg.trainer.default_local_dir).absolute(), cfg.actor_rollout_ref.actor.checkpoint.save_contents
-    owners = ("parameters", "masters", "optimizer") if "optimizer" in parts else ("parameters",)
+    owners = (PARAMETERS, MASTERS, OPTIMIZER) if "optimizer" in parts else (PARAMETERS,)
     size = sum(update.bytes.get(owner, 0) for owner in owners) * cfg.trainer.n_gpus_per_node
-    free = disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
+    free = disk_usage(existing_parent(folder)).free
     text = f"; a checkpoint needs {size / GIB:.2f} GiB and the disk of trainer.default_local_dir has {free / GIB:.2f}"
     return text * (size > free)
 

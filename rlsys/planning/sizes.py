@@ -78,10 +78,10 @@ class _Sizes:
     def fits(self, settings: dict[str, Any], *stages: str, room: int = 0) -> bool:
         return sum(self.needs(settings, *stages).values()) <= max(room, self.machine.room_bytes)
 
-    def largest(self, key: str, stage: str, least: int, room: int = 0, **settings: object) -> int:
+    def largest(self, key: str, stage: str, least: int, settings: dict[str, bool] | None = None, room: int = 0) -> int:
         """The largest budget with which a stage fits, in steps of a quarter; 0 if not even `least` does."""
         size = max(least, MOST_TOKENS[self.machine.device])
-        while not self.fits({**settings, key: size}, stage, room=room):
+        while not self.fits({**(settings or {}), key: size}, stage, room=room):
             if size == least:
                 return 0
             size = max(least, size * 3 // 4 // 256 * 256)
@@ -140,7 +140,7 @@ class _Sizes:
         enough = min(plan.rank_samples * least, max(ENOUGH_TOKENS, least))
         if recompute not in self.given and self.machine.device == "cuda":
             kept = {recompute: False}
-            fits = self.fits(kept, stage) if is_set else self.largest(key, stage, least, **kept) >= enough
+            fits = self.fits(kept, stage) if is_set else self.largest(key, stage, least, kept) >= enough
             self.choose(recompute, not fits)
         if is_set:
             return

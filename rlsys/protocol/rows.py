@@ -96,5 +96,4 @@ def collate_fn(x: Sequence[DataProtoItem]) -> DataProto:
     items = cast(list[Tensor], [item.batch for item in x])
     batch = None if x[0].batch is None else cast(TensorDict, torch.stack(items).contiguous())
     columns = dict_of_lists([item.non_tensor_batch for item in x])
-    held = {key: object_rows(values) for key, values in columns.items()}
-    return DataProto(batch=batch, non_tensor_batch=held)
+    return DataProto(batch=batch, non_tensor_batch={key: object_rows(values) for key, values in columns.items()})

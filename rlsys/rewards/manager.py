@@ -214,5 +214,4 @@ class _VerlManager:
         rows = [data[row : row + 1] for row in range(len(data))]
         answers = await asyncio.gather(*(self._manager.run_single(row) for row in rows))
         results = [RewardResult(float(a["reward_score"]), a.get("reward_extra_info", {}), "ok", 0.0) for a in answers]
-        rewards = torch.tensor([r.score for r in results], dtype=torch.float32)
-        return _placed(rewards, data), extra_columns(results)
+        return _placed(torch.tensor([r.score for r in results], dtype=torch.float32), data), extra_columns(results)

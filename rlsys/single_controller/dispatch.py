@@ -147,21 +147,21 @@ def _dispatch_nd(mesh: str, pads: bool, group: "WorkerGroup", /, *args: object, 
     return _split_by_rows(group, [rank.dp_rank for rank in group.dispatch_info(mesh)], pads, args, kwargs)
 
 
-def _nd_parts(mesh_name: str, group: "WorkerGroup", /) -> list[int]:
-    ranks = group.dispatch_info(mesh_name)
+def _nd_parts(mesh: str, group: "WorkerGroup", /) -> list[int]:
+    ranks = group.dispatch_info(mesh)
     by_dp_rank = {info.dp_rank: rank for rank, info in enumerate(ranks) if info.is_collect}
     dp_size = max(info.dp_rank for info in ranks) + 1
     num_collecting = sum(info.is_collect for info in ranks)
     if sorted(by_dp_rank) != list(range(dp_size)) or num_collecting != dp_size:
         raise ValueError(
-            f"mesh '{mesh_name}' of {group.role}: {num_collecting} collecting ranks cover the data-parallel ranks "
+            f"mesh '{mesh}' of {group.role}: {num_collecting} collecting ranks cover the data-parallel ranks "
             f"{sorted(by_dp_rank)}; exactly one rank of each of 0..{dp_size - 1} must have is_collect=True"
         )
     return [by_dp_rank[dp_rank] for dp_rank in range(dp_size)]
 
 
-def _collect_nd(mesh_name: str, group: "WorkerGroup", results: list[object], /) -> object:
-    return join([results[rank] for rank in _nd_parts(mesh_name, group)])
+def _collect_nd(mesh: str, group: "WorkerGroup", results: list[object], /) -> object:
+    return join([results[rank] for rank in _nd_parts(mesh, group)])
 
 
 def join(results: Sequence[object]) -> object:
@@ -239,9 +239,7 @@ def _split_by_rows(
         raise ValueError(f"{group.role}: the batches of one call have different numbers of rows: {lengths}")
     if not lengths:
         raise ValueError(f"{group.role}: a method that splits rows was called without a DataProto")
-    return SplitArguments(
-        tuple(map(spread.__getitem__, range(len(args)))), {key: spread[key] for key in kwargs}, padding
-    )
+    return SplitArguments(tuple(spread[at] for at in range(len(args))), {key: spread[key] for key in kwargs}, padding)
 
 
 def _forbidden(*_: object, **__: object) -> NoReturn:

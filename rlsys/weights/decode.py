@@ -102,10 +102,9 @@ def _affine_regions(
 def _runs(numbers: Tensor, which: Tensor, dim: int) -> list[tuple[int, int, int]]:
     """(start, extent, step) of the runs of slabs along a dimension, each the one before plus a constant; none empty."""
     size, is_used, regular, steps = numbers.shape[dim], list[bool](), list[bool](), list[int]()
-    several = max(1, CHUNK * size // numbers.numel())
+    several = max(1, CHUNK // (width := numbers.numel() // size))
     for first in range(0, size, several):
-        chunks = (of.movedim(dim, 0)[first : first + several + 1] for of in (numbers, which))
-        part, owner = (chunk.reshape(len(chunk), -1) for chunk in chunks)
+        part, owner = (of.movedim(dim, 0)[first : first + several + 1].reshape(-1, width) for of in (numbers, which))
         change, used = part[1:] - part[:-1], owner[1:] >= 0
         ends = torch.iinfo(change.dtype)
         low = torch.where(used, change, ends.max).amin(1)

@@ -208,6 +208,11 @@ def _python(cfg: Section, section: str, file: str, name: str, kind: str) -> Iter
         yield wrong(cfg, f"{section}.name", f"{file} has no {kind} of that name; it defines {defined}")
 
 
+def existing_parent(path: Path) -> Path:
+    """An absolute path, or the nearest folder above it that exists."""
+    return next((parent for parent in (path, *path.parents) if os.path.exists(parent)), Path("/"))
+
+
 def _output(cfg: PPOConfig | SupervisedConfig | EvalConfig) -> Iterator[str]:
     """Whether the folders that a run writes exist or can be created."""
     trainer = cfg.trainer
@@ -223,7 +228,7 @@ def _output(cfg: PPOConfig | SupervisedConfig | EvalConfig) -> Iterator[str]:
             yield wrong(cfg, f"trainer.{key}", why)
         elif name:
             path = Path(name).absolute()
-            standing = next((parent for parent in (path, *path.parents) if os.path.exists(parent)), Path("/"))
+            standing = existing_parent(path)
             if any(len(os.fsencode(part)) > MAX_NAME_BYTES for part in path.parts):
                 yield wrong(cfg, f"trainer.{key}", f"a name of more than {MAX_NAME_BYTES} bytes", "<folder>")
             elif not standing.is_dir():

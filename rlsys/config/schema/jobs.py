@@ -37,7 +37,7 @@ class PPOConfig(RootConfig):
     distillation: Annotated[DistillationConfig, IF_DISTILLED] = section(DistillationConfig)
     reward: RewardConfig = section(RewardConfig)
     trainer: run.TrainerConfig = section(run.TrainerConfig)
-    global_profiler: Annotated[run.ProfilerConfig, run.PROFILED] = section(run.ProfilerConfig)
+    global_profiler: Annotated[run.ProfilerConfig, run.IF_PROFILED] = section(run.ProfilerConfig)
     ray_kwargs: run.RayKwargsConfig = section(run.RayKwargsConfig)
 
     @property
@@ -117,7 +117,7 @@ class SupervisedConfig(RootConfig):
     optim: SupervisedOptimConfig = section(SupervisedOptimConfig)
     checkpoint: CheckpointConfig = section(CheckpointConfig)
     trainer: run.SupervisedRunConfig = section(run.SupervisedRunConfig)
-    global_profiler: Annotated[run.ProfilerConfig, run.PROFILED] = section(run.ProfilerConfig)
+    global_profiler: Annotated[run.ProfilerConfig, run.IF_PROFILED] = section(run.ProfilerConfig)
     ray_kwargs: run.RayKwargsConfig = section(run.RayKwargsConfig)
     nccl_timeout: t.Seconds = 600.0
     """Longest a collective operation may take, in seconds."""

@@ -63,7 +63,9 @@ class RunConfig(Section):
 
 
 Ranks = Annotated[tuple[t.CountOrZero, ...], BeforeValidator(t.as_numbers)]
-PROFILED = ActiveIf("global_profiler.steps", why="no step is profiled; set global_profiler.steps", besides=("steps",))
+IF_PROFILED = ActiveIf(
+    "global_profiler.steps", why="no step is profiled; set global_profiler.steps", besides=("steps",)
+)
 
 
 class ProfilerConfig(Section):
