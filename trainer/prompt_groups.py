@@ -162,7 +162,7 @@ class PromptGroups:
             if parts:
                 _joined(parts).save_to_disk(str(folder / name))
         prompts = {"prompts": self._prompts_before, "used": self._num_used, "batches": self._num_batches}
-        metrics = {name: values for name, values in self._metrics.items() if not is_time(name)}
+        metrics = {name: list(values) for name, values in self._metrics.items() if not is_time(name)}
         return {**prompts, "metrics": metrics, "window": self.window.state_dict()}
 
     def load(self, state: State, folder: Path) -> None:

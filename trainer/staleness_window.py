@@ -131,7 +131,7 @@ class StalenessWindow:
             "issued": self.issued,
             "trained": self.trained,
             "skipped": dict(self.skipped),
-            "order": self._order,
+            "order": list(self._order),
             "finished": sorted(self.finished),
             "trained_ahead": sorted(self._trained_ahead),
         }

@@ -197,7 +197,11 @@ def test_a_checkpoint_keeps_tokens_that_were_drawn_and_prompts_in_order(tmp_path
         first = numbers_of(run.step())
         assert wait_until(lambda: max(len(one.tokens) for one in run.fleet.unfinished()) == 40)
         window.lead = 2.5
-        state = json.loads(json.dumps(run.source.save(tmp_path)))
+        saved = run.source.save(tmp_path)
+        state = json.loads(json.dumps(saved))
+        run.replica.limit = 400
+        run.steps(3)
+        assert json.loads(json.dumps(saved)) == state
     kept = DataProto.load_from_disk(tmp_path / "open_prompts.dp")
     drawn = int(response_lengths(kept)[kept.non_tensor_batch["group_number"].tolist().index(3)])
     assert drawn == 40
