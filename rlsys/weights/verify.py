@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rlsys.types import Box, WeightLayout
 from rlsys.utils.errors import WeightTransferError
-from rlsys.weights.checksum import add_checksums, box_checksums, digest
+from rlsys.weights.checksum import add_checksums, digest, prepared_checksums
 from rlsys.weights.layout import dtype_of, num_elements, shard_view, subtract_all, whole_box
 from rlsys.weights.plan import resolve_names
 
@@ -38,13 +38,11 @@ def layout_checksums(
     layout: WeightLayout, tensors: Mapping[str, Tensor], dtypes: Mapping[str, str] | None = None
 ) -> tuple[BoxChecksum, ...]:
     """Checksums of all boxes of one rank, each cast first to the dtype that `dtypes` names for its tensor."""
+    names, shapes = {**layout.dtypes, **(dtypes or {})}, layout.full_shapes
     boxes = [shard.box for shard in layout.shards]
-    cast = [(dtypes or {}).get(box.tensor, layout.dtypes[box.tensor]) for box in boxes]
-    values = (
-        (shard_view(tensors, shard).to(dtype_of(dtype)), shard.box.start, layout.full_shapes[shard.box.tensor])
-        for shard, dtype in zip(layout.shards, cast, strict=True)
-    )
-    return tuple(zip(boxes, box_checksums(values), strict=True))
+    values = [(shard_view(tensors, one), one.box.start, shapes[one.box.tensor]) for one in layout.shards]
+    checksums = prepared_checksums(values, [dtype_of(names[box.tensor]) for box in boxes])()
+    return tuple(zip(boxes, checksums, strict=True))
 
 
 def merge_rank_checksums(
