@@ -35,6 +35,7 @@ from rlsys.config import PPOConfig, plan_batches  # noqa: E402
 from rlsys.config.arguments import parse_arguments  # noqa: E402
 from rlsys.config.introspect import replaced  # noqa: E402
 from rlsys.config.load import load  # noqa: E402
+from rlsys.data.start_assets import START_MODEL  # noqa: E402
 from rlsys.models.megatron.family import family_of  # noqa: E402
 from rlsys.models.megatron.parallel import ParallelSizes  # noqa: E402
 from rlsys.planning.image_encoder import plan_facts  # noqa: E402
@@ -251,9 +252,7 @@ def machine_of(
         print(f"note: {note}", file=sys.stderr)
     cfg = loaded.config
     path, critic, grader = cfg.actor_rollout_ref.model.path, cfg.critic.model.path, cfg.reward.reward_model
-    if args.model is None and path is None:
-        raise ConfigError("no model is named: write --model 7B, or actor_rollout_ref.model.path=<folder>")
-    facts = hf_config_of(args.model or path or "") | cfg.actor_rollout_ref.model.override_config
+    facts = hf_config_of(args.model or path or str(START_MODEL)) | cfg.actor_rollout_ref.model.override_config
     machine = Machine(
         "cuda",
         int(args.device_gib * GIB),

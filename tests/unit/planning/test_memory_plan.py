@@ -331,6 +331,15 @@ def test_the_script_plans_a_model_that_is_not_here(
     assert "trainer.n_gpus_per_node=2: " in printed
 
 
+def test_the_script_plans_the_start_model_where_none_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = str(ROOT / "scripts" / "plan.py")
+    monkeypatch.setattr(sys, "argv", [script, "--job", "quickstart"])
+    runpy.run_path(script, run_name="__main__")
+    assert float(re.search(r"^update_actor .* ([\d.]+) +[\d.]+$", capsys.readouterr().out, re.MULTILINE)[1]) < 0.3  # type: ignore[index]
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [
