@@ -99,20 +99,18 @@ def prepare(config: PPOConfig) -> PreparedRun:
     return PreparedRun(config, plan, libraries, tokenizer, train_rows, val_rows, num_steps(config, train_rows))
 
 
-def _build(
-    start: PreparedRun, backend: WorkerBackend, trainer_cls: type[RayPPOTrainer] = RayPPOTrainer
-) -> RayPPOTrainer:
-    config, plan, policy = start.config, start.plan, start.config.actor_rollout_ref
+def _build(run: PreparedRun, backend: WorkerBackend, trainer_cls: type[RayPPOTrainer] = RayPPOTrainer) -> RayPPOTrainer:
+    config, plan, policy = run.config, run.plan, run.config.actor_rollout_ref
     mapping, pools = place_roles(config, plan, backend.node_size)
-    actor_steps, critic = start.num_steps - config.trainer.critic_warmup, plan.critic
+    actor_steps, critic = run.num_steps - config.trainer.critic_warmup, plan.critic
     for_workers = EngineRun(
         device=backend.device,
         nccl_timeout_s=policy.nccl_timeout,
         rollout_n=policy.rollout.n,
         actor_steps=max(1, actor_steps * plan.actor.optimizer_steps),
-        critic_steps=start.num_steps * critic.optimizer_steps if critic else -1,
+        critic_steps=run.num_steps * critic.optimizer_steps if critic else -1,
         offload_on_sleep=not drops_weights_on_sleep(config),
-        external_libs=start.external_libs,
+        external_libs=run.external_libs,
     )
     actor = MegatronPPOWorker if policy.actor.strategy == "megatron" else ActorWorker
     rollout, grader = policy.rollout, config.reward.reward_model
@@ -130,12 +128,12 @@ def _build(
     }
     return trainer_cls(
         config,
-        start.tokenizer,
+        run.tokenizer,
         {role: backend.worker_cls(*worker_args[role]) for role in mapping},
         backend.make_manager(pools, mapping, min_nodes=min_nodes(config)),
         backend.group_cls,
-        train_dataset=start.train_rows,
-        val_dataset=start.val_rows,
+        train_dataset=run.train_rows,
+        val_dataset=run.val_rows,
         device_name=backend.device,
     )
 

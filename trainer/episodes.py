@@ -349,10 +349,8 @@ def without_episodes(cfg: ConfigT, agents: LoadedAgents | None, *datasets: Promp
     return replaced(cfg, {f"actor_rollout_ref.rollout.{key}": value for key, value in ONE_DRAW.items()})
 
 
-async def _grade(
-    pool: RewardPool, reward_fn_key: str, row: Row, answer: str, extra_info: Mapping[str, object]
-) -> Score:
+async def _grade(pool: RewardPool, reward_fn_key: str, row: Row, answer: str, extra: Mapping[str, object]) -> Score:
     truth = (row.get("reward_model") or {}).get("ground_truth")
-    item = RewardItem(str(row[reward_fn_key]), answer, truth, {**(row.get("extra_info") or {}), **extra_info})
+    item = RewardItem(str(row[reward_fn_key]), answer, truth, {**(row.get("extra_info") or {}), **extra})
     (result,) = await asyncio.wrap_future(pool.submit([item]))
     return Score(result.score, extra=result.extra)

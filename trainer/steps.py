@@ -139,18 +139,16 @@ def _only(batch: DataProto, names: Sequence[str], optional: Sequence[str] = ()) 
     return batch.select(batch_keys=columns, non_tensor_batch_keys=[IMAGES])
 
 
-def rewards_to_advantages(
-    batch: DataProto, cfg: PPOConfig, controller: KLController
-) -> tuple[DataProto, dict[str, float]]:
+def rewards_to_advantages(batch: DataProto, cfg: PPOConfig, kl: KLController) -> tuple[DataProto, dict[str, float]]:
     """Rewards, corrections and advantages of a whole batch, and their metrics.
 
-    `controller` holds the weight of the KL penalty in the reward, which this updates.
+    `kl` holds the weight of the KL penalty in the reward, which this updates.
     """
     algorithm, actor, rollout_n = cfg.algorithm, cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.rollout.n
     metrics: dict[str, float] = {}
     if {"rollout_log_probs", "old_log_probs"} <= set(batch.tensors.keys()):
         metrics = probs_diff_metrics(**stages.columns(batch, ("old_log_probs", "rollout_log_probs", "response_mask")))
-    batch, kl_metrics = stages.shaped_rewards(batch, algorithm, controller, num_repeat=rollout_n)
+    batch, kl_metrics = stages.shaped_rewards(batch, algorithm, kl, num_repeat=rollout_n)
     batch, correction_metrics = stages.apply_rollout_correction(batch, algorithm.rollout_correction)
     metrics |= kl_metrics | correction_metrics
     seed, step = actor.data_loader_seed, int(batch.meta_info.get("global_steps", 0))

@@ -164,9 +164,7 @@ class ResourcePoolManager:
     def __post_init__(self) -> None:
         for role, pool in self.mapping.items():
             if pool not in self.resource_pool_spec:
-                raise ConfigError(
-                    f"role {role} is mapped to pool '{pool}'; the plan has {sorted(self.resource_pool_spec)}"
-                )
+                raise ConfigError(f"{role} is mapped to pool '{pool}'; the plan has {sorted(self.resource_pool_spec)}")
 
     def make_pool(self, process_on_nodes: Sequence[int], max_colocate_count: int, name: str) -> ResourcePool:
         """A pool of the kind that this manager makes."""

@@ -73,7 +73,7 @@ def decode_boxes(
     which = torch.searchsorted(bases, numbers.contiguous(), right=True, out_int32=True).sub_(1)
     boxes = list[tuple[int, Dims, StridedView]]()
     for tensor, number, offset, loops in _affine_regions(numbers, which, list(strides), 0, [], max_boxes):
-        for start, view in _boxes_of_region(number - int(bases[tensor]), offset, loops, shapes[tensor]):
+        for start, view in _boxes_of(number - int(bases[tensor]), offset, loops, shapes[tensor]):
             boxes.append((tensor, start, view))
             if len(boxes) > max_boxes:
                 raise NotBoxesError(f"more than {max_boxes} boxes")
@@ -124,9 +124,7 @@ def _runs(numbers: Tensor, which: Tensor, dim: int) -> list[tuple[int, int, int]
     return runs
 
 
-def _boxes_of_region(
-    first: int, offset: int, loops: Sequence[_LoopDim], full: Dims
-) -> Iterator[tuple[Dims, StridedView]]:
+def _boxes_of(first: int, offset: int, loops: Sequence[_LoopDim], full: Dims) -> Iterator[tuple[Dims, StridedView]]:
     """The boxes of an affine region that starts at element `first` of a tensor of shape `full`."""
     steps = row_major_strides(full)
     start = [first // step % size for step, size in zip(steps, full, strict=True)]

@@ -33,7 +33,7 @@ RECEIVERS: dict[type, Callable[[Any, Any], Any]] = {
     DiskSpec: DiskReader,
     GatherSpec: GatherLoader,
 }
-STEPS = ("listen", "join", "has_joined", "renew", "relay", "take", "prepare", "commit", "bucket", "finish")
+STEPS = ("listen", "join", "has_joined", "release", "relay", "take", "prepare", "commit", "bucket", "finish")
 
 
 class WeightEndpoint:

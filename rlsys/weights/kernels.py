@@ -11,7 +11,7 @@ from rlsys.models import quantized
 from rlsys.weights import checksum_cpu
 
 BLOCK = 2048
-NUM_WARPS, QUANTISING_WARPS = 8, 4
+NUM_WARPS, QUANT_WARPS = 8, 4
 SUM_LOADS, SUM_ROWS, SUM_WARPS = tl.constexpr(4), tl.constexpr(256), tl.constexpr(NUM_WARPS)
 SUM_STAGES = tl.constexpr(3)
 """Rows that are on their way to shared memory while one is summed, and that one."""
@@ -176,6 +176,4 @@ def quantise_blocks(
     words = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[dtype]
     if programs := len(owners) - (whole if divides else 0):
         with torch.cuda.device_of(table):
-            _quantise_blocks[(programs,)](
-                table, owners, whole, words, block, aligned, divides, num_warps=QUANTISING_WARPS
-            )
+            _quantise_blocks[(programs,)](table, owners, whole, words, block, aligned, divides, num_warps=QUANT_WARPS)

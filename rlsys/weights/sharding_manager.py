@@ -43,7 +43,8 @@ class ShardingManager:
     for each version below `disk_root`; "gather" full tensors through the engines' loaders; "local" each
     process holds a worker of both groups. "auto" chooses by where the ranks are (see `choose`). Every call returns
     or raises within `deadline_s`; after a failed push the engines that did not complete it stay quarantined until the
-    next good one. `validate` writes into `report_dir`.
+    next good one. `validate` writes into `report_dir`. With `offloads` the trainer's parameters leave their device
+    between two pushes.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class ShardingManager:
         disk_root: str | Path | None = None,
         disk_assets: str | Path = "",
         bucket_bytes: int = 256 << 20,
+        offloads: bool = False,
     ) -> None:
         if (executor == "disk") != (disk_root is not None):
             raise ValueError("set disk_root with executor='disk', and only with it")
@@ -68,7 +70,7 @@ class ShardingManager:
         """The version that was pushed last, as its caller numbered it."""
         self.validated: dict[str, int] = {}
         """The engines' checksums of that version, if it was validated."""
-        self._options = TransferOptions(deadline_s, bucket_bytes, disk_root, str(disk_assets))
+        self._options = TransferOptions(deadline_s, bucket_bytes, disk_root, str(disk_assets), offloads)
         self._transport: Executor | None = None
         self._layouts: tuple[list[WeightLayout], list[WeightLayout]] = ([], [])
 

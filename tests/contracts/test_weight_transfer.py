@@ -118,9 +118,9 @@ class Worker:
     def health(self) -> dict[str, Any]:
         return self.rollout.health()
 
-    def maps(self) -> int:
+    def maps(self, name: str = "rlsys-weights") -> int:
         """The number of shared memories that this process has mapped."""
-        return sum("rlsys-weights" in line for line in Path("/proc/self/maps").read_text().splitlines())
+        return sum(name in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
 def _fail() -> bool:
@@ -491,6 +491,23 @@ def test_a_restarted_engine_is_restored_without_the_trainer() -> None:
         assert_serves(bench, 0, 4)
 
 
+def test_no_rank_keeps_memory_that_is_freed_between_two_pushes() -> None:
+    with ExitStack() as stack:
+        bench = stack.enter_context(bench_of("ipc"))
+        manager = ShardingManager(bench.trainers, bench.rollouts, executor="ipc", offloads=True)
+        stack.callback(manager.close)
+        manager.connect()
+        for version, seed in ((1, 1), (2, 0)):
+            manager.push(version)
+            assert bench.rollouts.all("maps", "/torch_") == [0, 0]
+            assert min(bench.trainers.all("maps", "/torch_")) > 0
+            bench.trainers.all("train", seed)
+            assert bench.trainers.all("maps", "/torch_") == [0, 0]
+        assert_serves(bench, 1, 2)
+        with pytest.raises(WeightTransferError, match="no longer exports weight version 2: push again"):
+            manager.restore(0)
+
+
 class OneRank(PipeGroup):
     """One of the workers of a group."""
 
@@ -510,7 +527,7 @@ def joined_again(bench: Bench) -> tuple[OneRank, OneRank]:
 def assert_left(*sides: OneRank) -> None:
     for side in sides:
         with pytest.raises(WeightTransferError, match="has not joined a weight transfer"):
-            side.all("weight_step", "renew")
+            side.all("weight_step", "release")
 
 
 @pytest.mark.parametrize("executor", ["shm", "ipc over hosts"])

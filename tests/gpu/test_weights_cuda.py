@@ -11,7 +11,7 @@ import torch
 from rlsys.planning.memory import LEARNED_COPIES
 from rlsys.weights.batched_copy import BatchedCopy, TensorPair, bits_of
 from rlsys.weights.checksum import PreparedCudaChecksums, box_checksum, box_checksums, prepared_checksums
-from rlsys.weights.executors.cuda_ipc import ImportedTensors, export_tensors
+from rlsys.weights.executors.cuda_ipc import ImportedTensors, IpcHandle, export_tensors
 from rlsys.weights.layout import BITS
 from rlsys.weights.learn import learn_layout
 
@@ -66,23 +66,41 @@ def _engine(pipe: Connection) -> None:
     pipe.recv()
 
 
+def read_by_others(handle: IpcHandle, num_readers: int) -> list[torch.Tensor]:
+    """The tensor `w` of a handle as each process read it on each GPU; all of them have closed it."""
+    context, read = get_context("spawn"), list[torch.Tensor]()
+    for _ in range(num_readers):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_engine, args=(theirs,), daemon=True)
+        process.start()
+        ours.send(handle)
+        try:
+            for _ in range(torch.cuda.device_count()):
+                assert ours.poll(120)
+                read.append(ours.recv())
+            ours.send("done")
+            process.join(30)
+            assert process.exitcode == 0
+        finally:
+            process.kill()
+    return read
+
+
 def test_memory_of_another_process_is_read_from_every_gpu() -> None:
-    context = get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_engine, args=(theirs,), daemon=True)
-    process.start()
-    base = torch.randn(5000, 300, device="cuda:0")
-    exported = {"w": base[7:4000, 20:280]}
-    ours.send(export_tensors(exported))
-    try:
-        for _ in range(torch.cuda.device_count()):
-            assert ours.poll(120)
-            assert torch.equal(ours.recv(), exported["w"].cpu())
-        ours.send("done")
-        process.join(30)
-        assert process.exitcode == 0
-    finally:
-        process.kill()
+    part = torch.randn(5000, 300, device="cuda:0")[7:4000, 20:280]
+    read = read_by_others(export_tensors({"w": part}), 1)
+    assert len(read) == torch.cuda.device_count()
+    assert all(torch.equal(values, part.cpu()) for values in read)
+
+
+@pytest.mark.parametrize("num_readers", [0, 1, 2])
+def test_exported_memory_is_freed_with_its_tensor_however_many_read_it(num_readers: int) -> None:
+    before = torch.cuda.memory_allocated()
+    tensor = torch.ones(1 << 20, device="cuda:0")
+    for _ in range(2):  # of another push too
+        assert all(values.all() for values in read_by_others(export_tensors({"w": tensor}), num_readers))
+    del tensor
+    assert torch.cuda.memory_allocated() == before
 
 
 @pytest.mark.parametrize("seed", range(20))

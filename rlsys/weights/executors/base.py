@@ -16,12 +16,16 @@ Layouts = Sequence[WeightLayout]
 
 @dataclass(frozen=True)
 class TransferOptions:
-    """The settings of executors: `bucket_bytes` is for gather, `disk_root` and `disk_assets` are for disk."""
+    """The settings of executors: `bucket_bytes` is for gather, `disk_root` and `disk_assets` are for disk.
+
+    With `offloads` the trainer's parameters leave their device between two pushes.
+    """
 
     timeout_s: float
     bucket_bytes: int = 256 << 20
     disk_root: str | Path | None = None
     disk_assets: str = ""
+    offloads: bool = False
 
 
 class RankFuture(Protocol):

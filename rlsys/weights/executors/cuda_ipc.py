@@ -77,8 +77,11 @@ def export_tensors(tensors: Mapping[str, Tensor]) -> IpcHandle:
 def _export_storage(storage: torch.UntypedStorage) -> StorageHandle:
     if storage.device.type == "cuda":
         _exported_here[storage.data_ptr()] = storage
-        handle, address = tuple(storage._share_cuda_()), storage.data_ptr()
-        return StorageHandle(storage.nbytes(), cuda_handle=handle, exporter=PROCESS, address=address)
+        handle, address = storage._share_cuda_(), storage.data_ptr()
+        # PyTorch keeps the memory until one reader, no more and no fewer, has closed it; `release` says here when to.
+        torch.UntypedStorage._release_ipc_counter_cuda(*handle[4:6])
+        uncounted = (*handle[:4], b"/none", 0, b"", False)
+        return StorageHandle(storage.nbytes(), cuda_handle=uncounted, exporter=PROCESS, address=address)
     if storage.device.type != "cpu" or not storage.nbytes():
         raise WeightTransferError(f"cannot export {storage.nbytes()} bytes of memory on {storage.device}")
     fd, num_bytes = storage._share_fd_cpu_()
@@ -198,13 +201,13 @@ class IpcExporter(RelayRank):
             self._checksums = source_checksums(plan, tensors)
         return ExportedVersion(np.array(self._checksums(), np.uint64), handle)
 
-    def renew(self) -> None:
-        """Export again at the next `send`: the engines may have missed the last handle."""
-        self._addresses = []
+    def release(self) -> None:
+        """Forget what is exported, which may move; the next `send` exports again."""
+        self._addresses, self.exported, self._checksums = [], {}, None
 
     def close(self) -> None:
         super().close()
-        self.exported, self._checksums = {}, None
+        self.release()
         if self.snapshot:
             self.snapshot.close()
 
@@ -264,8 +267,11 @@ class IpcImporter(PlanReceiver):
         synchronize(self.device)
         return copy.num_bytes
 
-    def close(self) -> None:
+    def release(self) -> None:
+        """Unmap the trainer's memory."""
         self._unmap(self._imported)
+
+    close = release
 
     def _compile(self, tensors: Mapping[str, Tensor], new_handles: Mapping[int, IpcHandle]) -> None:
         addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
@@ -320,11 +326,12 @@ class IpcExecutor(Executor):
         self.handles: dict[int, IpcHandle] = dict(enumerate(self.open(self.source, exports, remaining_s)))
         imports = [self._import_spec(rank) for rank in range(self.destination.world_size)]
         self.open(self.destination, imports, remaining_s)
+        self._release(remaining_s)
 
     def push(self, version: int, remaining_s: RemainingTime) -> tuple[int, str]:
         self.pushed = None
         if self.last_push_failed:
-            self.step(self.source, remaining_s, "renew")
+            self.step(self.source, remaining_s, "release")
         self.last_push_failed = True
         exported: list[ExportedVersion] = self.send(version, remaining_s)
         new_handles = {rank: part.handle for rank, part in enumerate(exported) if part.handle is not None}
@@ -336,8 +343,16 @@ class IpcExecutor(Executor):
         else:
             num_bytes = self.receive(version, remaining_s, new_handles, checksums)
             self.pushed = version, checksums
+        self._release(remaining_s)
         self.last_push_failed = False
         return num_bytes, self.plans.digest(checksums)
+
+    def _release(self, remaining_s: RemainingTime) -> None:
+        """Have no rank hold or map the trainer's memory, where it is freed between two pushes."""
+        if self.options.offloads and not self.snapshot:
+            self.pushed = None
+            self.step(self.destination, remaining_s, "release")
+            self.step(self.source, remaining_s, "release")
 
     def _relay(self, version: int, new_handles: Mapping[int, IpcHandle], remaining_s: RemainingTime) -> int:
         """Bring each host what it has and then, round by round, what it lacks; the bytes that engines wrote."""
