@@ -21,7 +21,7 @@ FILE = user_tools.__file__
 
 @pytest.fixture(scope="module")
 def pool():
-    pool = tool_pool(num_workers=2, timeout_s=scaled_s(2.0), max_chars=100)
+    pool = tool_pool(num_workers=2, timeout_s=scaled_s(4.0), max_chars=100)
     yield pool
     pool.close()
 
