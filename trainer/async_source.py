@@ -53,7 +53,7 @@ class AsyncSource:
     def published(self, version: int) -> None:
         """Engines serve this version from now on, so more prompts may start."""
         with self._change:
-            self._window.version = version
+            self._window.version, self._last_progress_s = version, time.monotonic()
             self._start()
 
     def settle(self) -> None:
@@ -107,6 +107,8 @@ class AsyncSource:
             try:
                 metrics = self._answers.grade(groups)
                 with self._change:
+                    if not self._answers.running:
+                        return  # closed meanwhile
                     self._answers.finish(groups, metrics)
                     self._last_progress_s = time.monotonic()
                     self._start()

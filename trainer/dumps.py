@@ -2,8 +2,8 @@
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import cache
+from concurrent.futures import Future, wait
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,6 +15,7 @@ from rlsys.config.schema.trainer import TrainerConfig
 from rlsys.data.chat import with_parts
 from rlsys.protocol import IMAGES, DataProto, response_lengths
 from rlsys.telemetry.rollouts import dump_rollouts, token_texts_of
+from rlsys.utils.daemon_threads import in_daemon_thread
 from rlsys.utils.errors import DeadlineError
 
 SHOWN = ("rollout_log_probs", "advantages", "weight_versions", "turn_ids")
@@ -99,7 +100,6 @@ class BackgroundDumps:
     def __init__(self, run: TrainerConfig, tokenizer: Tokenizer) -> None:
         """Writes to `run.rollout_data_dir`; nothing where that is null."""
         self.run, self.tokenizer, self._stuck = run, copy.deepcopy(tokenizer), False
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="dumps")
         self._pending: Future[Path] | None = None
 
     def write(self, batch: DataProto, step: int) -> None:
@@ -107,7 +107,8 @@ class BackgroundDumps:
         self.settle()
         if self.run.rollout_data_dir is not None and not self._stuck:
             folder, max_mb = Path(self.run.rollout_data_dir), self.run.rollout_data_max_mb
-            self._pending = self._thread.submit(dump, batch, step, folder, self.tokenizer, max_mb=max_mb)
+            call = partial(dump, batch, step, folder, self.tokenizer, max_mb=max_mb)
+            self._pending = in_daemon_thread(call, name="dumps")
 
     def settle(self) -> None:
         """Wait until everything is written."""
@@ -119,12 +120,6 @@ class BackgroundDumps:
             self._stuck = True
             raise DeadlineError(f"the folder {self.run.rollout_data_dir}", "dump_rollouts", deadline_s)
         pending.result()
-
-    def close(self) -> None:
-        try:
-            self.settle()
-        finally:
-            self._thread.shutdown(wait=False)
 
 
 def sample_rows(batch: DataProto, tokenizer: Tokenizer, count: int, *, seed: int) -> list[tuple[str, str, float]]:

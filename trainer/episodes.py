@@ -160,7 +160,9 @@ class OpenEpisodes(OpenAnswers):
         metrics = list[Mapping[str, float]]()
         for group in groups:
             futures = self.running.get(group, {}).values()
-            if not futures or any(future.cancelled() for future in futures):
+            if any(future.cancelled() for future in futures):
+                group.failure = RolloutError("an episode's workflow raised CancelledError")
+            if not futures or group.failure is not None:
                 continue
             results: list[EpisodeResult] = [future.result() for future in futures]
             step = group.number // self.groups.window.groups_per_step + 1

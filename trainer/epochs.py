@@ -9,7 +9,8 @@ no result depends on speed, on the number of replicas or on one that is lost.
 """
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 from math import inf
 from pathlib import Path
 from random import Random
@@ -18,6 +19,7 @@ from rlsys.fleet.fleet import RolloutFleet
 from rlsys.interfaces import State
 from rlsys.protocol import DataProto
 from rlsys.types import ModelRequest, SamplingParams
+from rlsys.utils.daemon_threads import in_daemon_thread
 from rlsys.utils.errors import ConfigError, result_within
 from trainer.overlap import OverlapMeter
 from trainer.prompt_groups import OpenAnswers, PromptGroup
@@ -43,7 +45,6 @@ class EpochSource:
         window = self._groups.window
         self._num_epochs = window.max_staleness - window.lookahead
         self._max_tokens, self._tokens_per_epoch = max_tokens, -(-max_tokens // self._num_epochs)
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="epoch")
         self._running: Future[None] | None = None
         self._meter = OverlapMeter(answers.fleet)
         self._probe = probe
@@ -56,13 +57,13 @@ class EpochSource:
             self._groups.start()
             while (batch := self._groups.take()) is None:
                 oldest = [group for group in self._groups.open[:per_step] if group.graded is None]
-                self._await(self._pool.submit(self._advance, dict.fromkeys(oldest, inf)))
+                self._await(in_daemon_thread(partial(self._advance, dict.fromkeys(oldest, inf)), name="epoch"))
                 self._groups.start()
         limits = dict[PromptGroup, float]()
         for place, group in enumerate(self._groups.open):
             limit = (self._num_epochs - place // per_step) * self._tokens_per_epoch
             limits[group] = limit if limit < self._max_tokens else inf
-        self._running = self._pool.submit(self._advance, limits)
+        self._running = in_daemon_thread(partial(self._advance, limits), name="epoch")
         batch.meta_info["source_metrics"] |= self._meter.shares()
         return batch
 
@@ -91,7 +92,7 @@ class EpochSource:
         self._answers.load(state, folder)
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        """The thread ends when the fleet is closed, or with the process."""
 
     def _await(self, running: Future[None]) -> None:
         result_within(running, self._deadline_s, who="the rollout fleet", stage="generate an epoch")

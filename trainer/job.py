@@ -153,8 +153,7 @@ def run_job(config: C, job: str) -> int:
             outcome.text = run(config) or f"rlsys: done in {time.perf_counter() - start:.0f} s"
             print(outcome.text)
         if outcome.exit_code != 2:
-            finished = outcome.exit_code == 0
-            summary = "\n".join(summary_lines(config.trainer, finished=finished, resumes=outcome.resumes))
+            summary = "\n".join(summary_lines(config.trainer, finished=outcome.exit_code == 0, resumes=outcome.resumes))
             get_logger(FILE_ONLY).info("%s\n%s", outcome.text, summary)
             print(summary, flush=True)
     return outcome.exit_code

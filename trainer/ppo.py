@@ -18,7 +18,7 @@ from rlsys.agent.collate import first_rows, with_branches
 from rlsys.config import PPOConfig, plan_batches
 from rlsys.config.schema.trainer import TrainerConfig
 from rlsys.data.dataset import PromptDataset
-from rlsys.data.rl_sampler import AbstractCurriculumSampler, create_rl_sampler
+from rlsys.data.rl_sampler import SAMPLER_LOCK, AbstractCurriculumSampler, create_rl_sampler
 from rlsys.interfaces import ExperienceSource
 from rlsys.protocol import DataProto
 from rlsys.single_controller.base import ClassWithInitArgs, WorkerGroup
@@ -173,7 +173,8 @@ class RayPPOTrainer(CheckpointedLoop):
             with self.stage("dump_rollouts"):
                 self.reporter.best_effort("rollouts", partial(self.dumps.write, first_rows(batch), self.global_step))
         if isinstance(self.inputs.sampler, AbstractCurriculumSampler):
-            self.inputs.sampler.update(first_rows(batch))
+            with SAMPLER_LOCK:
+                self.inputs.sampler.update(first_rows(batch))
 
     def finish_step(self) -> None:
         """Evaluate, report and save what is due after a step."""
@@ -280,7 +281,7 @@ class RayPPOTrainer(CheckpointedLoop):
         groups, self._groups = self._groups, None
         with self.folder as stack:
             stack.callback(self.reporter.close)
-            stack.callback(self.reporter.best_effort, "rollouts", self.dumps.close)
+            stack.callback(self.reporter.best_effort, "rollouts", self.dumps.settle)
             if groups is not None:
                 stack.callback(lambda: self.reporter.add_stages(groups.drain_stages()))
                 stack.callback(groups.close)

@@ -161,7 +161,8 @@ class PromptGroups:
         for name, parts in files.items():
             if parts:
                 _joined(parts).save_to_disk(str(folder / name))
-        prompts = {"prompts": self._prompts_before, "used": self._num_used, "batches": self._num_batches}
+        prompts = {"prompts": self._prompts_before, "prompts_now": self._prompts.state_dict()}
+        prompts |= {"used": self._num_used, "batches": self._num_batches}
         metrics = {name: list(values) for name, values in self._metrics.items() if not is_time(name)}
         return {**prompts, "metrics": metrics, "window": self.window.state_dict()}
 
@@ -185,6 +186,8 @@ class PromptGroups:
         if state["used"]:
             self._draw()
             self._num_used = state["used"]
+            if state.get("prompts_now", now := self._prompts.state_dict()) != now:
+                self._prompts.load_state_dict(state["prompts_now"])
         self._metrics = {name: list(values) for name, values in state["metrics"].items()}
         for group, rows in _parts(folder / WAITING):
             self._groups[group] = PromptGroup(group, rows, [], rows)
@@ -296,7 +299,7 @@ class OpenAnswers:
         for group, futures in self.running.items():
             for row, future in futures.items():
                 answer = group.answers[row]
-                if answer.finish is None and future.done() and future.exception() is None:
+                if answer.finish is None and answer.request.rid not in drafts and future.exception() is None:
                     group.answers[row] = _continued(answer, future.result())
                 elif answer.finish is None:
                     group.answers[row] = drafts.get(answer.request.rid, answer)

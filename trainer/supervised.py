@@ -58,9 +58,7 @@ def load_rows(config: Config, tokenizer: Tokenizer) -> tuple[Texts | RowStream, 
         return loaded
 
     if data.streaming:
-        train = RowStream(
-            data.train_files, data, lambda row: parse_row(row.values, tokenizer, data), data.train_batch_size
-        )
+        train = RowStream(data.train_files, data, lambda r: parse_row(r.values, tokenizer, data), data.train_batch_size)
     else:
         train = rows(data.train_files, data.train_max_samples, shuffle=data.shuffle)
     return train, rows(data.val_files, data.val_max_samples, shuffle=False) if data.val_files else None

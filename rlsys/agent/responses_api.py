@@ -58,8 +58,7 @@ def response(completion: JsonObject, body: JsonObject) -> JsonObject:
 
 def events(whole: JsonObject) -> Iterator[JsonObject]:
     """The events of a streamed response: its items, each as one piece."""
-    started = {**whole, "status": "in_progress", "output": [], "usage": None}
-    yield {"type": "response.created", "response": started}
+    yield {"type": "response.created", "response": {**whole, "status": "in_progress", "output": [], "usage": None}}
     for at, item in enumerate(whole["output"]):
         place = {"output_index": at, "item_id": item["id"]}
         if item["type"] == "message":

@@ -6,6 +6,7 @@ the same tokens. In an epoch an episode only takes part while it has room for to
 """
 
 import asyncio
+import copy
 import logging
 import math
 import time
@@ -219,7 +220,7 @@ class EpisodeRunner:
 
     async def attempt(self, start: EpisodeStart, sampling: SamplingParams) -> EpisodeResult:
         """Run an episode by its log and beyond; `start.log.differs` says whether it was another episode's log."""
-        row = start.row
+        row = copy.deepcopy(start.row)
         agent = row.get("agent_name")
         if agent and agent not in self._agents:
             raise ConfigError(f"agent_name={agent}: choose from {', '.join(self._agents)}, or name it in your agents")

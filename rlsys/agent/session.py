@@ -102,8 +102,7 @@ class Session:
         conversation = list(self.messages)
         tools = tools if tools is not None else self.tools.schemas if self.tools else None
         parent, key = self._context(conversation, tools)
-        response = await self._sample(parent, sampling)
-        answer = self._answer(self.trace.draw(parent, response))
+        answer = self._answer(self.trace.draw(parent, await self._sample(parent, sampling)))
         self._drawn[message_key(answer.message, key)] = answer.span
         if conversation == self.messages:
             self.messages.append(answer.message)
@@ -138,7 +137,9 @@ class Session:
             sent = answer.message["tool_calls"][number]
             return {"role": "tool", "name": call.name or "unknown", "tool_call_id": sent["id"], "content": content}
 
-        self.add(*await asyncio.gather(*(result(n, call) for n, call in enumerate(answer.tool_calls))))
+        made = [asyncio.ensure_future(result(n, call)) for n, call in enumerate(answer.tool_calls)]
+        await asyncio.gather(*made, return_exceptions=True)  # none runs on where another ends the episode
+        self.add(*(one.result() for one in made))
 
     async def grade(self, answer: str | Answer, **extra_info: object) -> Score:
         """The score of an answer by the job's reward function and the row's ground truth."""

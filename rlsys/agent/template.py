@@ -220,8 +220,7 @@ class ChatTemplate:
         return render(self.tokenizer, messages, add_generation_prompt=prompt, template_kwargs=kwargs)
 
     def _encode(self, text: str, *, start: bool = False) -> tuple[int, ...]:
-        special = start and not self.tokenizer.chat_template
-        return tuple(encode_text(self.tokenizer, text, special_tokens=special))
+        return tuple(encode_text(self.tokenizer, text, special_tokens=start and not self.tokenizer.chat_template))
 
 
 _HISTORY = ({"role": "user", "content": "hello"},)

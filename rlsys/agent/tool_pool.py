@@ -39,9 +39,8 @@ class ToolPool:
 
     def close(self) -> None:
         """End all processes."""
-        for pool in self._pools.values():
-            pool.close()
-        self._pools.clear()
+        while self._pools:  # an episode that still runs may add one
+            self._pools.popitem()[1].close()
 
 
 @dataclass

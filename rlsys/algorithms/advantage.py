@@ -143,8 +143,7 @@ def rloo(*, token_level_rewards: Tensor, response_mask: Tensor, group_ids: Tenso
 @register_adv_est("rloo_vectorized")
 def rloo_vectorized(*, token_level_rewards: Tensor, response_mask: Tensor, group_ids: Tensor) -> AdvantagesAndReturns:
     """As `rloo`, but a group of one gives 0."""
-    lead = _leave_one_out(_outcome(token_level_rewards), group_ids)
-    return _per_token(lead, response_mask, token_level_rewards)
+    return _per_token(_leave_one_out(_outcome(token_level_rewards), group_ids), response_mask, token_level_rewards)
 
 
 def _leave_one_out(scores: Tensor, group_ids: Tensor) -> Tensor:

@@ -18,8 +18,7 @@ from rlsys.utils.errors import CheckpointError
 @lru_cache(maxsize=1)
 def permutation(num_rows: int, *, seed: int, epoch: int) -> np.ndarray:
     """A permutation (num_rows,) int64; uses only PCG64's raw stream, which numpy guarantees not to change."""
-    keys = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(num_rows)
-    return np.argsort(keys, kind="stable")
+    return np.argsort(np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(num_rows), kind="stable")
 
 
 @dataclass(frozen=True)

@@ -317,8 +317,7 @@ class RowStream(PromptDataset):
         return {**place, **self._order()}
 
     def _order(self) -> dict[str, object]:
-        given = self._data.model_dump(include={"seed", "shuffle", "shuffle_buffer_size"})
-        return {**given, "train_files": self._names}
+        return {**self._data.model_dump(include={"seed", "shuffle", "shuffle_buffer_size"}), "train_files": self._names}
 
     def load_state_dict(self, state: State) -> None:
         """Continue where a stream of the same sources was. CheckpointError for others, or another order."""

@@ -1,5 +1,7 @@
 """Samplers of verl's interface: a user-defined class gives the order of the training rows."""
 
+import copy
+import threading
 from collections.abc import Iterator, Sized
 from itertools import islice
 from typing import Any
@@ -14,6 +16,9 @@ from rlsys.interfaces import State
 from rlsys.protocol import DataProto
 from rlsys.utils.errors import ConfigError
 from rlsys.utils.plugins import load_from_file
+
+SAMPLER_LOCK = threading.RLock()
+"""Held while a sampler draws, learns or gives its state: an asynchronous run draws in a thread of its own."""
 
 
 class AbstractSampler(Sampler[int]):
@@ -56,7 +61,7 @@ class SamplerCursor(Cursor):
         return BatchRows(self._epoch, rows)
 
     def _take(self, size: int) -> tuple[int, ...]:
-        with torch.random.fork_rng(devices=[]):
+        with SAMPLER_LOCK, torch.random.fork_rng(devices=[]):
             place = [self._seed, self._epoch, self._position]
             torch.manual_seed(int(np.random.SeedSequence(place).generate_state(1)[0]))
             self._pass = self._pass or iter(self._sampler)
@@ -64,7 +69,8 @@ class SamplerCursor(Cursor):
 
     def state_dict(self) -> dict[str, object]:
         """As a cursor's, with the sampler's own state, which must be plain values."""
-        own = self._sampler.state_dict() if hasattr(self._sampler, "state_dict") else None
+        with SAMPLER_LOCK:
+            own = copy.deepcopy(self._sampler.state_dict()) if hasattr(self._sampler, "state_dict") else None
         return {**super().state_dict(), "sampler": own}
 
     def load_state_dict(self, state: State) -> None:

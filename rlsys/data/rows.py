@@ -86,8 +86,7 @@ def read_prompt_row(values: Mapping[str, Any], config: PromptsConfig, *, source:
 
     The column `data.answer_key`, or `ground_truth`, stands for a rule-based `reward_model`.
     """
-    columns = {"<image>": config.image_key, "<video>": config.video_key}
-    values, images = take_images(values, config.prompt_key, columns)
+    values, images = take_images(values, config.prompt_key, {"<image>": config.image_key, "<video>": config.video_key})
     values = plain_values(values)
     prompt_key, source_key, answer_key = config.prompt_key, config.reward_fn_key, config.answer_key
     truth = Need((answer_key,) if answer_key else ("reward_model", "ground_truth"), "data.answer_key", ANSWERS)

@@ -79,8 +79,6 @@ def _answer(link: socket.socket, call: MethodCall, methods: Methods) -> None:
         if call.method not in methods:
             raise ValueError(f"no method '{call.method}'; choose from {', '.join(sorted(methods))}")
         answer: MethodResult | MethodError = MethodResult(methods[call.method](*call.args))
-    except (EOFError, OSError):
-        raise
     except Exception as error:
         answer = _raised(error)
     try:

@@ -144,8 +144,7 @@ def kv_repeats(num_heads: int, num_kv_heads: int, group_size: int) -> int:
 def _exchange(x: Tensor, group: ProcessGroup, *, gather: int, split: int) -> Tensor:
     """(1, heads, tokens/S, dim) -> (1, heads/S, tokens, dim), where tokens are gathered and heads split, and back."""
     parts = torch.stack(x.chunk(dist.get_world_size(group), dim=split))
-    received = all_to_all_single_autograd(parts, None, None, group)
-    return torch.cat(received.unbind(0), dim=gather)
+    return torch.cat(all_to_all_single_autograd(parts, None, None, group).unbind(0), dim=gather)
 
 
 class _SumOver(torch.autograd.Function):

@@ -40,8 +40,7 @@ def num_features(config: "PretrainedConfig", tensors: Mapping[str, Tensor]) -> l
     if config.model_type in GRIDS:
         return (tensors["image_grid_thw"].prod(-1) // config.vision_config.spatial_merge_size**2).tolist()
     vision = config.vision_config
-    per_tile = (vision.image_size // vision.patch_size) ** 2 // config.scale_factor**2
-    return [per_tile] * len(tensors["pixel_values"])
+    return [(vision.image_size // vision.patch_size) ** 2 // config.scale_factor**2] * len(tensors["pixel_values"])
 
 
 def is_tower(name: str) -> bool:

@@ -6,6 +6,7 @@ either of verl's forms: `__call__(data, return_dict)` or `async run_single(data)
 
 import asyncio
 import inspect
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -198,17 +199,19 @@ class _VerlManager:
 
     def __init__(self, manager: Any, results: list[RewardResult], max_failed: float) -> None:
         self._manager, self._results, self._max_failed = manager, results, max_failed
+        self._lock = threading.Lock()
 
     def grade(self, data: DataProto) -> Graded:
-        self._results.clear()
-        if hasattr(self._manager, "run_single"):
-            rm_scores, extra = asyncio.run(self._one_by_one(data))
-        else:
-            answer = self._manager(data, return_dict=True)
-            extra = {key: _column(list(values)) for key, values in answer.get("reward_extra_info", {}).items()}
-            rm_scores = answer["reward_tensor"]
-        check_failures(self._results, self._max_failed)
-        return Graded(rm_scores, extra, reward_metrics(self._results) if self._results else {})
+        with self._lock:  # training and validation grade at the same time
+            self._results.clear()
+            if hasattr(self._manager, "run_single"):
+                rm_scores, extra = asyncio.run(self._one_by_one(data))
+            else:
+                answer = self._manager(data, return_dict=True)
+                extra = {key: _column(list(values)) for key, values in answer.get("reward_extra_info", {}).items()}
+                rm_scores = answer["reward_tensor"]
+            check_failures(self._results, self._max_failed)
+            return Graded(rm_scores, extra, reward_metrics(self._results) if self._results else {})
 
     async def _one_by_one(self, data: DataProto) -> tuple[Tensor, dict[str, np.ndarray]]:
         rows = [data[row : row + 1] for row in range(len(data))]

@@ -5,6 +5,7 @@ every function returns plain floats by metric name. A statistic of nothing (no v
 """
 
 import math
+import threading
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -83,7 +84,7 @@ class StageTimer:
 
     def __init__(self, *listeners: StageListener, clock: Callable[[], float] = time.perf_counter) -> None:
         self.seconds: dict[str, float] = {}
-        self._listeners, self._clock = listeners, clock
+        self._listeners, self._clock, self._lock = listeners, clock, threading.Lock()
 
     @contextmanager
     def __call__(self, stage: str) -> Generator[None]:
@@ -94,11 +95,14 @@ class StageTimer:
                     stack.enter_context(listener(stage))
                 yield
         finally:
-            self.seconds[stage] = self.seconds.get(stage, 0.0) + self._clock() - start
+            spent = self._clock() - start
+            with self._lock:
+                self.seconds[stage] = self.seconds.get(stage, 0.0) + spent
 
     def drain(self) -> dict[str, float]:
         """The seconds by stage since the last call."""
-        seconds, self.seconds = self.seconds, {}
+        with self._lock:
+            seconds, self.seconds = self.seconds, {}
         return seconds
 
 

@@ -28,6 +28,7 @@ class LoopThread:
 
     def _run(self) -> None:
         self.loop.run_forever()
+        self.loop.run_until_complete(asyncio.sleep(0))  # what has just ended reaches those that wait for it
         self.loop.close()
 
 

@@ -84,8 +84,7 @@ def split_plan(plan: Plan, sources: Sequence[WeightLayout]) -> RankPlans:
     for layout in sources:
         ids.append(np.flatnonzero(source_ranks == layout.rank))
         given = np.unique(plan.source_shards.local[plan.moves[plan.moves[:, 3] == layout.rank, 1]])
-        names = tuple(plan.locals[n] for n in given)
-        parts.append(RankPlan(plan.select(first[ids[-1]]), shapes, local_names=names))
+        parts.append(RankPlan(plan.select(first[ids[-1]]), shapes, local_names=tuple(plan.locals[n] for n in given)))
     return RankPlans(plan, tuple(parts), tuple(ids))
 
 

@@ -88,8 +88,7 @@ class SGLangBackend:
         new = pairs[num_seen:] if len(pairs) == total else pairs
         if not all(isinstance(pair, list) and len(pair) >= 2 for pair in new):
             raise BadResponseError("output_token_logprobs holds something else than [log-probability, token id, text]")
-        stamps = _stamps(about, num_seen, total)
-        return Delta([pair[1] for pair in new], [pair[0] for pair in new], stamps, finish)
+        return Delta([pair[1] for pair in new], [pair[0] for pair in new], _stamps(about, num_seen, total), finish)
 
     def update(self, meta: WeightUpdateMeta) -> tuple[Call, ...]:
         """What brings a server to these weights: from a folder, or an adapter."""

@@ -211,6 +211,8 @@ class ServerReplica:
 
     async def _come_back(self) -> None:
         settings, self.is_admitted = self.engine.settings, False
+        for stream in [*self._streams.values()]:
+            stream.cancel()  # the fleet has placed these requests again
         rests = wait_exponential(multiplier=2 * settings.cooldown_s, max=settings.max_cooldown_s)
         await asyncio.sleep(settings.cooldown_s)
         await AsyncRetrying(retry=retry_if_exception_type(OUT), wait=rests)(self.admit)

@@ -225,8 +225,7 @@ class Family:
             for name, boxes in pieces:
                 own = f"{name}{number}" if te else f"local_experts.{number}.{name}"
                 for box, at in boxes:
-                    whose = Box(hf + box.tensor.format(e=e), box.start, box.shape)
-                    yield Shard(whose, f"{local}mlp.experts.{own}", at)
+                    yield Shard(Box(hf + box.tensor.format(e=e), box.start, box.shape), f"{local}mlp.experts.{own}", at)
 
 
 def tied(hf_config: HFConfig) -> bool:

@@ -84,8 +84,7 @@ class _Stream:
 
 def _stand_in_for_cuda() -> None:
     cuda: Any = torch.cuda
-    cpu = torch.device("cpu")
-    cuda.current_device = lambda: cpu
+    cuda.current_device = lambda: torch.device("cpu")
     cuda.synchronize = cuda.empty_cache = lambda *args, **kwargs: None
     cuda.manual_seed = lambda seed: torch.manual_seed(seed) and None
     cuda.get_rng_state = cuda.random.get_rng_state = lambda device=None: torch.get_rng_state()

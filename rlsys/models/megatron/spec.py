@@ -170,8 +170,7 @@ def _with_gated_delta(layer: ModuleSpec) -> ModuleSpec:
     own: TransformerLayerSubmodules = layer.submodules  # pyrefly: ignore
     linear = own.self_attention.submodules  # pyrefly: ignore
     parts = GatedDeltaNetSubmodules(linear.linear_qkv, DeltaNorm, linear.linear_proj)  # pyrefly: ignore
-    attention = ModuleSpec(module=PackedGatedDelta, submodules=parts)
-    return replace(layer, submodules=replace(own, self_attention=attention))
+    return replace(layer, submodules=replace(own, self_attention=ModuleSpec(module=PackedGatedDelta, submodules=parts)))
 
 
 def _replaced(config: Any) -> dict[object, type[nn.Module]]:

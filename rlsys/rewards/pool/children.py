@@ -71,14 +71,18 @@ class Child:
         They inherit only their two pipes and the standard error. ConfigError where the grader cannot be loaded.
         """
         search_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-        self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "rlsys.rewards.pool.guard", self.folder, str(os.getpid())),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            limit=messages.MAX_LINE_BYTES,
-            env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": search_path},
-            start_new_session=True,
-        )
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "rlsys.rewards.pool.guard", self.folder, str(os.getpid())),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                limit=messages.MAX_LINE_BYTES,
+                env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": search_path},
+                start_new_session=True,
+            )
+        except OSError as error:
+            self.cause = str(error)
+            return False
         assert self._process.stdout is not None
         self._reading = asyncio.create_task(self._read(self._process.stdout))
         path = grader.path and (grader.path if "://" in grader.path else str(Path(grader.path).resolve()))

@@ -194,5 +194,4 @@ def _use_grouped_attention(model: Any, max_model_len: int) -> None:
         )
     capped = getattr(text, "attn_logit_softcapping", None)
     ours = "eager" if capped or not model._supports_sdpa else ATTENTION
-    is_vision = has_images(model.config)
-    model.set_attn_implementation({"text_config": ours, "vision_config": "sdpa"} if is_vision else ours)
+    model.set_attn_implementation({"text_config": ours, "vision_config": "sdpa"} if has_images(model.config) else ours)

@@ -29,12 +29,10 @@ def connect_stages(sampler_fn: Callable[[], SchedulerSampler]) -> None:
     def _pp_prepare_tensor_dict(self: Scheduler, *args: object) -> dict[str, object]:
         return {**prepare(self, *args), SAMPLES: sampler_fn().samples}
 
-    def _pp_prep_batch_result(
-        self: Scheduler, batch: ScheduleBatch, metadata: object, outputs: PPProxyTensors
-    ) -> object:
-        if (samples := outputs[SAMPLES]) is not None:
+    def _pp_prep_batch_result(self: Scheduler, batch: ScheduleBatch, metadata: object, proxy: PPProxyTensors) -> object:
+        if (samples := proxy[SAMPLES]) is not None:
             sampler_fn().add([request.rid for request in batch.reqs], samples)
-        return receive(self, batch, metadata, outputs)
+        return receive(self, batch, metadata, proxy)
 
     def _pp_microbatches_drained(self: Scheduler) -> bool:
         last = getattr(self, "last_mbs", ())  # prompts that were read wait there for the end of a pause

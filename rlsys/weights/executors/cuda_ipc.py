@@ -410,5 +410,4 @@ class SharedMemoryExecutor(IpcExecutor):
 
 def _from_snapshot(copy: Copy, rank: int, name: str) -> Copy:
     """The same copy out of the box of a snapshot."""
-    start = (0,) * len(copy.shape)
-    return replace(copy, source_rank=rank, source_local=name, source_start=start)
+    return replace(copy, source_rank=rank, source_local=name, source_start=(0,) * len(copy.shape))

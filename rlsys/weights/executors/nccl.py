@@ -243,8 +243,7 @@ class NcclExecutor(Executor):
             form_group((self.source, self.destination), self.options.timeout_s, remaining_s, host=self.listen_at)
         self.joined = False
         sent = self.source.execute_all_async("send_weights", version)
-        received = self.destination.execute_all_async("receive_weights", version)
-        results = wait_for_peers([*sent, *received], remaining_s)
+        results = wait_for_peers([*sent, *self.destination.execute_all_async("receive_weights", version)], remaining_s)
         checksums = self.plans.merge(results[: len(sent)])
         self.step(self.destination, remaining_s, "finish", version, checksums)
         self.joined = True

@@ -47,7 +47,7 @@ def test_every_step_is_written_by_the_time_it_is_settled(tmp_path: Path) -> None
     dumps = background_dumps(tmp_path)
     for step in range(1, 4):
         dumps.write(batch_of(float(step)), step)
-    dumps.close()
+    dumps.settle()
     lines = [json.loads((tmp_path / f"{step}.jsonl").read_text()) for step in range(1, 4)]
     assert [(line["input"], line["output"], line["score"]) for line in lines] == [("ab", "cd", n) for n in (1, 2, 3)]
 
@@ -75,7 +75,7 @@ def test_a_failure_is_raised_by_the_next_call(tmp_path: Path) -> None:
     dumps.write(batch_of(1.0), 1)
     with pytest.raises(FileExistsError):
         dumps.write(batch_of(2.0), 2)
-    dumps.close()
+    dumps.settle()
 
 
 def test_a_folder_that_does_not_answer_is_named(tmp_path: Path) -> None:
@@ -87,5 +87,5 @@ def test_a_folder_that_does_not_answer_is_named(tmp_path: Path) -> None:
         dumps.write(batch_of(2.0), 2)
     dumps.write(batch_of(2.0), 2)  # not waited for again, nor queued behind the one that hangs
     (tmp_path / "browser" / "steps.js").write_text("steps([]);")
-    dumps.close()
+    dumps.settle()
     assert not (tmp_path / "2.jsonl").exists()
