@@ -71,7 +71,7 @@ def numeric_columns(batch: DataProto) -> dict[str, list[object]]:
     """What graders returned beside the score: columns of numbers, and `pred` for majority votes."""
     columns = {name: list(batch.non_tensor_batch[name]) for name in batch.meta_info.get("reward_extra_keys", ())}
     numbers = (int, float, np.bool_, np.number)
-    return {n: values for n, values in columns.items() if n == "pred" or all(isinstance(v, numbers) for v in values)}
+    return {n: values for n, values in columns.items() if n == "pred" or any(isinstance(v, numbers) for v in values)}
 
 
 def write_answers(batch: DataProto, path: Path, tokenizer: Any) -> None:

@@ -12,6 +12,7 @@ from rlsys.protocol import IMAGES, DataProto
 from rlsys.rewards.manager import RewardManager
 from rlsys.telemetry.metrics import StageTimer
 from rlsys.types import SamplingParams
+from rlsys.utils.errors import ConfigError
 
 Generate = Callable[[DataProto], tuple[DataProto, dict[str, float]]]
 """Rows of prompts -> the same rows completed, in order, and metrics."""
@@ -52,6 +53,8 @@ class GradedRollout:
             print_answers(batch, self.print_by)
         with self.stage("reward"):
             graded = self.manager.grade(batch)
+        if "uid" in graded.extra:
+            raise ConfigError("the reward function returned 'uid', by which answers are grouped: give it another name")
         batch.tensors["token_level_scores"] = graded.rm_scores
         batch.non_tensor_batch.update(graded.extra)
         batch.meta_info["reward_extra_keys"] = sorted(graded.extra)

@@ -21,10 +21,10 @@ def completed(store: CheckpointStore, run: TrainingConfig, total_steps: int) -> 
     """What to print where an earlier run has done all steps, whose folder is cleaned up; None where steps remain."""
     store.sweep()
     folder = store.to_resume(run.resume_mode, run.resume_from_path)
-    if folder is None or load_state(folder).global_step < total_steps:
+    if folder is None or (done := load_state(folder).global_step) < total_steps:
         return None
     return (
-        f"rlsys: This run is already complete (step {total_steps} of {total_steps}).\n"
+        f"rlsys: This run is already complete (step {done} of {total_steps}).\n"
         "  To train further: raise trainer.total_training_steps (or trainer.total_epochs)\n"
         "  To start over: trainer.resume_mode=disable, or another trainer.default_local_dir"
     )

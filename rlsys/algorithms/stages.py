@@ -6,7 +6,8 @@ shares the columns it did not change. Multi-turn responses are gathered into tur
 on turns: B rows, R response tokens, T turns; `turn_ids` (B, R) are in 0..T-1, and -1 on tokens that were given.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -27,8 +28,10 @@ from rlsys.config.schema.actor import ActorConfig
 from rlsys.config.schema.algorithm import AlgorithmConfig, RolloutCorrectionConfig
 from rlsys.protocol import DataProto
 from rlsys.protocol.columns import tensors_of
+from rlsys.utils.errors import ConfigError
 
-ROW_SUMS = {"seq_reward": "token_level_scores", "seq_final_reward": "token_level_rewards"}
+SCORES, REWARDS = "token_level_scores", "token_level_rewards"
+ROW_SUMS = {"seq_reward": SCORES, "score": SCORES, "seq_final_reward": REWARDS}
 """Metrics of `filter_groups` that are the sums of a column's rows."""
 
 
@@ -179,10 +182,16 @@ def compute_advantage(batch: DataProto, config: AlgorithmConfig, *, num_repeat: 
 def _components(batch: DataProto, keys: Sequence[str]) -> Tensor:
     if not keys:
         raise ValueError("gdpo needs algorithm.gdpo_reward_keys: the names of the reward parts of compute_score")
-    if missing := [key for key in keys if key not in batch.non_tensor_batch]:
-        known = ", ".join(sorted(batch.non_tensor_batch))
-        raise ValueError(f"the reward part '{missing[0]}' of gdpo_reward_keys is not one of {known}")
-    return torch.stack([torch.as_tensor(batch.non_tensor_batch[key].astype(np.float64)) for key in keys], dim=1)
+    return torch.stack([_numbers(batch, key, "gdpo_reward_keys") for key in keys], dim=1)
+
+
+def _numbers(batch: DataProto, key: str, setting: str, others: Iterable[str] = ()) -> Tensor:
+    """The column (B,) that a setting names; ConfigError unless it is a number in every row."""
+    is_number = {n: all(isinstance(v, Real | np.bool_) for v in values) for n, values in batch.non_tensor_batch.items()}
+    if not is_number.get(key):
+        known = ", ".join([*others, *sorted(name for name, holds in is_number.items() if holds)])
+        raise ConfigError(f"algorithm.{setting}={key} is not a number of every answer; choose from {known}")
+    return torch.as_tensor(batch.non_tensor_batch[key].astype(np.float64))
 
 
 def add_selected_tokens(batch: DataProto, config: ActorConfig, *, seed: int) -> DataProto:
@@ -197,16 +206,13 @@ def add_selected_tokens(batch: DataProto, config: ActorConfig, *, seed: int) -> 
 def filter_groups(batch: DataProto, *, metric: str = "seq_reward") -> tuple[DataProto, dict[str, float]]:
     """The rows of groups whose metric varies (DAPO's dynamic sampling), in their order, and how many were dropped.
 
-    `metric`: `seq_final_reward` or `seq_reward` (the row sum of the token-level rewards or scores) or a non-tensor
-    column such as `acc` or `score`. Metrics: training/filter_groups_{kept,dropped}, in groups.
+    `metric`: `seq_final_reward`, or `seq_reward` or `score` (the row sum of the token-level rewards or scores), or a
+    non-tensor column of numbers such as `acc`. Metrics: training/filter_groups_{kept,dropped}, in groups.
     """
     if metric in ROW_SUMS:
         values = column(batch, ROW_SUMS[metric]).sum(dim=1)
-    elif metric in batch.non_tensor_batch:
-        values = torch.as_tensor(batch.non_tensor_batch[metric].astype(np.float64))
     else:
-        known = ", ".join([*ROW_SUMS, *sorted(batch.non_tensor_batch)])
-        raise ValueError(f"filter_groups.metric '{metric}' is not one of {known}")
+        values = _numbers(batch, metric, "filter_groups.metric", ROW_SUMS)
     ids = group_ids(batch)
     keep = informative_groups(values, ids)
     kept, total = len(ids[keep].unique()), len(ids.unique())

@@ -174,16 +174,16 @@ def read_prompt(prompt: Any, name: str) -> str | list[Message]:
             raise ValueError(f"column {name!r} is blank")
         _check_prompt_text(prompt, name)
         return prompt
-    messages = read_messages(prompt, name)
+    messages = read_messages(prompt, name, what="text or a list of messages")
     if not any(m["content"].strip() for m in messages):
         raise ValueError(f"column {name!r}: all messages are blank")
     return messages
 
 
-def read_messages(messages: Any, name: str) -> list[Message]:
+def read_messages(messages: Any, name: str, *, what: str = "a list of messages") -> list[Message]:
     """A list of {role, content, ...}; a key that is null is left out. Raises ValueError."""
     if not isinstance(messages, list | tuple):
-        raise ValueError(f"column {name!r} must be text or a list of messages, this is {type_name(messages)}")
+        raise ValueError(f"column {name!r} must be {what}, this is {type_name(messages)}")
     if not messages:
         raise ValueError(f"column {name!r} is an empty list")
     return [_message(m, f"column {name!r}, message {i}") for i, m in enumerate(messages)]

@@ -99,8 +99,7 @@ def read_file(path: str | os.PathLike[str]) -> tuple[bytes, list[bytearray]]:
 def write_stream(file: BinaryIO, header: bytes, buffers: Sequence[Buffer]) -> None:
     """Write a wire form from the start of `file`."""
     parts = [memoryview(part).cast("B") for part in (header, *buffers)]
-    table = b"".join(_ENTRY.pack(part.nbytes, zlib.crc32(part)) for part in parts)
-    front = _HEAD.pack(MAGIC, len(parts)) + table
+    front = _HEAD.pack(MAGIC, len(parts)) + b"".join(_ENTRY.pack(part.nbytes, zlib.crc32(part)) for part in parts)
     for part in (front, _SUM.pack(zlib.crc32(front)), *parts):
         file.write(part)
 

@@ -168,9 +168,14 @@ def _placed(rewards: Tensor, data: DataProto) -> Tensor:
 
 
 def extra_columns(results: Sequence[RewardResult]) -> dict[str, np.ndarray]:
-    """A column for every key that a grader returned; numbers where all rows have one, else objects with None."""
+    """A column for every key that a grader returned; numbers where all rows have one, else objects with None.
+
+    What could not be graded has 0 where others have numbers.
+    """
     keys = dict.fromkeys(key for result in results for key in result.extra)
-    columns = {key: _column([result.extra.get(key) for result in results]) for key in keys}
+    zeros = {key: 0.0 for one in results for key, value in one.extra.items() if isinstance(value, bool | int | float)}
+    rows = [one.extra if one.status == "ok" else {**zeros, **one.extra} for one in results]
+    columns = {key: _column([row.get(key) for row in rows]) for key in keys}
     return columns | {"reward_status": _column([result.status for result in results])}
 
 

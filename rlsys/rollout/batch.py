@@ -113,8 +113,7 @@ def score_sequences(batch: DataProto, score_fn: ScoreFn) -> Tensor:
     scores = torch.zeros(len(sequences), num_columns)
     for row, log_probs in score_fn(sequences, lengths):
         scores[row, : lengths[row]] = torch.tensor(log_probs)
-    counted = rows.get("response_mask", attention[:, -num_columns:]).cpu()
-    return torch.where(counted > 0, scores, 0.0)
+    return torch.where(rows.get("response_mask", attention[:, -num_columns:]).cpu() > 0, scores, 0.0)
 
 
 def _params_of(meta: dict[str, Any]) -> SamplingParams:

@@ -29,7 +29,8 @@ def data_metrics(rows: "Mapping[str, Tensor] | TensorDict") -> dict[str, float]:
     width = rows["response_mask"].shape[-1]
     prompt_lengths = attention_mask[:, :-width].sum(-1).double()
     response_lengths = attention_mask[:, -width:].sum(-1).double()
-    alive = response_lengths > 0
+    turns = rows.get("turn_ids")  # of episodes, which have one token where nothing was drawn
+    alive = response_lengths > 0 if turns is None else (turns >= 0).any(-1)
     valid = rows["response_mask"].bool()
     returns = rows["returns"][valid].double()
     metrics = {

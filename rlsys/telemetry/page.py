@@ -21,8 +21,7 @@ def page(name: str) -> str:
     text = re.sub(r"\{\{(\w+\.\w+)\}\}", lambda m: assets.joinpath(m[1]).read_text(encoding="utf-8"), text)
     script = re.search(r"<script>(.*?)</script>", text, re.DOTALL)
     assert script is not None
-    digest = hashlib.sha256(script[1].encode()).digest()
-    return text.replace("SCRIPT_HASH", base64.b64encode(digest).decode(), 1)
+    return text.replace("SCRIPT_HASH", base64.b64encode(hashlib.sha256(script[1].encode()).digest()).decode(), 1)
 
 
 def ascii_json(data: object) -> str:

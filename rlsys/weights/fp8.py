@@ -151,8 +151,7 @@ class BlockTables:
             table = torch.tensor(sorted(rows))
             counts = table[:, 1].clone()
             table[:, 1], whole = counts.cumsum(0) - counts, int(counts[table[:, 0] == 0].sum())
-            owners = torch.repeat_interleave(counts).int()
-            self._tables.append((table.to(device), owners.to(device), whole, kind))
+            self._tables.append((table.to(device), torch.repeat_interleave(counts).int().to(device), whole, kind))
 
     def __call__(self, *, divides: bool) -> None:
         from rlsys.weights import kernels

@@ -50,7 +50,7 @@ class KLControlConfig(Section):
 class FilterGroupsConfig(Section):
     """DAPO's dynamic sampling: replace prompts whose answers all have the same score."""
 
-    enable: Annotated[t.Flag, Requires(".metric", why="groups are filtered by a metric", to="acc")] = False
+    enable: Annotated[t.Flag, Requires(".metric", why="groups are filtered by a metric", to="seq_reward")] = False
     """Filter groups."""
     metric: t.Text | None = None
     """What must differ within a group: acc, score, seq_reward, seq_final_reward or a key your reward returns."""

@@ -90,8 +90,7 @@ class RouterReplay:
         for router in routers:
             router.router_replay.given = None
             if self.record:
-                taken = router.router_replay.taken[is_real]
-                self.routes[(*places, router.layer_number - 1)] = taken.to(self.routes)
+                self.routes[(*places, router.layer_number - 1)] = router.router_replay.taken[is_real].to(self.routes)
 
     def different(self, device: torch.device) -> tuple[float, float]:
         """How many of the given experts the routers would not have chosen, and all that were given; over the ranks

@@ -284,8 +284,7 @@ def next_logits(model: Any, keep: int, mask: Tensor, cache: ColumnCache, **given
     given |= {"attention_mask": mask, "past_key_values": cache, "use_cache": True}
     if not has_images(model.config):
         return model(**given, logits_to_keep=keep).logits
-    hidden = model.get_decoder()(**given).last_hidden_state
-    return model.get_output_embeddings()(hidden[:, -keep:])
+    return model.get_output_embeddings()(model.get_decoder()(**given).last_hidden_state[:, -keep:])
 
 
 def prompt_passes(

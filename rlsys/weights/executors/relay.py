@@ -74,8 +74,7 @@ def plan_relays(plan: Plan, sources: Layouts, destinations: Layouts, *, staging_
     for number, messages in enumerate(rounds, start=1):
         for part in (part for copies in messages.values() for part in copies):
             parts[int(part.local)].append((number, part))
-    of_rank = {layout.rank: piece[taking == layout.rank].tolist() for layout in destinations}
-    return Relays(rounds, of_rank, parts)
+    return Relays(rounds, {layout.rank: piece[taking == layout.rank].tolist() for layout in destinations}, parts)
 
 
 def _from_staging(copy: Copy, part: Copy) -> Copy:

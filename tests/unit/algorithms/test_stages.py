@@ -28,6 +28,7 @@ from rlsys.config.schema.algorithm import (
     RolloutCorrectionConfig,
 )
 from rlsys.protocol import DataProto
+from rlsys.utils.errors import ConfigError
 
 EOS = 2
 
@@ -109,8 +110,10 @@ def test_what_is_missing_is_named(estimator: str, missing: str) -> None:
         advantages_of(batch, estimator)
     with pytest.raises(ValueError, match="token_level_rewards"):
         advantages_of(make(), "grpo")
-    with pytest.raises(ValueError, match="style"):
-        advantages_of(batch, "gdpo", gdpo_reward_keys=("style",))
+    batch.non_tensor_batch["style"] = np.array([1.0, None, 0.0, 1.0], dtype=object)
+    for key in ("style", "other"):
+        with pytest.raises(ConfigError, match=f"gdpo_reward_keys={key} is not a number of every .* from acc"):
+            advantages_of(batch, "gdpo", gdpo_reward_keys=(key,))
 
 
 def test_adv_norm_replaces_the_whitening_of_gae() -> None:
@@ -203,8 +206,13 @@ def test_filter_groups_keeps_rows_in_order() -> None:
     batch.non_tensor_batch["part"] = np.array([1.0, 0.5, 1.0, 1.0], dtype=object)
     part, _ = filter_groups(batch, metric="part")
     assert part.non_tensor_batch["uid"].tolist() == ["a", "a"]
-    with pytest.raises(ValueError, match="metric"):
-        filter_groups(batch, metric="score")
+    assert len(filter_groups(batch, metric="score")[0]) == 4
+    batch.non_tensor_batch["text"] = np.array(["a", "b", "c", "d"], dtype=object)
+    batch.non_tensor_batch["part"][1] = None
+    for metric in ("text", "part", "other"):
+        known = "choose from seq_reward, score, seq_final_reward, acc"
+        with pytest.raises(ConfigError, match=rf"filter_groups\.metric={metric} is not a number of every.*{known}"):
+            filter_groups(batch, metric=metric)
 
 
 def test_selected_tokens_are_added_for_the_covariance_losses_only() -> None:

@@ -517,7 +517,7 @@ ALGORITHMS = [
         "2 measures",
     ),
     bad(f"{C}.rollout_rs_threshold=2", f"{C}.rollout_rs_threshold", "nothing to bound"),
-    bad("algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric", "metric=acc"),
+    bad("algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric", "metric=seq_reward"),
     bad(
         ["algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=acc", f"{R}.n=1"],
         f"{R}.n",

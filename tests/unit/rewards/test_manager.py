@@ -147,7 +147,7 @@ def test_graders_with_different_values_share_columns(tmp_path: Path) -> None:
     with RewardPool(Grader(path=str(tmp_path / "r.py")), num_workers=1) as pool:
         graded = manager(pool).grade(data)
     assert graded.rm_scores[:, 1].tolist() == [1.0, 0.0, 0.0, 3.0]
-    assert graded.extra["part"].tolist() == [2, 3, None, None]
+    assert graded.extra["part"].tolist() == [2, 3, 0.0, None]
     assert graded.extra["note"].tolist() == [None, [1], None, None]
     assert graded.extra["turns"][0] == 2
     assert graded.extra["reward_status"].tolist() == ["ok", "ok", "error", "ok"]

@@ -76,6 +76,13 @@ def test_a_batch_of_aborted_rows_gives_nan_not_an_exception() -> None:
     assert math.isnan(metrics["critic/vf_explained_var"])
 
 
+def test_an_episode_in_which_nothing_was_drawn_counts_as_aborted() -> None:
+    batch = small_batch() | {"turn_ids": torch.tensor([[0, -1, 1], [-1, -1, -1], [-1, -1, -1]])}
+    metrics = data_metrics(batch)
+    assert metrics["response/aborted_ratio"] == pytest.approx(2 / 3)
+    assert metrics["critic/score/min"] == 1.0
+
+
 def test_timing_divides_generation_by_response_tokens_and_training_by_all() -> None:
     metrics = timing_metrics(
         {"gen": 2.0, "update_actor": 3.0, "reward": 1.0}, num_prompt_tokens=100, num_response_tokens=500

@@ -2,19 +2,24 @@
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from rlsys.config import PPOConfig, load_config
 from rlsys.data.start_assets import START_MODEL
 from rlsys.protocol import DataProto
+from rlsys.rewards.manager import Graded
 from rlsys.types import SamplingParams
 from rlsys.utils.errors import ConfigError
 from tests.start_tokenizer import build_tokenizer
+from tests.unit.trainer.asynchronous import LengthManager, prompt_groups
 from trainer.backend import load_tokenizer
 from trainer.generation import print_answers, sampling_meta, training_sampling, validation_sampling
+from trainer.staleness_window import StalenessWindow
 
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -42,6 +47,17 @@ def test_rows_are_filled_up_by_the_token_that_was_asked_for(tmp_path: Path) -> N
     assert load_tokenizer(model, 3).pad_token_id == 3
     with pytest.raises(ConfigError, match=rf"{ROLLOUT}.padding=9999: the tokenizer in .* has ids up to"):
         load_tokenizer(model, 9999)
+
+
+def test_a_reward_function_cannot_regroup_answers() -> None:
+    class Renaming(LengthManager):
+        def grade(self, data: DataProto) -> Graded:
+            return replace(super().grade(data), extra={"uid": np.array(["one"] * len(data), dtype=object)})
+
+    groups = prompt_groups(StalenessWindow(groups_per_step=1, max_staleness=1), max_tokens=8, manager=Renaming())
+    (group,) = groups.start()[:1]
+    with pytest.raises(ConfigError, match="'uid', by which answers are grouped: give it another name"):
+        groups.grade([group])
 
 
 def test_answers_are_printed_without_their_padding(capsys: pytest.CaptureFixture[str]) -> None:

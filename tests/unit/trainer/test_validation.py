@@ -73,15 +73,16 @@ def test_only_numbers_and_predictions_are_aggregated() -> None:
     batch = cast(
         DataProto,
         SimpleNamespace(
-            meta_info={"reward_extra_keys": ["acc", "note", "pred"]},
+            meta_info={"reward_extra_keys": ["acc", "note", "part", "pred"]},
             non_tensor_batch={
                 "acc": np.array([1, True]),
                 "note": np.array(["a", "b"], dtype=object),
+                "part": np.array([None, 0.5], dtype=object),  # of one data source only
                 "pred": np.array(["4", "5"], dtype=object),
             },
         ),
     )
-    assert set(numeric_columns(batch)) == {"acc", "pred"}
+    assert set(numeric_columns(batch)) == {"acc", "part", "pred"}
 
 
 def test_a_greedy_baseline_is_scored_for_each_answer() -> None:

@@ -26,8 +26,7 @@ def delta_rules(in_proj: Rule) -> tuple[Rule, ...]:
         Rule("out_norm.weight", whole, ("norm.weight [delta_head_v]",)),
         Rule("out_proj.weight", columns, ("out_proj.weight [hidden, delta_v]",)),
     )
-    norm = replace(NORM, te="self_attention.in_proj.layer_norm_weight")
-    return norm, *within("self_attention", "linear_attn", *own)
+    return replace(NORM, te="self_attention.in_proj.layer_norm_weight"), *within("self_attention", "linear_attn", *own)
 
 
 IN_PROJ = Rule(
