@@ -50,5 +50,4 @@ def exact_match(
 
 
 def _bare(text: str) -> str:
-    kept = "".join(c for c in text.lower() if c not in string.punctuation)
-    return " ".join(ARTICLES.sub(" ", kept).split())
+    return " ".join(ARTICLES.sub(" ", "".join(c for c in text.lower() if c not in string.punctuation)).split())

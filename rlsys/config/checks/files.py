@@ -227,11 +227,12 @@ def _output(cfg: PPOConfig | SupervisedConfig | EvalConfig) -> Iterator[str]:
             why = "it must be a folder of this machine; to copy checkpoints set trainer.default_hdfs_dir"
             yield wrong(cfg, f"trainer.{key}", why)
         elif name:
-            path = Path(name).absolute()
-            standing = existing_parent(path)
+            standing = existing_parent(path := Path(name).absolute())
             if any(len(os.fsencode(part)) > MAX_NAME_BYTES for part in path.parts):
                 yield wrong(cfg, f"trainer.{key}", f"a name of more than {MAX_NAME_BYTES} bytes", "<folder>")
             elif not standing.is_dir():
                 yield wrong(cfg, f"trainer.{key}", f"{standing} is a file, not a folder", "<folder>")
             elif not os.access(standing, os.W_OK):
                 yield wrong(cfg, f"trainer.{key}", f"{standing} is not writable", "<folder>")
+            elif key == "validation_data_dir" and name == getattr(trainer, "rollout_data_dir", None):
+                yield wrong(cfg, f"trainer.{key}", "rollouts are written there, under the same names", "<folder>")

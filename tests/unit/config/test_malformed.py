@@ -714,6 +714,9 @@ FILES = [
     bad(["data.custom_cls.path=./graders.py", "data.custom_cls.name=Rows"], "data.custom_cls.name", "compute_score"),
     bad("reward.reward_manager.source=importlib", "reward.reward_manager.module.path", "it loads a file"),
     bad("trainer.default_local_dir=./notes.txt/out", "trainer.default_local_dir", "notes.txt is a file"),
+    bad(
+        ["trainer.rollout_data_dir=o", "trainer.validation_data_dir=o"], "trainer.validation_data_dir", "the same names"
+    ),
     bad(f"trainer.default_local_dir=./{'x' * 256}", "trainer.default_local_dir", "more than 255 bytes"),
     bad("trainer.default_local_dir=~no-such-user/out", "trainer.default_local_dir", "must be a path"),
     bad("trainer.rollout_data_dir=./notes.txt", "trainer.rollout_data_dir", "is a file"),
