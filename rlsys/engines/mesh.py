@@ -164,6 +164,5 @@ def together(work: Callable[[], object], *, only_first: bool = False) -> Any:
     except (OSError, SafetensorError, CheckpointError, KeyError) as error:
         message = f"{error}" or type(error).__name__
     if failed := [(rank, text) for rank, text in enumerate(gather_json(message)) if text is not None]:
-        where = f"rank {failed[0][0]}: " if dist.get_world_size() > 1 else ""
-        raise CheckpointError(where + failed[0][1])
+        raise CheckpointError((f"rank {failed[0][0]}: " if dist.get_world_size() > 1 else "") + failed[0][1])
     return result

@@ -69,7 +69,9 @@ class ElasticFleet(RolloutFleet):
                 with self._change:
                     self._give_up(entry, RolloutError("its node is drained"))
                     self.counts["left"] += 1
-                self._set(entry, "away")
+                    entry.state = "away"
+                    self._place()
+                self._announce()
         with ExitStack() as until_served:
             with super().pushing(version):
                 self._wait_for_replicas()  # one may have been lost in its last exchange

@@ -192,6 +192,5 @@ def _use_grouped_attention(model: Any, max_model_len: int) -> None:
             f"HFRollout has no sliding cache; set max_model_len to at most the model's window of {window}, "
             "or use another rollout engine"
         )
-    capped = getattr(text, "attn_logit_softcapping", None)
-    ours = "eager" if capped or not model._supports_sdpa else ATTENTION
+    ours = "eager" if getattr(text, "attn_logit_softcapping", None) or not model._supports_sdpa else ATTENTION
     model.set_attn_implementation({"text_config": ours, "vision_config": "sdpa"} if has_images(model.config) else ours)
