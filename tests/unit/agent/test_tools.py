@@ -2,15 +2,26 @@
 
 import asyncio
 import time
+from collections import defaultdict
+from concurrent.futures import Future
+from contextlib import suppress
+from itertools import count
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from rlsys.agent.builtin_tools import SearchTool, calculator, python
+from rlsys.agent.episode_log import EpisodeEnd
+from rlsys.agent.session import Session, SessionSettings
+from rlsys.agent.tool_calls import ToolCall
 from rlsys.agent.tool_config import tools_of_yaml
 from rlsys.agent.tool_pool import EpisodeTools, result_text
-from rlsys.agent.tools import as_text, tool_of, tools_of_class, tools_of_file
+from rlsys.agent.tools import Tool, as_text, tool_of, tools_of_class, tools_of_file
+from rlsys.config.schema.rollout import AgentConfig, MultiTurnConfig
 from rlsys.rewards.pool.children import ASYNC_WINDOW
+from rlsys.rewards.pool.pool import RewardItem, RewardResult
+from rlsys.types import SamplingParams
 from rlsys.utils.errors import ConfigError
 from tests.timing import scaled_s, wait_until
 from tests.unit.agent import user_tools
@@ -159,3 +170,62 @@ def test_text_is_cut_where_it_is_asked():
     assert as_text("abcdefgh", 4, "left") == "abcd...(truncated)..."
     assert as_text("abcdefgh", 4, "right") == "...(truncated)...efgh"
     assert as_text({"a": [1]}, 100) == '{"a": [1]}'
+
+
+class ObjectPool:
+    """Hosts objects in this process; every call of `quick` takes 9 s by its result, and fewer turns than the others."""
+
+    num_workers = 2
+
+    def __init__(self):
+        self.alive, self.object_numbers, self.locks = set(), count(1), defaultdict(asyncio.Lock)
+
+    async def call(self, item, host):
+        async with self.locks[host]:
+            for _ in range(1 if item.data_source == "quick" else 20):
+                await asyncio.sleep(0)
+            if item.solution == "create":
+                self.alive.add(item.data_source)
+            elif item.solution == "close":
+                self.alive.remove(item.data_source)
+            return RewardResult(0.0, {"text": ""}, "ok", 9.0 if item.data_source == "quick" else 0.0)
+
+
+async def test_parallel_calls_that_end_an_episode_leave_no_object_behind():
+    pool, names = ObjectPool(), ("quick", "slow", "late")
+    agent, turns = AgentConfig(max_tool_seconds=5.0), MultiTurnConfig(max_parallel_calls=3)
+    session = Session(SessionSettings(None, None, SamplingParams(8), 8, 8, agent, turns))
+    session.tools = EpisodeTools(pool, [Tool(name, {}, name, "execute", config={}) for name in names])
+    calls = [ToolCall(name, {}) for name in (*names, "quick")]
+    message = {"tool_calls": [{"id": str(number)} for number in range(len(calls))]}
+    with pytest.raises(EpisodeEnd, match="tool"):
+        await session.call_tools(SimpleNamespace(tool_calls=calls, message=message))
+    with suppress(Exception):
+        await session.tools.close()
+    await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()}, return_exceptions=True)
+    assert not pool.alive
+
+
+def test_processes_that_a_call_starts_while_all_are_ended_are_ended_too(monkeypatch):
+    made = []
+
+    class Processes:
+        def __init__(self, *_, **__):
+            made.append(self)
+            self.closed = False
+
+        def submit(self, items):
+            results = Future()
+            results.set_result([RewardResult(0.0, {}, "ok", 0.0)] * len(items))
+            return results
+
+        def close(self):
+            self.closed = True
+            if self is made[0]:
+                asyncio.run(pool.call(item, "objects-0"))  # an episode releases its object
+
+    monkeypatch.setattr("rlsys.agent.tool_pool.RewardPool", Processes)
+    pool, item = tool_pool(), RewardItem("any", "", {}, {})
+    asyncio.run(pool.call(item, "functions"))
+    pool.close()
+    assert [processes.closed for processes in made] == [True, True]

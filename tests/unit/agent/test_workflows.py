@@ -222,6 +222,17 @@ async def talks_on(row, session):
         session.add("more")
 
 
+async def takes_notes(row, session):
+    row["extra_info"]["notes"].append(session.seed)
+    return float(len(row["extra_info"]["notes"]))
+
+
+def test_what_a_workflow_writes_into_its_row_stays_in_its_episode(episode):
+    row = {**ROW, "extra_info": {"notes": []}}
+    assert [episode(takes_notes, None, row=row).reward for _ in range(2)] == [1.0, 1.0]
+    assert row["extra_info"] == {"notes": []}
+
+
 async def takes_no_session(row):
     return 1.0
 

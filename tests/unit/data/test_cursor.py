@@ -139,3 +139,30 @@ def test_a_sampler_that_does_not_fit_the_rows_is_refused(tmp_path: Path) -> None
     assert create_rl_sampler(DataConfig(), range(3)) is None
     with pytest.raises(ConfigError, match=r"RandomSampler yields .* at least 2 positions below 3"):
         SamplerCursor(RandomSampler(range(900)), 3, batch_size=2, seed=1).next()
+
+
+class Reversing(Squares):
+    """Its order turns with every batch that it learns from; its state is that order, not a copy."""
+
+    def __init__(self, data_source: Any, data_config: Any) -> None:
+        super().__init__(data_source, data_config)
+        self.order = list(range(len(data_source)))
+
+    def __iter__(self) -> Any:
+        return iter(self.order)
+
+    def state_dict(self) -> Any:
+        return {"order": self.order}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.order = list(state["order"])
+
+
+def test_what_a_sampler_learns_does_not_change_the_state_of_before() -> None:
+    sampler, again = Reversing(range(4), None), Reversing(range(4), None)
+    cursor, resumed = (SamplerCursor(one, 4, batch_size=4, seed=1, dataset="d") for one in (sampler, again))
+    before = cursor.state_dict()
+    drawn = cursor.next().rows
+    sampler.order.reverse()
+    resumed.load_state_dict(json.loads(json.dumps(before)))
+    assert resumed.next().rows == drawn

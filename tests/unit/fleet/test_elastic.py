@@ -87,7 +87,9 @@ def no_restore(replica: Any) -> None:
 
 
 @contextmanager
-def elastic(replicas: Sequence[Elastic], weights: Weights, min_replicas: int = 1) -> Iterator[ElasticFleet]:
+def elastic(
+    replicas: Sequence[Elastic], weights: Weights, min_replicas: int = 1, max_attempts: int = 3
+) -> Iterator[ElasticFleet]:
     fleet = ElasticFleet(
         replicas,
         min_replicas=min_replicas,
@@ -97,6 +99,7 @@ def elastic(replicas: Sequence[Elastic], weights: Weights, min_replicas: int = 1
         on_restart=no_restore,
         chunk_rows=3,
         deadlines=quick(),
+        max_attempts=max_attempts,
     )
     try:
         yield fleet
@@ -280,3 +283,25 @@ def test_a_push_after_one_that_failed_connects_those_that_live() -> None:
         weights.push(fleet, 2)
         assert weights.connected == [(0, 1), (1,)]
         assert_answered(requests_of(9), results(fleet.submit(requests_of(9))))
+
+
+def test_other_threads_use_the_fleet_while_the_requests_of_a_drained_replica_fail() -> None:
+    replicas, weights = [Elastic(0), Elastic(1)], Weights()
+    could_use_it: list[bool] = []
+
+    def use(_: object) -> None:
+        user = threading.Thread(target=fleet.metrics, daemon=True)
+        user.start()
+        user.join(scaled_s(1.0))
+        could_use_it.append(not user.is_alive())
+
+    with elastic(replicas, weights, max_attempts=1) as fleet:
+        weights.push(fleet, 1)
+        for replica in replicas:
+            replica.plan = lambda call: "silent"
+        answers = fleet.submit(requests_of(2))
+        for answer in answers:
+            answer.add_done_callback(use)
+        replicas[0].draining = True
+        weights.push(fleet, 2)
+        assert could_use_it == [True]

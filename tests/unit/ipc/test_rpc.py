@@ -94,3 +94,19 @@ def test_a_folder_that_others_may_enter_is_refused(tmp_path: Path) -> None:
     os.chmod(tmp_path, 0o755)
     with pytest.raises(PermissionError, match="open to other users"):
         RpcServer(tmp_path / "s", {}, on_thread_start=lambda: None)
+
+
+def test_an_os_error_of_either_side_is_an_answer(connect: Callable[..., RpcClient]) -> None:
+    def missing() -> None:
+        raise FileNotFoundError("no such file")
+
+    def late() -> None:
+        raise DeadlineError("the disk", "read", 1.0)
+
+    methods: dict[str, Any] = {"missing": missing, "one": lambda: 1}
+    client = connect(methods, home=late)
+    with pytest.raises(RolloutError, match="FileNotFoundError: no such file"):
+        client.call("missing", deadline_s=scaled_s(10))
+    with pytest.raises(RolloutError, match="DeadlineError: the disk did not answer within 1 s"):
+        client.call("call_home", deadline_s=scaled_s(10))
+    assert client.call("one", deadline_s=scaled_s(10)) == 1

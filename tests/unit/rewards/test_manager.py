@@ -1,7 +1,9 @@
 """Reward managers: decoding, placing, the overlong penalty, extra columns, managers from files."""
 
 import textwrap
+import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +25,9 @@ from rlsys.config.schema.data import PromptsConfig
 from rlsys.config.schema.jobs import EvalConfig
 from rlsys.protocol import DataProto, object_array
 from rlsys.rewards.manager import RewardManager, build_reward_manager, register
-from rlsys.rewards.pool.pool import Grader, RewardPool
+from rlsys.rewards.pool.pool import Grader, RewardItem, RewardPool, RewardResult, failed
 from rlsys.utils.errors import ConfigError, RewardError
+from tests.timing import scaled_s
 
 EOS, PAD = 11, 10
 
@@ -221,3 +224,32 @@ def test_what_a_manager_written_for_verl_could_not_grade_is_counted(tmp_path: Pa
         legacy = manager_of_file(pool, str(tmp_path / "managers.py"), "Legacy")
         with pytest.raises(RewardError, match=r"5 of 5 answers .*ZeroDivisionError"):
             legacy.grade(ROWS)
+
+
+class HeldPool(RewardPool):
+    """Cannot grade 1; grades 2 once 3 was graded, or after a while."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_held, self.release = threading.Event(), threading.Event()
+
+    def score(self, items: Sequence[RewardItem], *, deadline_s: float | None = None) -> list[RewardResult]:
+        if items[0].solution == "2":
+            self.is_held.set()
+            self.release.wait(0.3)
+        elif items[0].solution == "3":
+            self.release.set()
+        ok = RewardResult(1.0, {"acc": 1.0}, "ok", 0.0)
+        return [failed("error", 0.0, "broken") if item.solution == "1" else ok for item in items]
+
+
+def test_validation_does_not_take_the_failures_of_training_from_a_verl_manager(tmp_path: Path) -> None:
+    (tmp_path / "managers.py").write_text(MANAGERS)
+    pool = HeldPool()
+    legacy = manager_of_file(pool, str(tmp_path / "managers.py"), "Legacy")
+    with ThreadPoolExecutor() as threads:
+        training = threads.submit(legacy.grade, batch([[1], [1], [2]], ["1", "1", "2"]))
+        assert pool.is_held.wait(scaled_s(10))
+        assert legacy.grade(batch([[3]], ["3"])).metrics["reward/errors"] == 0
+        with pytest.raises(RewardError, match="2 of 3 answers could not be graded"):
+            training.result(scaled_s(10))

@@ -1,6 +1,7 @@
 """Batch metrics against numbers worked out by hand, and the stage clock."""
 
 import math
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from rlsys.telemetry.metrics import StageTimer, data_metrics, reduce_metrics, throughput_metrics, timing_metrics
+from tests.timing import scaled_s
 
 
 def small_batch() -> dict[str, torch.Tensor]:
@@ -167,3 +169,35 @@ def test_stage_timer_surrounds_the_stage_with_its_listeners() -> None:
     with StageTimer(listener, listener)("adv"):
         events.append("work")
     assert events == ["enter adv", "enter adv", "work", "leave adv", "leave adv"]
+
+
+class HeldSeconds(dict[str, float]):
+    """What is read from it is used only after it was drained, or after a while."""
+
+    def __init__(self, **seconds: float) -> None:
+        super().__init__(seconds)
+        self.is_read, self.is_drained = threading.Event(), threading.Event()
+
+    def get(self, stage: str, default: float = 0.0) -> float:  # type: ignore[override]
+        seconds = super().get(stage, default)
+        self.is_read.set()
+        self.is_drained.wait(0.2)
+        return seconds
+
+
+def test_seconds_of_a_stage_that_ends_while_they_are_drained_are_counted_once() -> None:
+    ticks = iter([0.0, 1.0])
+    timer, seconds = StageTimer(clock=lambda: next(ticks)), HeldSeconds(reward=5.0)
+    timer.seconds = seconds
+
+    def grade() -> None:
+        with timer("reward"):
+            pass
+
+    thread = threading.Thread(target=grade)
+    thread.start()
+    assert seconds.is_read.wait(scaled_s(10))
+    first = timer.drain()
+    seconds.is_drained.set()
+    thread.join()
+    assert first.get("reward", 0.0) + timer.drain().get("reward", 0.0) == 6.0

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -72,6 +73,7 @@ def prompt_groups(
     group_filter: GroupFilter | None = None,
     failures: TrainerConfig = FEW_FAILURES,
     manager: LengthManager = BY_LENGTH,
+    prompts: CountedPrompts | None = None,
 ) -> PromptGroups:
     """Groups over counted prompts, graded by their length."""
     rollout = GradedRollout(
@@ -84,7 +86,8 @@ def prompt_groups(
         stage=StageTimer(),
         print_by=None,
     )
-    return PromptGroups(window, CountedPrompts(vocabulary), rollout, group_filter=group_filter, failures=failures)
+    prompts = prompts or CountedPrompts(vocabulary)
+    return PromptGroups(window, prompts, rollout, group_filter=group_filter, failures=failures)
 
 
 class LengthReplica:
@@ -152,3 +155,13 @@ def lognormal_lengths(*, mean: float, longest: int, seed: int = 0) -> Callable[[
         return min(longest, 1 + int(random.Random(f"{seed}/{number}").lognormvariate(0.0, 1.2) * mean))
 
     return length_of
+
+
+def exit_code_after(work: Callable[[], object]) -> int | None:
+    """How a process ends after this work; None if it does not end."""
+    process = get_context("fork").Process(target=work)
+    process.start()
+    process.join(scaled_s(10.0))
+    code = process.exitcode
+    process.kill()
+    return code

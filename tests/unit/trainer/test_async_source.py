@@ -3,22 +3,26 @@
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from rlsys.config.schema.trainer import TrainerConfig
 from rlsys.fleet.fleet import RolloutFleet
 from rlsys.protocol import DataProto, response_lengths
+from rlsys.rewards.manager import Graded
 from rlsys.utils.errors import ConfigError, DeadlineError, RolloutError
 from tests.timing import scaled_s, wait_until
 from tests.unit.trainer.asynchronous import (
     BY_LENGTH,
     FEW_FAILURES,
+    CountedPrompts,
     LengthManager,
     LengthReplica,
     fleet_over,
@@ -26,7 +30,7 @@ from tests.unit.trainer.asynchronous import (
     prompt_groups,
 )
 from trainer.async_source import AsyncSource
-from trainer.prompt_groups import OpenAnswers
+from trainer.prompt_groups import OpenAnswers, PromptGroups
 from trainer.source import GroupFilter
 from trainer.staleness_window import StalenessWindow
 
@@ -216,3 +220,99 @@ def test_a_checkpoint_keeps_tokens_that_were_drawn_and_prompts_in_order(tmp_path
     versions = batches[0].tensors["weight_versions"][1, :300]
     assert versions[:drawn].tolist() == before.tolist()
     assert set(versions[drawn:].tolist()) == {1}
+
+
+def test_an_answer_that_ends_while_a_checkpoint_is_written_is_kept_whole(tmp_path: Path) -> None:
+    """Two answers end in one exchange; the futures are resolved one after the other."""
+    first_is_resolved, go = threading.Event(), threading.Event()
+
+    def hold(_: object) -> None:
+        first_is_resolved.set()
+        go.wait(scaled_s(10))
+
+    with running(StalenessWindow(groups_per_step=2, max_staleness=1), lambda n: 64) as run:
+        submit: Any = run.fleet.submit
+
+        def held(work: Any) -> Any:
+            futures = submit(work)
+            for future in futures:
+                future.add_done_callback(hold)
+            return futures
+
+        run.fleet.submit = held  # type: ignore[method-assign]
+        run.publish(0)
+        assert first_is_resolved.wait(scaled_s(10))
+        threading.Timer(0.2, go.set).start()  # by then the checkpoint is being written
+        run.source.save(tmp_path)
+    kept = DataProto.load_from_disk(tmp_path / "open_prompts.dp")
+    assert int(response_lengths(kept)[kept.non_tensor_batch["group_number"].tolist().index(1)]) == 64
+
+
+class HeldManager(LengthManager):
+    """Grades once it is released."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_grading, self.release = threading.Event(), threading.Event()
+        self.thread: threading.Thread | None = None
+
+    def grade(self, data: DataProto) -> Graded:
+        self.thread = threading.current_thread()
+        self.is_grading.set()
+        self.release.wait(scaled_s(10))
+        return super().grade(data)
+
+
+def test_a_source_that_is_closed_while_it_grades_submits_no_more() -> None:
+    manager = HeldManager()
+    with running(
+        StalenessWindow(groups_per_step=2, max_staleness=2), lambda n: 8 if n == 0 else 400, manager=manager
+    ) as run:
+        run.replica.limit = 8
+        run.publish(0)
+        assert manager.is_grading.wait(scaled_s(10))
+        run.source.close()
+        issued = run.fleet.metrics()["rollout/issued"]
+        manager.release.set()
+        assert manager.thread is not None
+        manager.thread.join(scaled_s(10))
+        assert not manager.thread.is_alive()
+        counts = run.fleet.metrics()
+    assert (counts["rollout/issued"], counts["rollout/pending"]) == (issued, 0)
+
+
+def test_the_deadline_of_the_first_step_begins_when_its_prompts_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [0.0]
+    monkeypatch.setattr("trainer.async_source.time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    with running(StalenessWindow(groups_per_step=2, max_staleness=1), lambda n: 9) as run:
+        now_s[0] = 1e6  # a checkpoint was loaded and weights were pushed
+        run.replica.limit = 0
+        run.publish(0)
+        threading.Timer(0.1, lambda: setattr(run.replica, "limit", 9)).start()
+        assert numbers_of(run.source.next()) == [0, 1]
+
+
+class LearningPrompts(CountedPrompts):
+    """Prompts whose order depends on what was learned from batches."""
+
+    learned = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "learned": self.learned}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.learned = state["learned"]
+
+
+def test_what_was_learned_since_the_last_draw_is_in_the_checkpoint(tmp_path: Path) -> None:
+    def groups_over(prompts: LearningPrompts) -> PromptGroups:
+        return prompt_groups(StalenessWindow(groups_per_step=1, max_staleness=1), max_tokens=8, prompts=prompts)
+
+    before, after = LearningPrompts(), LearningPrompts()
+    groups = groups_over(before)
+    groups.start()
+    before.learned += 2  # a draw gives the prompts of four steps
+    state = json.loads(json.dumps(groups.save(tmp_path)))
+    groups_over(after).load(state, tmp_path)
+    assert after.state_dict() == before.state_dict()

@@ -14,6 +14,7 @@ from rlsys.config.schema.trainer import GradingDeadlinesConfig, TrainerConfig
 from rlsys.protocol import DataProto
 from rlsys.utils.errors import DeadlineError
 from tests.start_tokenizer import build_tokenizer
+from tests.unit.trainer.asynchronous import exit_code_after
 from trainer.dumps import BackgroundDumps, dump
 
 
@@ -89,3 +90,16 @@ def test_a_folder_that_does_not_answer_is_named(tmp_path: Path) -> None:
     (tmp_path / "browser" / "steps.js").write_text("steps([]);")
     dumps.settle()
     assert not (tmp_path / "2.jsonl").exists()
+
+
+def test_a_folder_that_does_not_answer_does_not_keep_the_process(tmp_path: Path) -> None:
+    (tmp_path / "browser").mkdir()
+    os.mkfifo(tmp_path / "browser" / "steps.js")
+
+    def work() -> None:
+        dumps = background_dumps(tmp_path, save_s=0.1)
+        dumps.write(batch_of(1.0), 1)
+        with pytest.raises(DeadlineError):
+            dumps.settle()
+
+    assert exit_code_after(work) == 0

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -21,11 +22,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.protocol import DataProto, response_lengths
+from rlsys.rewards.manager import Graded
 from rlsys.rollout.base import DEFAULT_CONFIG
 from rlsys.rollout.hf.engine import HFRollout
 from rlsys.types import ModelRequest, ResponseDelta
+from rlsys.utils.errors import DeadlineError
 from tests.timing import scaled_s
-from tests.unit.trainer.asynchronous import fleet_over, prompt_groups
+from tests.unit.trainer.asynchronous import LengthManager, LengthReplica, exit_code_after, fleet_over, prompt_groups
 from trainer.async_source import AsyncSource
 from trainer.epochs import EpochSource
 from trainer.prompt_groups import OpenAnswers
@@ -313,3 +316,25 @@ def test_every_token_was_drawn_by_the_version_it_is_stamped_with(kind: type[Epoc
                 nearest = min(scored, key=lambda v: abs(float(scored[v][at] - drawn[at])))
                 assert nearest == version
     assert num_mixed > 0  # three answers at a time: some are in progress at every push
+
+
+class HangingManager(LengthManager):
+    """A judge that never answers."""
+
+    def grade(self, data: DataProto) -> Graded:
+        threading.Event().wait()
+        raise AssertionError
+
+
+def test_a_grader_that_hangs_does_not_keep_the_process() -> None:
+    def work() -> None:
+        window = StalenessWindow(groups_per_step=1, max_staleness=1)
+        groups = prompt_groups(window, max_tokens=8, manager=HangingManager())
+        with fleet_over([LengthReplica("replica", lambda n: 8)]) as fleet:
+            source = EpochSource(OpenAnswers(groups, fleet), deadline_s=0.1, max_tokens=8)
+            source.published(0)
+            with pytest.raises(DeadlineError, match="generate an epoch"):
+                source.next()
+            source.close()
+
+    assert exit_code_after(work) == 0

@@ -1,0 +1,58 @@
+"""Episodes of a free-running asynchronous run."""
+
+import asyncio
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from rlsys.agent.presets import Workflow
+from rlsys.agent.runner import EpisodeRunner
+from rlsys.agent.session import Row, Session, SessionSettings
+from rlsys.config.schema.trainer import TrainerConfig
+from rlsys.protocol import DataProto, object_array
+from rlsys.types import SamplingParams
+from rlsys.utils.errors import RolloutError
+from tests.timing import scaled_s
+from tests.unit.agent.engine import tool_pool
+from tests.unit.trainer.asynchronous import CountedPrompts, LengthReplica, fleet_over, prompt_groups
+from trainer.async_source import AsyncSource
+from trainer.episodes import EpisodeRollout, OpenEpisodes
+from trainer.staleness_window import StalenessWindow
+
+
+class Conversations(CountedPrompts):
+    """Prompts that have messages."""
+
+    def next(self) -> DataProto:
+        rows = super().next()
+        rows.non_tensor_batch["raw_prompt"] = object_array([[{"role": "user", "content": "hello"}]] * len(rows))
+        return rows
+
+
+def test_an_episode_whose_workflow_raises_cancelled_error_has_failed() -> None:
+    runs = Counter[str]()
+
+    async def cancels(row: Row, session: Session) -> float:
+        runs[session.name] += 1
+        if runs[session.name] == 1:
+            raise asyncio.CancelledError
+        await asyncio.sleep(1000)  # a second time
+        return 0.0
+
+    sampling, one_fails = SamplingParams(8), TrainerConfig(max_failed_in_a_row=1, max_failed_share=0.0)
+    nothing = cast(Any, None)
+    settings = SessionSettings(nothing, nothing, sampling, 8, 8)
+    runner = EpisodeRunner(settings, Workflow(cancels), tool_pool())
+    rollout = cast(EpisodeRollout, SimpleNamespace(runner=runner, sampling=sampling))
+    window = StalenessWindow(groups_per_step=1, max_staleness=1)
+    groups = prompt_groups(window, max_tokens=8, failures=one_fails, prompts=Conversations())
+    with fleet_over([LengthReplica("replica", lambda n: 8)]) as fleet:
+        source = AsyncSource(OpenEpisodes(groups, fleet, rollout), deadline_s=scaled_s(1.0))
+        source.published(0)
+        with pytest.raises(RolloutError, match="the last error: an episode's workflow raised CancelledError"):
+            source.next()
+        source.close()
+        runner.close()
+    assert set(runs.values()) == {1}
