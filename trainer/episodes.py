@@ -160,9 +160,7 @@ class OpenEpisodes(OpenAnswers):
         metrics = list[Mapping[str, float]]()
         for group in groups:
             futures = self.running.get(group, {}).values()
-            if any(future.cancelled() for future in futures):
-                group.failure = RolloutError("an episode's workflow raised CancelledError")
-            if not futures or group.failure is not None:
+            if not futures or any(future.cancelled() for future in futures):
                 continue
             results: list[EpisodeResult] = [future.result() for future in futures]
             step = group.number // self.groups.window.groups_per_step + 1

@@ -117,7 +117,7 @@ class Rounds:
             return
         if 0 < self._num_left <= self._num_spare:
             for _, response in self._waiting:
-                response.cancel()
+                response.cancel("over_sampled")
             return
         round_ = [draw for draw in self._waiting if self._rooms.get(draw[0].session, 1) > 0]
         if round_:
@@ -253,7 +253,9 @@ class EpisodeRunner:
             end, error = "deadline", f"no result within {self.deadline_s:g} s"
         except EpisodeEnd as ended:
             rows, end = session.trace.rows(), ended.reason
-        except Exception as failure:
+        except (Exception, asyncio.CancelledError) as failure:
+            if failure.args == ("over_sampled",) or asyncio.current_task().cancelling():  # pyrefly: ignore
+                raise
             end, error = "error", describe(failure)
             log.warning("episode %s failed: %s", session.name, error)
         seconds = time.monotonic() - start_s

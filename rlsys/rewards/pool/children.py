@@ -238,10 +238,11 @@ class Children:
                 self._failed_starts = 0 if loaded else self._failed_starts + 1
                 if self._failed_starts >= MAX_FAILED_STARTS:
                     raise ConfigError(f"cannot be started ({MAX_FAILED_STARTS} times): {await ending}")
-        except (ConfigError, asyncio.CancelledError) as error:
+                await asyncio.sleep(0.2 * self._failed_starts)
+        except (ConfigError, OSError, asyncio.CancelledError) as error:
             for item in suspects:
                 self._queue.put_nowait(item)
-            if isinstance(error, ConfigError):
+            if not isinstance(error, asyncio.CancelledError):
                 self._give_up(ConfigError(f"{self._grader} {error}"))
 
     async def _serve(self, child: Child, suspects: deque[PendingItem]) -> None:

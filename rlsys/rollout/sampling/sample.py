@@ -177,5 +177,4 @@ def _pass_point(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     index = torch.searchsorted(total, target[:, None], right=True).clamp(max=weights.shape[1] - 1)
     weight = weights.gather(1, index).squeeze(1).double()
     below = total.gather(1, index).squeeze(1) - weight
-    left = ((target - below) / weight).clamp(0.0, 1.0 - 2.0**-53)
-    return index.squeeze(1), left
+    return index.squeeze(1), ((target - below) / weight).clamp(0.0, 1.0 - 2.0**-53)

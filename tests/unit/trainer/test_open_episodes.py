@@ -45,13 +45,13 @@ def test_an_episode_whose_workflow_raises_cancelled_error_has_failed() -> None:
     nothing = cast(Any, None)
     settings = SessionSettings(nothing, nothing, sampling, 8, 8)
     runner = EpisodeRunner(settings, Workflow(cancels), tool_pool())
-    rollout = cast(EpisodeRollout, SimpleNamespace(runner=runner, sampling=sampling))
+    rollout = cast(EpisodeRollout, SimpleNamespace(runner=runner, sampling=sampling, keep=lambda *_: None))
     window = StalenessWindow(groups_per_step=1, max_staleness=1)
     groups = prompt_groups(window, max_tokens=8, failures=one_fails, prompts=Conversations())
     with fleet_over([LengthReplica("replica", lambda n: 8)]) as fleet:
         source = AsyncSource(OpenEpisodes(groups, fleet, rollout), deadline_s=scaled_s(1.0))
         source.published(0)
-        with pytest.raises(RolloutError, match="the last error: an episode's workflow raised CancelledError"):
+        with pytest.raises(RolloutError, match="the last error: no episode has an answer: CancelledError"):
             source.next()
         source.close()
         runner.close()
