@@ -82,7 +82,7 @@ def connect_weights(groups: WorkerGroups, cfg: PPOConfig, *, colocated: bool) ->
         disk_root=Path(cfg.trainer.default_local_dir) / "served_weights" if disk else None,
         disk_assets=(policy.model.path or "") if disk else "",
         bucket_bytes=engine.update_weights_bucket_megabytes << 20,
-        offloads=policy.actor.shard.param_offload,
+        offloads=policy.actor.shard.param_offload or (colocated and policy.model.has_adapters),
     )
     if policy.rollout.min_replicas is None:  # else its fleet connects it to those that serve
         manager.connect()

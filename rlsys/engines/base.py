@@ -133,18 +133,16 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
 
     def save(self, path: Path, what: Literal["resume", "export", "adapter"]) -> None:
         """Write a checkpoint atomically; a CheckpointError leaves the one that was there unchanged."""
-        path = Path(path)
-        if what == "resume":
-            with self._on_device():
+        path, adapter = Path(path), None
+        with self._on_device():
+            if what == "resume":
                 self._begin_save(path).finish()
-            return
-        adapter = None
-        if (own := self._adapter()) is not None:
-            settings, layers, tensors = own
-            saved = {to_saved_name(name): tensor for name, tensor in tensors.items()}
-            adapter = saved, adapter_config(settings, layers, self.model_config.path or "")
-        weights = iter(()) if what == "adapter" else self._exported()
-        export.write(path, weights, self._write_settings, adapter=adapter)
+                return
+            if (own := self._adapter()) is not None:
+                settings, layers, tensors = own
+                saved = {to_saved_name(name): tensor for name, tensor in tensors.items()}
+                adapter = saved, adapter_config(settings, layers, self.model_config.path or "")
+            export.write(path, self._exported() if what == "export" else (), self._write_settings, adapter=adapter)
 
     def _settle(self) -> None:
         """Wait until the tensors that are saved in the background may change, or their memory be freed."""

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -17,7 +17,7 @@ from rlsys.utils.atomic import commit_dir, fsync_file, staging_dir, write_whole
 
 KEPT_FLOATS = (".e_score_correction_bias",)
 """Floats that stay as they are when a model is saved in another type."""
-Buckets = Iterator[list[tuple[str, Tensor]]]
+Buckets = Iterable[list[tuple[str, Tensor]]]
 """Tensors by name, gathered bucket by bucket."""
 Adapter = tuple[Mapping[str, Tensor], Mapping[str, object]]
 """Tensors of an adapter under peft's names, and its adapter_config."""

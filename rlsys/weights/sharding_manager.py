@@ -43,8 +43,8 @@ class ShardingManager:
     for each version below `disk_root`; "gather" full tensors through the engines' loaders; "local" each
     process holds a worker of both groups. "auto" chooses by where the ranks are (see `choose`). Every call returns
     or raises within `deadline_s`; after a failed push the engines that did not complete it stay quarantined until the
-    next good one. `validate` writes into `report_dir`. With `offloads` the trainer's parameters leave their device
-    between two pushes.
+    next good one. `validate` writes into `report_dir`. With `offloads` the memory that the trainer gives from is
+    freed between two pushes.
     """
 
     def __init__(

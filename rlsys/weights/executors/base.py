@@ -18,7 +18,8 @@ Layouts = Sequence[WeightLayout]
 class TransferOptions:
     """The settings of executors: `bucket_bytes` is for gather, `disk_root` and `disk_assets` are for disk.
 
-    With `offloads` the trainer's parameters leave their device between two pushes.
+    With `offloads` the memory that the trainer gives from is freed between two pushes: parameters leave the device, or
+    are merged for each push.
     """
 
     timeout_s: float

@@ -319,10 +319,8 @@ class IpcExecutor(Executor):
         self.unused = self.plans.plan.unused
         self.relays = plan_relays(self.plans.plan, sources, destinations, staging_bytes=self.options.bucket_bytes)
         self.hosts = [layout.host for layout in sources]
-        exports = [
-            IpcExportSpec(plan, self.snapshot, *(messages_of(self.relays.rounds, rank, side) for side in (0, 1)))
-            for rank, plan in enumerate(self.plans.sources)
-        ]
+        messages = (messages_of(self.relays.rounds, side, range(len(sources))) for side in (0, 1))
+        exports = [IpcExportSpec(plan, self.snapshot, *one) for plan, *one in zip(self.plans.sources, *messages)]
         self.handles: dict[int, IpcHandle] = dict(enumerate(self.open(self.source, exports, remaining_s)))
         imports = [self._import_spec(rank) for rank in range(self.destination.world_size)]
         self.open(self.destination, imports, remaining_s)

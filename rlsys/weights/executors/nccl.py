@@ -6,7 +6,7 @@ a round is one message for every pair of ranks, so that no rank stages more than
 
 import secrets
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,7 +26,7 @@ from rlsys.weights.layout import device_of, dtype_of
 from rlsys.weights.plan import Copy, make_plan
 from rlsys.weights.rank_plan import PlanReceiver, RankPlan, RankPlans, source_checksums, split_plan
 
-STAGING_BYTES = 32 << 20
+STAGING_BYTES = 128 << 20
 JOIN_POLL_S = 0.5
 ALIGN_BYTES = 16
 Link = tuple[int, int]
@@ -68,9 +68,14 @@ def _messages(copies: Sequence[Copy], limit_bytes: int) -> Iterator[tuple[Copy, 
     yield from map(tuple, buckets({copy: padded_bytes(copy) for copy in parts}, limit_bytes))
 
 
-def messages_of(rounds: Sequence[Round], rank: int, side: int) -> tuple[tuple[Message, ...], ...]:
-    """The messages of each round that a rank sends (side 0) or receives (side 1)."""
-    return tuple(tuple((link[1 - side], part) for link, part in each.items() if link[side] == rank) for each in rounds)
+def messages_of(rounds: Sequence[Round], side: int, ranks: Iterable[int]) -> list[tuple[tuple[Message, ...], ...]]:
+    """The messages of each round that each of these ranks sends (side 0) or receives (side 1)."""
+    made: dict[int, list[list[Message]]] = {rank: [[] for _ in rounds] for rank in ranks}
+    for number, each in enumerate(rounds):
+        for link, part in each.items():
+            if link[side] in made:
+                made[link[side]][number].append((link[1 - side], part))
+    return [tuple(map(tuple, of_rank)) for of_rank in made.values()]
 
 
 def _split(copy: Copy, limit_bytes: int) -> Iterator[Copy]:
@@ -229,11 +234,10 @@ class NcclExecutor(Executor):
         self.plans, self.unused = split_plan(plan, sources), plan.unused
         first = len(sources)  # engines come after the trainer's ranks
         rounds = plan_rounds([replace(copy, rank=first + copy.rank) for copy in plan.copies])
-        sends = [NcclSendSpec(part, messages_of(rounds, rank, 0)) for rank, part in enumerate(self.plans.sources)]
-        receives = [
-            NcclSpec(self.plans.destination(rank), messages_of(rounds, first + rank, 1))
-            for rank in range(self.destination.world_size)
-        ]
+        sent = messages_of(rounds, 0, range(first))
+        received = messages_of(rounds, 1, range(first, first + self.destination.world_size))
+        sends = [NcclSendSpec(part, given) for part, given in zip(self.plans.sources, sent, strict=True)]
+        receives = [NcclSpec(self.plans.destination(rank), taken) for rank, taken in enumerate(received)]
         self.open(self.source, sends, remaining_s)
         self.open(self.destination, receives, remaining_s)
         self.listen_at = LOOPBACK if len({layout.host for layout in (*sources, *destinations)}) == 1 else ""

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -210,6 +211,16 @@ def test_offloaded_memory_is_restored_under_every_view() -> None:
     offload.restore("params")
     assert torch.equal(buffer, expected)
     assert torch.equal(view.flatten(), expected[4:8])
+
+
+def test_an_export_restores_parameters_that_are_on_the_host(tmp_path: Path) -> None:
+    engine = megatron()
+    before = {name: tensor.clone() for bucket in engine.weights(1 << 20) for name, tensor in bucket}
+    engine._offload.offload("params", engine._tensors_of("params"))  # as `move` does on a GPU
+    engine.save(tmp_path / "export", "export")
+    exported = load_file(tmp_path / "export" / "model.safetensors")
+    assert all(torch.equal(exported[name].float(), tensor.float()) for name, tensor in before.items())
+    assert all(not tensor.untyped_storage().nbytes() for tensor in engine.held.local().values())
 
 
 def test_offloaded_memory_is_restored_within_a_block_and_offloaded_after_it() -> None:
