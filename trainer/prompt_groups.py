@@ -349,5 +349,6 @@ def _joined(parts: Sequence[DataProto]) -> DataProto:
 
 def _reduced(metrics: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """One number of several calls: the largest maximum, the mean of means, the last state, the sum of counts."""
-    how: dict[str, Callable[[Sequence[float]], float]] = {"max": max, "mean": fmean, "replicas_ready": itemgetter(-1)}
+    how: dict[str, Callable[[Sequence[float]], float]] = {"max": max, "mean": fmean}
+    how |= dict.fromkeys(("replicas_ready", "pending"), itemgetter(-1))
     return {name: float(how.get(name.rpartition("/")[2], sum)(values)) for name, values in metrics.items()}

@@ -135,8 +135,7 @@ def rloo(*, token_level_rewards: Tensor, response_mask: Tensor, group_ids: Tenso
     A group of one keeps its outcome.
     """
     scores = _outcome(token_level_rewards)
-    alone = group_count(group_ids)[group_ids] == 1
-    lead = torch.where(alone, scores, _leave_one_out(scores, group_ids))
+    lead = torch.where(group_count(group_ids)[group_ids] == 1, scores, _leave_one_out(scores, group_ids))
     return _per_token(lead, response_mask, token_level_rewards)
 
 

@@ -155,8 +155,7 @@ def _statistic(mode: str, log_ratio: Tensor, valid: Tensor) -> Tensor:
 def _cut_for_mean(values: Tensor, limit: float) -> float:
     """The largest of the values such that the mean of all up to it is at most `limit`; 0 if there is none."""
     values = values.double().sort().values
-    means = values.cumsum(0) / torch.arange(1, len(values) + 1, device=values.device)
-    within = int((means <= limit).sum())
+    within = int((values.cumsum(0) / torch.arange(1, len(values) + 1, device=values.device) <= limit).sum())
     return values[within - 1].item() if within else 0.0
 
 

@@ -179,8 +179,7 @@ def gspo(
     `s[t] = sg(s) pi[t] / sg(pi[t])`, `log s = mean_t log r[t]`; meant for seq-mean-token-mean.
     """
     log_ratio = log_prob - old_log_prob
-    row_mean = masked_mean(log_ratio, response_mask, dim=1)
-    log_weight = log_prob - log_prob.detach() + row_mean.detach().unsqueeze(1)
+    log_weight = log_prob - log_prob.detach() + masked_mean(log_ratio, response_mask, dim=1).detach().unsqueeze(1)
     unclipped, clipped = clipped_surrogate(log_weight.clamp(max=10.0).exp(), advantages, config)
     metrics = _metrics(log_ratio, response_mask, clipped > unclipped)
     return PolicyLoss(torch.maximum(unclipped, clipped), response_mask, metrics)

@@ -168,6 +168,9 @@ def compute_advantage(batch: DataProto, config: AlgorithmConfig, *, num_repeat: 
     if turn_ids is not None:
         inputs = turn_inputs(inputs, turn_ids, in_groups=in_groups)
     estimated = call_adv_estimator(config.adv_estimator, inputs)
+    shapes, expected = [tuple(values.shape) for values in estimated], tuple(inputs["response_mask"].shape)
+    if shapes != [expected, expected]:
+        raise ConfigError(f"algorithm.adv_estimator={config.adv_estimator} returned {shapes}, not two of {expected}")
     if turn_ids is not None:
         estimated = tuple(spread_turns(values, mask, turn_ids, rewards.dtype) for values in estimated)
     advantages, returns = (values.reshape(len(batch), -1) for values in estimated)
@@ -260,5 +263,4 @@ def turn_inputs(inputs: Mapping[str, Any], turn_ids: Tensor, *, in_groups: bool 
 
 def spread_turns(values: Tensor, mask: Tensor, turn_ids: Tensor, dtype: torch.dtype) -> Tensor:
     """Each token's turn's value (B, R), 0 outside `mask`; `values` are (B, T) or (B * T, 1)."""
-    by_turn = values.reshape(len(mask), -1)
-    return torch.where(mask.bool(), by_turn.gather(1, turn_ids.clamp(min=0)), 0.0).to(dtype)
+    return torch.where(mask.bool(), values.reshape(len(mask), -1).gather(1, turn_ids.clamp(min=0)), 0.0).to(dtype)

@@ -80,5 +80,4 @@ def _whole(schema: type[Section], key: str) -> str:
 
 def describe(section: type[Section], name: str) -> str:
     """The description of a key, from its section or the nearest parent class that has one."""
-    texts = (_descriptions(cls).get(name) for cls in section.__mro__ if issubclass(cls, Section))
-    return next(filter(None, texts), "")
+    return next(filter(None, (_descriptions(cls).get(name) for cls in section.__mro__ if issubclass(cls, Section))), "")

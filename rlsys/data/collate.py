@@ -75,8 +75,7 @@ def collate_texts(rows: Sequence[Sequence[TokenizedText]], *, pad_token_id: int)
     texts = [text for row in rows for text in row]
     prompts, prompt_mask = padded_prompts([text.prompt_ids for text in texts], pad_token_id)
     responses = pad_rows([text.response_ids for text in texts], value=pad_token_id)
-    filled = pad_rows([[1] * len(text.mask) for text in texts], value=0)
-    tensors = row_tensors(prompts, prompt_mask, responses, filled)
+    tensors = row_tensors(prompts, prompt_mask, responses, pad_rows([[1] * len(text.mask) for text in texts], value=0))
     tensors["response_mask"] = pad_rows([text.mask for text in texts], value=0)
     if any(text.is_desirable is not None for text in texts):
         tensors["is_desirable"] = torch.tensor([bool(text.is_desirable) for text in texts])

@@ -159,8 +159,7 @@ class VisionProcessor:
             pairs = zip(seconds, texts, strict=True)
             texts = ["".join(f"<{second:.1f} seconds>{self._start}{text}{self._end}" for second, text in pairs)]
         pace = size / video.fps if hasattr(self.config.vision_config, "tokens_per_second") else 1.0
-        picture = np.frombuffer(png_bytes(video.frames[0]), np.uint8)
-        return ImageInputs((video.sha,), (picture,), tensors, pace), texts
+        return ImageInputs((video.sha,), (np.frombuffer(png_bytes(video.frames[0]), np.uint8),), tensors, pace), texts
 
     def _tile_texts(self, made: Mapping[str, Any], per_tile: int) -> list[str]:
         """The text of each image that is cut into tiles, by the rows and columns of tiles in it."""

@@ -42,8 +42,7 @@ def write_index(directory: Path, entries: Entries, shapes: Mapping[str, Sequence
     """
     tensors: dict[str, dict[str, Any]] = {}
     for key, dtype, chunk in (entry for part in gather_json(entries) for entry in part):
-        tensor = tensors.setdefault(key, {"dtype": dtype, "shape": list(shapes[key]), "chunks": []})
-        tensor["chunks"].append(chunk)
+        tensors.setdefault(key, {"dtype": dtype, "shape": list(shapes[key]), "chunks": []})["chunks"].append(chunk)
     index = json.dumps(dict(sorted(tensors.items())), indent=1).encode()
     together(lambda: write_whole(directory / METADATA, index, durable=True) if tensors else None, only_first=True)
 
@@ -155,8 +154,7 @@ class PiecedTensor:
         """The part of a piece of shape `size` from `low` on in the tensor."""
         if not size:
             return self._open(piece.file).get_tensor(piece.key)
-        first = tuple(map(add, piece.at, relative(low, piece.start)))
-        return self._slice(piece)[slices(first, size)]
+        return self._slice(piece)[slices(tuple(map(add, piece.at, relative(low, piece.start))), size)]
 
     def _slice(self, piece: StoredBox) -> Any:
         with raised_as(CheckpointError, f"{piece.file} lacks {piece.key}", SafetensorError):

@@ -366,7 +366,7 @@ class RolloutFleet:
                 entry.replica.health(self.deadlines.health_s)
             state = "ready"
         except Exception as error:
-            log.warning("replica %s failed its health check: %s", entry.replica.name, error)
+            log.warning("replica %s failed its health check: %s", entry.replica.name, str(error) or repr(error))
             state = self._restart(entry)
         self._set(entry, state)
         self._fail_if_all_are_down()

@@ -116,8 +116,7 @@ def causal_attention(
     if sinks is not None and mask is not None:
         key, value = (F.pad(x, (0, 0, 1, 0)) for x in (key, value))
         bias = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -torch.inf)
-        columns = sinks.to(query.dtype).view(-1, 1, 1).expand(-1, last, 1)
-        mask = torch.cat([columns, bias.expand(heads, -1, -1)], dim=-1)
+        mask = torch.cat([sinks.to(query.dtype).view(-1, 1, 1).expand(-1, last, 1), bias.expand(heads, -1, -1)], dim=-1)
     return F.scaled_dot_product_attention(
         query, key, value, mask, is_causal=mask is None, scale=scaling, enable_gqa=heads != key.shape[-3]
     )

@@ -69,8 +69,7 @@ def token_rows(batch: Mapping[str, Tensor]) -> TokenRows:
     mask = batch["attention_mask"].bool()
     response_length = batch["responses"].shape[1]
     response = mask[:, mask.shape[1] - response_length :]
-    prompt_lengths = mask[:, : mask.shape[1] - response_length].sum(dim=1)
-    orphans = (prompt_lengths == 0) & response.any(dim=1)
+    orphans = (mask[:, : mask.shape[1] - response_length].sum(dim=1) == 0) & response.any(dim=1)
     if orphans.any():
         raise ValueError(f"rows {orphans.nonzero()[:, 0].tolist()} have a response but an empty prompt")
     index = mask.flatten().cumsum(0).view(mask.shape) - 1

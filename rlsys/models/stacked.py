@@ -41,23 +41,24 @@ def saved_shapes(name: str, shape: Sequence[int], stacks: Stacks) -> dict[str, t
     return {saved: held if part.is_whole else (part.num_rows, *width) for saved, part in parts} or {name: held}
 
 
-def shards_of(parts: Parts, held: Box) -> Iterator[Shard]:
-    """A rank's rows `held` of a stack (cut in dimension 0 only), as boxes of its `parts`."""
+def shards_of(parts: Parts, held: Box, shape: Sequence[int]) -> Iterator[Shard]:
+    """A rank's part `held` of a stack of this shape (its entries, or rows of each) as boxes of its `parts`."""
     is_stack, width = len(held.shape) == STACK_DIMS, held.shape[-1:] if len(held.shape) > 1 else ()
-    rows = held.shape[1] if is_stack else 1  # of each entry
-    first, end = held.start[0] * rows, (held.start[0] + held.shape[0]) * rows
+    rows, above, own = (
+        (shape[1], held.start[1], held.shape[1]) if is_stack else (shape[0], held.start[0], held.shape[0])
+    )
+    (first, count), zeros = (held.start[0], held.shape[0]) if is_stack else (0, 1), (0,) * len(width)
     for saved, part in parts.items():
         if part.is_whole and held.shape[0]:
             yield Shard(Box(saved, held.start, held.shape), held.tensor, (0,) * len(held.shape))
             continue
-        at = max(part.start, first)
-        while at < (stop := min(part.start + part.num_rows, end)):
-            count = min(stop - at, rows - at % rows) if is_stack else stop - at
-            entry, row = divmod(at - first, rows)
-            place = (entry, row) if is_stack else (entry,)
-            zeros = (0,) * len(width)
-            yield Shard(Box(saved, (at - part.start, *zeros), (count, *width)), held.tensor, (*place, *zeros))
-            at += count
+        end = part.start + part.num_rows
+        for entry in range(max(first, part.start // rows), min(first + count, -(-end // rows))):
+            begin = entry * rows + above
+            low, high = max(begin, part.start), min(begin + own, end)
+            if low < high:
+                place = (entry - first, low - begin) if is_stack else (low - begin,)
+                yield Shard(Box(saved, (low - part.start, *zeros), (high - low, *width)), held.tensor, (*place, *zeros))
 
 
 def as_saved(name: str, tensor: Tensor, stacks: Stacks) -> dict[str, Tensor]:

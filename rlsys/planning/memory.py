@@ -314,8 +314,7 @@ def largest_pass(lengths: Lengths, num_rows: int, size: MicroBatches, sharing: i
     """The largest micro-batch of rows of mean length with tokens of `images`, balanced; `sharing` ranks share it."""
     row, rows = lengths.mean_prompt + lengths.mean_response, size.rows
     if size.max_tokens is not None:
-        fit = max(1, size.max_tokens * sharing // row)
-        rows = -(-num_rows // -(-num_rows // fit))
+        rows = -(-num_rows // -(-num_rows // max(1, size.max_tokens * sharing // row)))
     micro = max(1, min(num_rows, rows or num_rows))
     responses, count = micro * lengths.mean_response // sharing, -(-num_rows // micro)
     return ro.Pass(micro * row // sharing, responses, count, micro * images)

@@ -240,8 +240,7 @@ class MegatronRole:
         s, layers = self.sizes, self.held_here.num_layers
         if s.vp == 1:
             return layers * min(count, s.pp - self.pp_rank)
-        chunks = min(count * s.vp, 2 * (s.pp - self.pp_rank - 1) + (s.vp - 1) * s.pp + 1)
-        return layers * chunks // s.vp
+        return layers * min(count * s.vp, 2 * (s.pp - self.pp_rank - 1) + (s.vp - 1) * s.pp + 1) // s.vp
 
 
 Role = FsdpRole | MegatronRole

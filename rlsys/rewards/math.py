@@ -49,8 +49,7 @@ def compute_score_dapo(solution_str: str, ground_truth: object) -> dict[str, obj
 def compute_score_geometry(solution_str: str, ground_truth: object) -> dict[str, Any]:
     """0.9 for the boxed answer and 0.1 for the form "<think>...</think> ... \\boxed{...}", right or wrong."""
     verdict = graded(last_boxed(solution_str), ground_truth)
-    form = 0.1 if THOUGHT_THEN_BOX.fullmatch(solution_str.strip()) else 0.0
-    return {**verdict, "score": 0.9 * verdict["acc"] + form}
+    return {**verdict, "score": 0.9 * verdict["acc"] + 0.1 * bool(THOUGHT_THEN_BOX.fullmatch(solution_str.strip()))}
 
 
 def graded(answer: str | None, ground_truth: object) -> dict[str, Any]:

@@ -111,8 +111,7 @@ def cut_tiles(pieces: Sequence[Sequence[int]], lane_words: int) -> tuple[Tensor,
     multiples of `lane_words`.
     """
     table = torch.tensor(pieces, dtype=torch.int64)
-    across = -(-table[:, 2] // (32 * lane_words * SUM_LOADS.value))
-    counts = across * -(-table[:, 1] // SUM_ROWS.value)
+    counts = -(-table[:, 2] // (32 * lane_words * SUM_LOADS.value)) * -(-table[:, 1] // SUM_ROWS.value)
     owners = torch.repeat_interleave(torch.arange(len(table), dtype=torch.int32), counts)
     return torch.cat([table, (counts.cumsum(0) - counts)[:, None]], 1), owners
 

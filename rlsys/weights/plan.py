@@ -273,8 +273,7 @@ class _SourceSelector:
 
     def _holders_of(self, mark: int, box: int) -> Ints:
         if mark not in self._holders:
-            holding = self.template_of_key[self.box_of_key == box]
-            self._holders[mark] = np.flatnonzero(np.isin(self.template, holding))
+            self._holders[mark] = np.flatnonzero(np.isin(self.template, self.template_of_key[self.box_of_key == box]))
         return self._holders[mark]
 
     def nearest(self, holders: Ints, destination: int) -> Ints:

@@ -125,8 +125,7 @@ def disjoint_boxes(boxes: BoxTable, shards: ShardTable) -> tuple[BoxTable, Ints,
 def intersections(wanted: BoxTable, held: BoxTable) -> tuple[Ints, Ints, Ints, Ints]:
     """All non-empty intersections: number of the wanted box (sorted), of the held one, starts and stops (P, D)."""
     first = np.searchsorted(held.tensor, wanted.tensor, "left")
-    count = np.searchsorted(held.tensor, wanted.tensor, "right") - first
-    left, right = join_ranges(first, count)
+    left, right = join_ranges(first, np.searchsorted(held.tensor, wanted.tensor, "right") - first)
     start = np.maximum(wanted.start[left], held.start[right])
     stop = np.minimum(wanted.stop[left], held.stop[right])
     filled = (stop > start).all(1)

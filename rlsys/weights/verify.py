@@ -41,8 +41,7 @@ def layout_checksums(
     names, shapes = {**layout.dtypes, **(dtypes or {})}, layout.full_shapes
     boxes = [shard.box for shard in layout.shards]
     values = [(shard_view(tensors, one), one.box.start, shapes[one.box.tensor]) for one in layout.shards]
-    checksums = prepared_checksums(values, [dtype_of(names[box.tensor]) for box in boxes])()
-    return tuple(zip(boxes, checksums, strict=True))
+    return tuple(zip(boxes, prepared_checksums(values, [dtype_of(names[box.tensor]) for box in boxes])(), strict=True))
 
 
 def merge_rank_checksums(

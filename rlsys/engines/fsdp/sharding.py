@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Shard as ShardOf
 from torch.distributed.tensor import parallel as tp
 from transformers import PreTrainedModel
 
@@ -29,7 +30,7 @@ from rlsys.engines.tensor_files import StoredBoxes, read_tensor_index, saved_ten
 from rlsys.models.hf import TensorSource, dtype_name, fill_shards, layer_modules, saved_tensors_of, shared_names
 from rlsys.models.logprobs import can_build_kernels
 from rlsys.models.lora import hf_name
-from rlsys.models.stacked import Stacks, saved_aliases, saved_shapes, shards_of
+from rlsys.models.stacked import STACK_DIMS, Stacks, saved_aliases, saved_shapes, shards_of
 from rlsys.models.token_model import TokenModel
 from rlsys.models.vision import has_images
 from rlsys.telemetry.jsonl import JsonObject
@@ -90,8 +91,7 @@ def tensor_parallel_plan(model: PreTrainedModel, settings: ModelConfig, size: in
 
 def split_matrices(model: PreTrainedModel, mesh: DeviceMesh, plan: Mapping[str, str]) -> None:
     """Split the modules of `plan` over `mesh`, in place."""
-    styles = {name: STYLES[style][1]() for name, style in plan.items()}
-    tp.parallelize_module(model, mesh, styles, src_data_rank=None)
+    tp.parallelize_module(model, mesh, {name: STYLES[style][1]() for name, style in plan.items()}, src_data_rank=None)
     model.tie_weights()
 
 
@@ -105,6 +105,7 @@ def shard_model(model: TokenModel, ranks: Ranks, shard: ShardConfig) -> None:
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype)
     offload = CPUOffloadPolicy() if shard.offload_policy and ranks.device.type == "cuda" else OffloadPolicy()
     options: dict[str, Any] = {"mesh": ranks.mesh, "offload_policy": offload}
+    options["shard_placement_fn"] = partial(_cut, ranks.shard_size)
     layers: list[Any] = layer_modules(model.model)
     if compiles := shard.use_torch_compile and (ranks.device.type == "cpu" or can_build_kernels()):
         torch._dynamo.config.recompile_limit = 16  # a graph for each kind of layer, and each pass of each role; not 8
@@ -123,6 +124,18 @@ def shard_model(model: TokenModel, ranks: Ranks, shard: ShardConfig) -> None:
     if shard.forward_prefetch:
         for layer, following in pairwise(layers):
             layer.set_modules_to_forward_prefetch([following])
+
+
+def _cut(num_ranks: int, parameter: nn.Parameter) -> ShardOf:
+    """Dimension 0, or the rows of experts whose number ranks do not divide: FSDP2 would pad and gather whole ones."""
+    uneven = parameter.ndim == STACK_DIMS and not isinstance(parameter, DTensor) and parameter.shape[0] % num_ranks
+    return ShardOf(1 if uneven and not parameter.shape[1] % num_ranks else 0)
+
+
+def _cut_dim(parameter: Tensor, ranks: Ranks) -> int:
+    """The dimension that FSDP2 cuts."""
+    placements = getattr(parameter, "placements", ())[: ranks.mesh.ndim]
+    return next((place.dim for place in placements if isinstance(place, ShardOf)), 0)
 
 
 def materialise(model: TokenModel, device: torch.device) -> None:
@@ -157,17 +170,18 @@ def tied_names(model: TokenModel, stacks: Stacks) -> dict[str, str]:
 def held_shards(name: str, parameter: Tensor, ranks: Ranks, stacks: Stacks) -> Iterator[Shard]:
     """The part of `parameter` on this rank as boxes of the tensors it is saved as.
 
-    Of its part by tensor parallelism FSDP2 cuts dimension 0 into ceil(n / ranks) rows; last parts may be empty.
+    Of its part by tensor parallelism FSDP2 cuts a dimension into ceil(n / ranks) rows; last parts may be empty.
     """
     (dim, part), start = tensor_parallel_part(parameter), [0] * parameter.ndim
     if dim is not None:
         start[dim] = ranks.rank % ranks.tp_size * part[dim]
     if isinstance(parameter, DTensor):
-        start[0] += min(ranks.mesh.get_local_rank("shard") * -(-part[0] // ranks.shard_size), part[0])
+        at = _cut_dim(parameter, ranks)
+        start[at] += min(ranks.mesh.get_local_rank("shard") * -(-part[at] // ranks.shard_size), part[at])
     box = Box(name, tuple(start), tuple(local_of(parameter).shape))
     if name in stacks:
-        yield from shards_of(stacks[name], box)
-    elif box.shape[0]:
+        yield from shards_of(stacks[name], box, parameter.shape)
+    elif prod(box.shape):
         yield Shard(box, name, (0,) * len(box.shape))
 
 
@@ -216,9 +230,10 @@ class FSDPState:
             for saved, shape in saved_shapes(name, self.parameters[name].shape, self.stacks).items()
         }
         for key, _ in self._scales():
-            rows, *sizes = tensor_parallel_part(self.parameters[key.partition(".")[2]])[1]
-            num_elements = -(-rows // self.ranks.shard_size) * prod(sizes)
-            shapes[f"optim.{key}"] = (self.ranks.copy_size, -(-num_elements // BLOCK_ELEMENTS))
+            parameter = self.parameters[key.partition(".")[2]]
+            part, at = [*tensor_parallel_part(parameter)[1]], _cut_dim(parameter, self.ranks)
+            part[at] = -(-part[at] // self.ranks.shard_size)
+            shapes[f"optim.{key}"] = (self.ranks.copy_size, -(-prod(part) // BLOCK_ELEMENTS))
         return shapes
 
     def _boxes(self, *, once: bool = False) -> Iterator[tuple[str, Box, Tensor]]:

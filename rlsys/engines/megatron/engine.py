@@ -75,8 +75,7 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
         self.tower: ImageTower | None = None
         if has_images(config):
             whole = build(config, head=head, packed=False, trust_remote_code=model.trust_remote_code)
-            first = family.layers_of(hf_config, replace(ranks.place, pp_rank=0))[0]
-            self.tower = ImageTower(whole, family, len(first))
+            self.tower = ImageTower(whole, family, len(family.layers_of(hf_config, replace(ranks.place, pp_rank=0))[0]))
             family = self.tower.family
         seed = megatron.seed if isinstance(megatron, MegatronTrainConfig) else 0
         settings = lora.lora_settings(model, seed=seed) if optim is not None else None

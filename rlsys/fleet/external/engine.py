@@ -147,7 +147,7 @@ class RemoteEngine(RolloutFleet):
     async def _scores(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probabilities of every token but the first, by the first server that gives them."""
         error: Exception = RolloutError("no server is up")
-        for server in sorted(self.servers, key=lambda server: not server.is_admitted):
+        for server in sorted(self.servers, key=lambda s: not s.is_admitted) * (1 + self.settings.servers.max_retries):
             try:
                 return await server.score(token_ids)
             except ServerFault as fault:

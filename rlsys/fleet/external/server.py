@@ -205,8 +205,11 @@ class ServerReplica:
                 self.identity = await self._identify()
             self.is_admitted, self.cause = True, ""
             self._examined_s = asyncio.get_running_loop().time()
-        except OUT as error:
-            self.cause = str(error)
+        except Exception as error:
+            cause = str(error) if isinstance(error, OUT) else f"{self.url}: {error!r}"
+            if self.cause != cause:
+                log.warning("waiting for a server: %s", cause)
+            self.cause = cause
             raise
 
     async def _come_back(self) -> None:

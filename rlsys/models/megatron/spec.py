@@ -248,8 +248,7 @@ def mend_latent_attention(model: nn.Module) -> None:
 
 
 def _whole_latent(module: nn.Module, args: object, output: tuple[Tensor, object]) -> tuple[Tensor, object]:
-    whole = gather_from_tensor_model_parallel_region(output[0])
-    return scatter_to_sequence_parallel_region(whole), output[1]
+    return scatter_to_sequence_parallel_region(gather_from_tensor_model_parallel_region(output[0])), output[1]
 
 
 def _swap(spec: ModuleSpec, replaced: Mapping[object, type[nn.Module]]) -> None:

@@ -66,6 +66,20 @@ def test_experts_come_and_go_by_the_names_they_are_saved_by(model: Path, tmp_pat
     assert all(torch.equal(exported[name], tensor) for name, tensor in saved.items())
 
 
+def held_bytes(override_config: dict[str, object]) -> int:
+    """Bytes of the parameters' memory on this rank."""
+    storages = [
+        t.untyped_storage() for t in FSDPEngine(ModelConfig(override_config=override_config)).local_tensors().values()
+    ]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def test_ranks_among_which_experts_do_not_divide_hold_parts_of_each() -> None:
+    config = {**SIZES, "model_type": "qwen3_moe", "num_key_value_heads": 1, "head_dim": 8, "num_experts": 2}
+    (whole,) = run_ranks(1, held_bytes, config)
+    assert max(run_ranks(4, held_bytes, config)) < 1.1 * whole / 4
+
+
 LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
 
 

@@ -4,6 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from rlsys.fleet.external.server import ServerReplica
+from rlsys.utils.errors import DeadlineError
+from tests.timing import scaled_s
 from tests.unit.fleet.test_external import ENGINES, Fleet, num_tokens, requests_of, wait_for
 
 
@@ -13,6 +16,16 @@ def fleet(request: pytest.FixtureRequest) -> Iterator[Fleet]:
     yield fleet
     for closing in (*fleet.engines, *fleet.servers):
         closing.close()
+
+
+def test_what_keeps_a_server_from_being_used_is_named(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fails(self: ServerReplica) -> object:
+        raise TypeError("an answer of another shape")
+
+    monkeypatch.setattr(ServerReplica, "_identify", fails)
+    (server,) = fleet.serve()
+    with pytest.raises(DeadlineError, match=f"start the servers first. {server.url}: TypeError.*of another shape"):
+        fleet.engine(server, start_s=scaled_s(0.5)).connect()
 
 
 def test_a_request_has_one_stream_after_outages_in_which_its_streams_went_on(fleet: Fleet) -> None:

@@ -95,6 +95,7 @@ def test_every_prompt_is_trained_on_in_order_and_no_token_is_too_old(max_stalene
             batch = run.step()
             ages.append(batch.meta_info["source_metrics"]["training/staleness_max"])
             numbers += numbers_of(batch)
+            assert batch.meta_info["source_metrics"].get("rollout/pending", 0) >= 0
             lengths += response_lengths(batch).tolist()
             versions = batch.tensors["weight_versions"][batch.tensors["weight_versions"] >= 0]
             assert int(versions.max()) <= run.version - 1

@@ -9,6 +9,8 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from rlsys.config.schema.trainer import TrainingConfig
 from rlsys.telemetry.jsonl import read_jsonl
 from rlsys.telemetry.log import setup_logging
@@ -70,6 +72,18 @@ def test_a_full_disk_costs_records_and_never_the_run(tmp_path: Path) -> None:
     assert [e["args"]["step"] for e in events if e["name"] == "step"] == [1, 2, 5, 6]
     assert "update_actor" in (tmp_path / "memory.txt").read_text()
     assert '"steps":[1,2,5,6]' in (tmp_path / "index.html").read_text()
+
+
+def test_a_step_without_an_update_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    reporter = Reporter(TrainingConfig(default_local_dir=str(tmp_path)), {}, num_devices=1)
+    reporter.start(0, 2)
+    for step, skipped in ((1, 0.0), (2, 1.0)):
+        with reporter.stage("step"):
+            reporter.add({"actor/skipped_steps": skipped, "critic/skipped_steps": 0.0})
+        reporter.finish_step(step)
+    reporter.close()
+    (warning,) = [record.getMessage() for record in caplog.records if "not finite" in record.getMessage()]
+    assert warning == "step 2: gradients were not finite, so weights did not change: actor/skipped_steps"
 
 
 def test_files_that_refuse_from_the_start_cost_records_and_never_the_run(tmp_path: Path) -> None:

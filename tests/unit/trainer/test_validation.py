@@ -1,5 +1,6 @@
 """Validation: which prompts are answered how, and what becomes of the answers."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -58,14 +59,20 @@ def test_validation_asks_by_its_own_sampling_and_hands_over_all_answers() -> Non
         ]
     )
     seen, dumped = list[DataProto](), list[tuple[int, int]]()
+    rollout, timer = graded_rollout(seen), StageTimer()
     run = Validation(
-        cfg, prompts_up_to(3), graded_rollout(seen), lambda batch, step: dumped.append((len(batch), step)), seed=1
+        cfg,
+        prompts_up_to(3),
+        replace(rollout, stage=timer),
+        lambda batch, step: dumped.append((len(batch), step)),
+        seed=1,
     )
     metrics = run.run(step=4)
     assert [len(rows) for rows in seen] == [4, 2]
     assert [rows.meta_info["temperature"] for rows in seen] == [0.25, 0.25]
     assert seen[0].meta_info["seed"] != seen[1].meta_info["seed"]
     assert dumped == [(6, 4)]
+    assert set(timer.drain()) == {"testing_gen", "testing_reward"}
     assert metrics["val-core/numbers/acc/mean@2"] == pytest.approx(1 / 6)
 
 
