@@ -171,6 +171,8 @@ async def _draw(session: Session, body: JsonObject, sampled: Sequence[str]) -> l
     most = body.get("max_completion_tokens") or body.get("max_tokens")
     limit: dict[str, object] = {"max_new_tokens": int(most)} if most else {}
     refuse_penalties(body)
+    if body.get("logit_bias") or (body.get("response_format") or {"type": "text"}).get("type") != "text":
+        raise ValueError("logit_bias, or a response_format other than text: answers are drawn from the model as it is")
     limit |= {name: body[name] for name in sampled if body.get(name) is not None}
     return [await session.draw(messages, tools=tools or [], **limit) for _ in range(num_choices)]
 
