@@ -139,8 +139,8 @@ class Reporter:
             **memory_metrics(memory),
             "training/global_step": float(step),
         }
-        if skipped := [name for name, value in self._metrics.items() if name.endswith("/skipped_steps") and value]:
-            log.warning("step %d: gradients were not finite, so weights did not change: %s", step, ", ".join(skipped))
+        if skipped := [f"{name}={n:g}" for name, n in self._metrics.items() if name.endswith("/skipped_steps") and n]:
+            log.warning("step %d: optimizer steps were skipped, gradients are not finite: %s", step, ", ".join(skipped))
         self._metrics = {}
         self._finish_timeline(step, metrics.get("perf/throughput", 0.0))
         self._write_ledger(memory)
