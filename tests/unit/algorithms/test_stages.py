@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlsys.algorithms.advantage import adv_estimator_names, register_adv_est
+from rlsys.algorithms.advantage import adv_estimator_names
 from rlsys.algorithms.kl import KLController
 from rlsys.algorithms.stages import (
     add_selected_tokens,
@@ -84,14 +84,11 @@ def test_every_estimator_runs_on_a_batch(name: str) -> None:
     assert "advantages" not in batch.batch.keys()  # noqa: SIM118
 
 
-def test_an_estimator_must_return_a_number_for_each_token() -> None:
-    @register_adv_est("of_rows")
-    def of_rows(token_level_rewards: Tensor) -> tuple[Tensor, Tensor]:
-        rows = token_level_rewards.sum(dim=1)
-        return rows, rows
-
-    with pytest.raises(ConfigError, match=r"adv_estimator=of_rows returned \[\(4,\), \(4,\)\], not two of \(4, \d\)"):
-        advantages_of(rewards_from_scores(make()), "of_rows")
+def test_an_estimator_must_return_a_number_for_each_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = torch.zeros(4)
+    monkeypatch.setattr("rlsys.algorithms.stages.call_adv_estimator", lambda name, inputs: (rows, rows))
+    with pytest.raises(ConfigError, match=r"adv_estimator=grpo returned \[\(4,\), \(4,\)\], not two of \(4, \d\)"):
+        advantages_of(rewards_from_scores(make()), "grpo")
 
 
 def test_groups_follow_uid_or_else_position() -> None:
