@@ -18,6 +18,8 @@ Generate = Callable[[DataProto], tuple[DataProto, dict[str, float]]]
 """Rows of prompts -> the same rows completed, in order, and metrics."""
 
 VALIDATION_SEED = 1 << 40
+LEVELS = ("replicas_ready", "pending")
+"""Metrics of a fleet that say what is now; the others count what was since its start."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +89,8 @@ def fleet_generate(fleet: RolloutFleet, rows: DataProto) -> tuple[DataProto, dic
 
 
 def new_counts(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
-    """What a fleet's `metrics` have counted since `before`; replicas ready and requests pending are those of now."""
-    return {name: n if name.endswith(("_ready", "/pending")) else n - before.get(name, 0.0) for name, n in now.items()}
+    """What a fleet's `metrics` have counted since `before`; LEVELS are those of now."""
+    return {name: n if name.endswith(LEVELS) else n - before.get(name, 0.0) for name, n in now.items()}
 
 
 def print_answers(batch: DataProto, tokenizer: Tokenizer) -> None:

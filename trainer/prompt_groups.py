@@ -24,7 +24,7 @@ from rlsys.rollout.batch import SEEDS, from_responses, to_requests, with_request
 from rlsys.rollout.partial import PartialResponse
 from rlsys.types import Finish, ModelRequest, ModelResponse
 from rlsys.utils.errors import CheckpointError, ConfigError, RolloutError, raised_as
-from trainer.generation import GradedRollout, meta_of_all_calls
+from trainer.generation import LEVELS, GradedRollout, meta_of_all_calls
 from trainer.source import GroupFilter, Prompts, is_time, too_few_kept
 from trainer.staleness_window import StalenessWindow
 
@@ -350,5 +350,5 @@ def _joined(parts: Sequence[DataProto]) -> DataProto:
 def _reduced(metrics: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """One number of several calls: the largest maximum, the mean of means, the last state, the sum of counts."""
     how: dict[str, Callable[[Sequence[float]], float]] = {"max": max, "mean": fmean}
-    how |= dict.fromkeys(("replicas_ready", "pending"), itemgetter(-1))
+    how |= dict.fromkeys(LEVELS, itemgetter(-1))
     return {name: float(how.get(name.rpartition("/")[2], sum)(values)) for name, values in metrics.items()}

@@ -1,24 +1,17 @@
 """External servers whose health fails while they still answer requests."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from rlsys.fleet.external.server import ServerReplica
 from rlsys.utils.errors import DeadlineError
 from tests.timing import scaled_s
-from tests.unit.fleet.test_external import ENGINES, Fleet, num_tokens, requests_of, wait_for
+from tests.unit.fleet.test_external import Fleet, fleet, num_tokens, requests_of, wait_for  # noqa: F401
 
 
-@pytest.fixture(params=ENGINES)
-def fleet(request: pytest.FixtureRequest) -> Iterator[Fleet]:
-    fleet = Fleet(request.param)
-    yield fleet
-    for closing in (*fleet.engines, *fleet.servers):
-        closing.close()
-
-
-def test_what_keeps_a_server_from_being_used_is_named(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_keeps_a_server_from_being_used_is_named(
+    fleet: Fleet,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def fails(self: ServerReplica) -> object:
         raise TypeError("an answer of another shape")
 
@@ -28,7 +21,9 @@ def test_what_keeps_a_server_from_being_used_is_named(fleet: Fleet, monkeypatch:
         fleet.engine(server, start_s=scaled_s(0.5)).connect()
 
 
-def test_a_request_has_one_stream_after_outages_in_which_its_streams_went_on(fleet: Fleet) -> None:
+def test_a_request_has_one_stream_after_outages_in_which_its_streams_went_on(
+    fleet: Fleet,  # noqa: F811
+) -> None:
     (server,) = fleet.serve()
     fleet.hold(3)
     engine = fleet.engine(server, timeout_s=60)
