@@ -77,6 +77,10 @@ def assemble(
     """Connect weights, rollouts, rewards and data to running groups."""
     rollout, plan = cfg.actor_rollout_ref.rollout, plan_batches(cfg)
     pools = plan.pools
+    moves = residency_moves(cfg, groups, inputs.device, colocated=pools.colocated)
+    residency = Residency(moves, reporter.stage)
+    residency.offload_all()
+    residency.enter(SYNC)  # to connect weights where they will be pushed
     with ExitStack() as stack:
         judge = serve_judge(cfg, groups.judge, stack) if groups.judge is not None else ""
         pool = stack.enter_context(reward_pool(cfg.reward, judge=judge))
@@ -103,10 +107,8 @@ def assemble(
         graded = graded_rollout(cfg, fleet, inputs.tokenizer, pool, stack, reporter.stage)
         source = training_source(cfg, inputs, graded, fleet)
         stack.callback(source.close)
-        moves = residency_moves(cfg, groups, inputs.device, colocated=pools.colocated)
         weights = WeightPush(transfer, fleet, rollout.validate_weight)
-        refill = weights.push_again if Role.Rollout in moves and drops_weights_on_sleep(cfg) else None
-        residency = Residency(moves, reporter.stage, refill)
+        residency.refill = weights.push_again if Role.Rollout in moves and drops_weights_on_sleep(cfg) else None
         longest, probed, rows = cfg.data.max_prompt_length, inputs.train_dataset, inputs.val_dataset
         grader, kl_ctrl, reward_rows = cfg.reward.reward_model, KLController(cfg.algorithm.kl_ctrl), None
         if grader.input_tokenizer is not None:
@@ -151,19 +153,13 @@ def training_source(cfg: PPOConfig, inputs: Inputs, graded: GradedRollout, fleet
 def residency_moves(cfg: PPOConfig, groups: WorkerGroups, device: str, *, colocated: bool) -> dict[Resident, Moves]:
     """What each role does when it enters and leaves the device, as offloading is configured."""
     policy = cfg.actor_rollout_ref
-    actor, ref = policy.actor.shard, policy.ref_shard
-    offloaded = (
-        (Role.Actor, groups.actor, _offloaded(actor)),
-        (Role.Critic, groups.critic, _offloaded(cfg.critic.shard)),
-        (Role.RefPolicy, groups.ref, ("params",) * ref.param_offload),
-        (Role.Teacher, groups.teacher, ("params",) * ref.param_offload),
-    )
 
     def offloads(group: EngineGroup, parts: Sequence[str]) -> Moves:
         return Moves([partial(group.move, parts, device)], [partial(group.move, parts, "cpu")])
 
-    moves: dict[Resident, Moves] = {role: offloads(group, parts) for role, group, parts in offloaded if group and parts}
-    sync = offloads(groups.actor, ("params",)) if actor.param_offload else Moves()
+    held = ((role, getattr(groups, role), parts) for role, parts in offloaded_parts(cfg).items())
+    moves: dict[Resident, Moves] = {role: offloads(group, parts) for role, group, parts in held if group and parts}
+    sync = offloads(groups.actor, ("params",)) if policy.actor.shard.param_offload else Moves()
     if colocated and device.startswith("cuda") and policy.rollout.free_cache_engine:
         assert groups.rollout is not None
         own_pool, everything = cfg.reward.reward_model.enable_resource_pool, ("weights", "kv_cache")
@@ -176,10 +172,16 @@ def residency_moves(cfg: PPOConfig, groups: WorkerGroups, device: str, *, coloca
     return moves
 
 
-def _offloaded(role: FSDPConfig | MegatronConfig) -> tuple[str, ...]:
-    """The parts of a trained role that leave the device while another role runs."""
-    grads = isinstance(role, MegatronConfig) and role.grad_offload
-    return ("params",) * role.param_offload + ("grads",) * grads + ("optimizer",) * role.optimizer_offload
+def offloaded_parts(cfg: PPOConfig) -> dict[Role, tuple[str, ...]]:
+    """The parts of a role that leave the device while another one starts or runs."""
+
+    def parts_of(role: FSDPConfig | MegatronConfig) -> tuple[str, ...]:
+        grads = isinstance(role, MegatronConfig) and role.grad_offload
+        return ("params",) * role.param_offload + ("grads",) * grads + ("optimizer",) * role.optimizer_offload
+
+    policy = cfg.actor_rollout_ref
+    frozen = dict.fromkeys((Role.RefPolicy, Role.Teacher), ("params",) * policy.ref_shard.param_offload)
+    return {Role.Actor: parts_of(policy.actor.shard), Role.Critic: parts_of(cfg.critic.shard), **frozen}
 
 
 def serve_judge(cfg: PPOConfig, group: RolloutGroup, stack: ExitStack) -> str:

@@ -119,12 +119,12 @@ def _build(run: PreparedRun, backend: WorkerBackend, trainer_cls: type[RayPPOTra
     teachers = (tuple(config.teachers.values()), config.teacher_policy, loss.topk if loss and loss.is_topk else 0)
     worker_args: dict[Role, tuple[object, ...]] = {
         Role.Actor: (actor, policy, config.algorithm, for_workers, loss),
-        Role.Rollout: (None if plan.pools.external else worker_class(rollout.name), policy.model, rollout, for_workers),
         Role.Critic: (CriticWorker, config.critic, for_workers),
         Role.RefPolicy: (ReferenceWorker, policy, for_workers),
-        Role.Judge: (grader.rollout.name and worker_class(grader.rollout.name), *judge),
         Role.Teacher: (TeacherWorker, *teachers, for_workers),
         Role.RewardModel: (RewardModelWorker, grader, for_workers),
+        Role.Rollout: (None if plan.pools.external else worker_class(rollout.name), policy.model, rollout, for_workers),
+        Role.Judge: (grader.rollout.name and worker_class(grader.rollout.name), *judge),
     }
     return trainer_cls(
         config,
@@ -167,11 +167,11 @@ def place_roles(config: PPOConfig, plan: BatchPlan, node_size: int) -> tuple[dic
     grading = "reward_model" if pools.reward_model_ranks else "train"
     roles = (
         (Role.Actor, "train", True),
-        (Role.Rollout, "train" if pools.colocated else "rollout", not pools.external),
         (Role.Critic, "train", plan.critic is not None),
         (Role.RefPolicy, "train", plan.use_reference and config.actor_rollout_ref.has_reference_weights),
         (Role.Teacher, "teacher" if pools.teacher_ranks else "train", config.distillation.enabled),
-        (Role.Judge, grading, grader.enable and config.reward.has_judge),
         (Role.RewardModel, grading, grader.enable and not config.reward.has_judge),
+        (Role.Rollout, "train" if pools.colocated else "rollout", not pools.external),
+        (Role.Judge, grading, grader.enable and config.reward.has_judge),
     )
     return {role: pool for role, pool, is_played in roles if is_played}, process_pools(config, node_size)

@@ -171,12 +171,15 @@ def start_groups(
     *,
     group_cls: Callable[..., WorkerGroup],
     deadlines: DeadlinesConfig,
+    offloaded: Mapping[R, Sequence[str]] | None = None,
 ) -> dict[str, Any]:
-    """Start one process group per pool, each process playing all roles of its pool, and load the models.
+    """Start one process group per pool, each process playing all roles of its pool, and load the models in their order.
 
-    Returns a group for each role, to which the caller gives the type of the role's protocol.
+    The parts of a role that are `offloaded` leave the device before the next role loads. Returns a group for each role,
+    to which the caller gives the type of the role's protocol.
     """
     manager.create_resource_pool()
+    leaving = {str(role): parts for role, parts in (offloaded or {}).items()}
     by_pool: dict[str, dict[str, ClassWithInitArgs]] = {}
     for role, worker in workers.items():
         by_pool.setdefault(manager.mapping[role], {})[str(role)] = worker
@@ -189,6 +192,8 @@ def start_groups(
         for name, group in groups.items():
             log.info("loading the model of %s", name)
             group.init_model()
+            if parts := leaving.get(name):
+                group.move(parts, "cpu")
     except BaseException:
         for group in groups.values():
             group.close()

@@ -26,7 +26,7 @@ from rlsys.single_controller.resource_pool import ResourcePoolManager
 from rlsys.telemetry.log import get_logger
 from rlsys.types import TransferReport
 from rlsys.utils.errors import ConfigError, ParityError, RolloutError
-from trainer.assembly import Inputs, TrainerParts, assemble
+from trainer.assembly import Inputs, TrainerParts, assemble, offloaded_parts
 from trainer.checkpoint import TrainerState
 from trainer.dumps import BackgroundDumps, dump, sample_rows
 from trainer.groups import EngineGroup, Role, WorkerGroups, start_groups
@@ -82,8 +82,9 @@ class RayPPOTrainer(CheckpointedLoop):
         self.cfg = config
         train_sampler = train_sampler or create_rl_sampler(config.data, train_dataset)
         self.inputs = Inputs(tokenizer, train_dataset, val_dataset, train_sampler, device_name or "cpu")
+        workers, manager, offloaded = role_worker_mapping, resource_pool_manager, offloaded_parts(config)
         self._start_groups = partial(
-            start_groups, role_worker_mapping, resource_pool_manager, group_cls=ray_worker_group_cls
+            start_groups, workers, manager, group_cls=ray_worker_group_cls, offloaded=offloaded, deadlines=run.deadlines
         )
         self.dumps = BackgroundDumps(run, tokenizer)
         self.total_steps = num_steps(config, train_dataset)
@@ -111,7 +112,7 @@ class RayPPOTrainer(CheckpointedLoop):
         """Start the worker groups, load their models and connect weights, rollouts, rewards and data."""
         self.begin = self.folder.enter_context(run_folder(self.cfg))
         with self.stage("start_workers"):
-            self._groups = WorkerGroups(**self._start_groups(deadlines=self.run.deadlines))
+            self._groups = WorkerGroups(**self._start_groups())
         with self.stage("connect"):
             self._parts = assemble(
                 self.cfg, self._groups, self.inputs, reporter=self.reporter, on_validation=self.dump_validation

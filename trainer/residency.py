@@ -16,7 +16,6 @@ from trainer.groups import Role
 SYNC: Final = "sync"
 Resident = Role | Literal["sync"]
 """Who holds the memory of a shared pool."""
-TRAINED = (Role.Actor, Role.Critic, Role.RefPolicy, Role.Teacher, Role.RewardModel)
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Residency:
     ) -> None:
         """`refill` pushes the served weights again, for a rollout that drops them when it leaves."""
         self._moves: dict[Resident | None, Moves] = {**moves}
-        self._stage, self._refill = stage, refill
+        self._stage, self.refill = stage, refill
         self._lost = False
         self.resident: Resident | None = None
 
@@ -47,18 +46,19 @@ class Residency:
             yield
 
     def offload_all(self) -> None:
-        """Before the first stage: give back what models took when they were loaded, as if each had been resident."""
-        for resident in TRAINED:
+        """Give back what every role holds; `push_weights` comes next."""
+        for resident in Role:
             for move in self._moves.get(resident, Moves()).leave:
                 move()
+        self.resident = None
 
     def enter(self, resident: Resident) -> None:
         """Make `resident` the one that holds memory; to roll out before any weights were pushed is a mistake."""
         if resident == self.resident:
             return
-        if resident is Role.Rollout and self._lost and self._refill is not None:
+        if resident is Role.Rollout and self._lost and self.refill is not None:
             self.enter(SYNC)
-            self._refill()
+            self.refill()
         left = self.resident
         assert (left, resident) != (None, Role.Rollout), "call push_weights() before the rollout is used"
         leave, enter = self._moves.get(left, Moves()).leave, self._moves.get(resident, Moves()).enter

@@ -168,8 +168,7 @@ def reinforce_plus_plus_baseline(
     """REINFORCE++ with baseline (arXiv:2501.03262): minus the group's mean, then whitened over the batch."""
     scores = _outcome(token_level_rewards)
     centred = (scores - group_mean(scores, group_ids)).unsqueeze(1).expand_as(response_mask)
-    advantages = masked_whiten(centred, response_mask) if whiten else centred
-    return _per_token(advantages, response_mask, token_level_rewards)
+    return _per_token(masked_whiten(centred, response_mask) if whiten else centred, response_mask, token_level_rewards)
 
 
 @register_adv_est("remax")
@@ -223,8 +222,7 @@ def gdpo(
     ids = (group_ids.unsqueeze(1) + rows).flatten()
     normalised = _group_normalised(components.flatten(), ids, norm_adv_by_std_in_grpo).view_as(components)
     summed = (normalised @ component_weights.double()).unsqueeze(1).expand_as(response_mask)
-    advantages = masked_whiten(summed, response_mask) if whiten else summed
-    return _per_token(advantages, response_mask, token_level_rewards)
+    return _per_token(masked_whiten(summed, response_mask) if whiten else summed, response_mask, token_level_rewards)
 
 
 @register_adv_est("optimal_token_baseline")

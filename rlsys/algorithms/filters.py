@@ -23,8 +23,7 @@ def overlong_penalty(lengths: Tensor, config: OverlongConfig, *, max_length: int
 
     It reaches `-penalty_factor` at `max_length` tokens.
     """
-    excess = lengths.double() - (max_length - config.len)
-    return (-excess / config.len * config.penalty_factor).clamp(max=0.0)
+    return ((max_length - config.len - lengths.double()) / config.len * config.penalty_factor).clamp(max=0.0)
 
 
 def pf_ppo_rows(scores: Tensor, config: PFPPOConfig, *, seed: int = 0) -> Tensor:

@@ -61,8 +61,7 @@ def rank_in_group(values: Tensor, group_ids: Tensor) -> Tensor:
 
 def second_largest(values: Tensor, group_ids: Tensor) -> Tensor:
     """Second largest value of each row's group (B,); the largest itself for a group of one."""
-    ranks = rank_in_group(values, group_ids)
-    chosen = ranks == (group_count(group_ids).clamp(max=2) - 1)[group_ids]
+    chosen = rank_in_group(values, group_ids) == (group_count(group_ids).clamp(max=2) - 1)[group_ids]
     return group_sum(torch.where(chosen, values, torch.zeros_like(values)), group_ids)[group_ids]
 
 

@@ -31,8 +31,7 @@ def fingerprint(rows: Sequence[Sequence[TokenizedText]]) -> str:
     """Identifies the rows and their order, for the cursor."""
     digest = sha256()
     for text in (text for row in rows for text in row):
-        end = -3 if text.is_desirable else -2
-        digest.update(array("q", [*text.prompt_ids, -1, *text.response_ids, end]).tobytes())
+        digest.update(array("q", [*text.prompt_ids, -1, *text.response_ids, -3 if text.is_desirable else -2]).tobytes())
     return digest.hexdigest()[:16]
 
 

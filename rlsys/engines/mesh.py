@@ -135,8 +135,7 @@ def free_device_memory() -> None:
 def gather_json(value: object, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Every rank's value, in rank order, on every rank; values must be JSON-serialisable."""
     text = json.dumps(value).encode()
-    texts = [text] if dist.get_world_size(group) == 1 else gather_bytes(text, group)
-    return [json.loads(text) for text in texts]
+    return [json.loads(one) for one in ([text] if dist.get_world_size(group) == 1 else gather_bytes(text, group))]
 
 
 def sum_over_ranks(parts: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, tuple[float, float]]:

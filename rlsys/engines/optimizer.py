@@ -60,8 +60,7 @@ class BaseOptimizer(ABC):
         norm, lr = self._gradient_norm(count), lr_at(self.num_steps, self.optim, self.total_steps)
         applied = count > 0 and math.isfinite(norm)
         if applied:
-            clip = min(1.0, self.grad_clip / (norm + 1e-6)) if self.grad_clip > 0 else 1.0
-            self._update(count, clip, lr)
+            self._update(count, min(1.0, self.grad_clip / (norm + 1e-6)) if self.grad_clip > 0 else 1.0, lr)
             self.num_steps += 1
         self.zero_grad()
         return StepReport(norm, lr, applied=applied)

@@ -140,8 +140,8 @@ class MemoryPlan:
 def plan_memory(cfg: PPOConfig, machine: Machine, *, lengths: Lengths | None = None) -> MemoryPlan:
     """The memory of every stage, by default of rows as long as they may be.
 
-    Of pipeline stages the one that needs most is returned. vLLM takes its share of the device, SGLang of what the actor
-    leaves of it. ConfigError for a model without a table.
+    Of pipeline stages the one that needs most is returned. vLLM takes its share of the device, SGLang of what is
+    free when it starts. ConfigError for a model without a table.
     """
     job = PlanInputs(cfg, machine, lengths or Lengths.longest(cfg))
     policy, pools = cfg.actor_rollout_ref.actor, job.plan.pools
@@ -149,7 +149,7 @@ def plan_memory(cfg: PPOConfig, machine: Machine, *, lengths: Lengths | None = N
     for pp_rank in range(policy.megatron.pipeline_model_parallel_size if policy.strategy == "megatron" else 1):
         at_stage = replace(job, pp_rank=pp_rank)
         roles = device_roles(at_stage)
-        engine = _engine(at_stage, roles[0].role.held()) if pools.colocated else {}
+        engine = _engine(at_stage, ro.together([role.waiting() for role in roles])) if pools.colocated else {}
         by_stage.append(_training_stages(at_stage, roles, engine))
     train = max(by_stage, key=lambda stages: max(stage.total for stage in stages))
     return MemoryPlan(train, () if pools.colocated or pools.external else _rollout_stages(_engine(job, {})))
@@ -164,8 +164,12 @@ def _training_stages(job: PlanInputs, roles: list[DeviceRole], engine: ro.Bytes)
     beside = {} if job.device == "cuda" and rollout.free_cache_engine else weights
     first = engine if cache_share_of == "device" else weights
     waiting = [role.waiting() for role in roles]
-    learning = {STAGING: _learning(job) if engine and cache_share_of is not None else 0}
-    stages = [Stage("start", ro.together([*(role.role.held() for role in roles), first, learning]))]
+    learning = _learning(job) if engine and cache_share_of is not None else 0
+    starts = [ro.together([*waiting, first, {STAGING: learning}])]
+    for at, role in enumerate(roles, 1):  # teachers are one role to start
+        loading = [one.role.held() if one.stages[0][0] == role.stages[0][0] else one.waiting() for one in roles[:at]]
+        starts.append(ro.together(loading))
+    stages = [Stage("start", max(starts, key=lambda owners: sum(owners.values())))]
     if engine:
         stages.append(Stage("rollout", ro.together([*waiting, engine])))
     for number, role in enumerate(roles):
@@ -253,10 +257,8 @@ def _export(job: PlanInputs) -> int:
 
 
 def device_roles(job: PlanInputs) -> list[DeviceRole]:
-    """All roles of a training device, the actor first."""
-    roles = [_actor(job), *_reference(job)]
-    if job.plan.critic is not None:
-        roles.append(_critic(job, job.plan.critic))
+    """All roles of a training device, in the order in which they start."""
+    roles = [_actor(job), *([] if job.plan.critic is None else [_critic(job, job.plan.critic)]), *_reference(job)]
     if job.machine.reward_model is not None and not job.plan.pools.reward_model_ranks:
         roles.append(_reward_model(job, job.machine.reward_model))
     return roles

@@ -94,6 +94,10 @@ def test_critic_and_reference_share_the_device_and_leave_it_where_offloaded() ->
         "actor_rollout_ref.ref.fsdp_config.param_offload=true",
     )
     alone = stages(planned(config(*roles, *away), SHAPES["tiny"]))
+    assert alone["start"].bytes == {"parameters": 4 * value, "optimizer": 8 * value}, "one starts after the other"
+    halfway = stages(planned(config(*roles, *away[:2]), SHAPES["tiny"]))
+    held = {"parameters": 4 * (N + value), "optimizer": 8 * value, "rollout weights": 2 * N}
+    assert halfway["start"].bytes == held, "beside the critic and the reference, which stay, the engine starts last"
     assert sum_of(alone["rollout"], "parameters", "optimizer") == 0
     assert sum_of(alone["ref"], "parameters", "optimizer") == 4 * N
     assert sum_of(alone["update_critic"], "parameters", "optimizer") == 12 * value

@@ -36,6 +36,9 @@ class Group:
             raise RuntimeError(f"{self.role} is broken")
         Group.log.append(f"init {self.role}")
 
+    def move(self, parts: tuple[str, ...], device: str) -> None:
+        Group.log.append(f"move {' and '.join(parts)} of {self.role} to {device}")
+
     def save_checkpoint(self, path: str, background: bool = False) -> None:
         Group.log.append(f"save {Path(path).name}")
 
@@ -51,11 +54,12 @@ def empty_log() -> None:
     Group.log, Group.broken = [], ""
 
 
-def start() -> WorkerGroups:
+def start(**offloaded: tuple[str, ...]) -> WorkerGroups:
     mapping = {Role.Actor: "train", Role.Critic: "train", Role.Rollout: "rollout"}
     manager = ResourcePoolManager({"train": [2], "rollout": [1]}, mapping)
     workers = {role: ClassWithInitArgs(object) for role in mapping}
-    groups = start_groups(workers, manager, group_cls=Group, deadlines=DeadlinesConfig())  # pyrefly: ignore[bad-argument-type]
+    leaving = {Role(role): parts for role, parts in offloaded.items()}
+    groups = start_groups(workers, manager, group_cls=Group, deadlines=DeadlinesConfig(), offloaded=leaving)  # pyrefly: ignore[bad-argument-type]
     return WorkerGroups(**groups)
 
 
@@ -65,6 +69,12 @@ def test_roles_of_a_pool_share_its_processes() -> None:
     assert Group.log[2:] == ["init actor", "init critic", "init rollout"]
     assert groups.ref is None
     assert list(groups.trained) == ["actor", "critic"]
+
+
+def test_what_is_offloaded_leaves_before_the_next_role_loads() -> None:
+    start(actor=("params", "optimizer"), critic=(), ref=("params",))
+    loaded = ["init actor", "move params and optimizer of actor to cpu", "init critic", "init rollout"]
+    assert Group.log[2:] == loaded
 
 
 def test_a_group_that_fails_to_load_closes_all() -> None:

@@ -20,11 +20,14 @@ def recorded_moves() -> tuple[Residency, list[str]]:
     return Residency(moves, StageTimer()), done
 
 
-def test_offloading_all_spares_the_rollout() -> None:
+def test_all_roles_leave_and_nothing_is_served_before_the_next_push() -> None:
     residency, done = recorded_moves()
+    residency.enter(SYNC)
     residency.offload_all()
-    assert done == ["leave actor", "leave ref"]
+    assert done == ["enter sync", "leave actor", "leave rollout", "leave ref"]
     assert residency.resident is None
+    with pytest.raises(AssertionError, match=r"call push_weights\(\) before"):
+        residency.enter(Role.Rollout)
 
 
 def test_moves_run_only_when_the_resident_changes() -> None:
