@@ -128,9 +128,10 @@ class WorkerGroups:
     def all(self) -> list[Group]:
         return [group for group in vars(self).values() if group is not None]
 
-    def save(self, folder: Path, *, background: Collection[EngineGroup] = ()) -> None:
-        """Write the trained roles' parts of a checkpoint, those of some groups in the background."""
+    def save(self, folder: Path, enter: Callable[[Role], object], *, background: Collection[EngineGroup] = ()) -> None:
+        """Write the trained roles' parts of a checkpoint, each after `enter`, some in the `background`."""
         for name, group in self.trained.items():
+            enter(Role(name))
             group.save_checkpoint(str(folder / name), group in background)
 
     def load(self, folder: Path) -> None:

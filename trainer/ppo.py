@@ -254,7 +254,7 @@ class RayPPOTrainer(CheckpointedLoop):
 
     def save_parts(self, folder: Path) -> TrainerState:
         self.reporter.best_effort("rollouts", self.dumps.settle)
-        self.groups.save(folder, background=self.saving_groups())
+        self.groups.save(folder, self.parts.steps.residency.enter_to_save, background=self.saving_groups())
         return TrainerState(self.global_step, self.parts.steps.kl_ctrl.state_dict(), self.source.save(folder))
 
     def load_parts(self, folder: Path, state: TrainerState) -> None:

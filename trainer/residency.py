@@ -52,6 +52,11 @@ class Residency:
                 move()
         self.resident = None
 
+    def enter_to_save(self, role: Role) -> None:
+        """Make a role the one that holds memory if it has parts that leave, since those must be back to be saved."""
+        if role in self._moves:
+            self.enter(role)
+
     def enter(self, resident: Resident) -> None:
         """Make `resident` the one that holds memory; to roll out before any weights were pushed is a mistake."""
         if resident == self.resident:

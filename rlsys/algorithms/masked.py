@@ -13,14 +13,12 @@ TensorSums = Mapping[str, tuple[Tensor, Tensor]]
 
 def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Sum of `values` where `mask` is non-zero."""
-    kept = torch.where(mask.bool(), values, torch.zeros((), dtype=values.dtype, device=values.device))
-    return kept.sum() if dim is None else kept.sum(dim)
+    return torch.where(mask.bool(), values, torch.zeros((), dtype=values.dtype, device=values.device)).sum(dim=dim)
 
 
 def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Mean of `values` where `mask` is non-zero; 0 where nothing is."""
-    count = mask.bool().sum() if dim is None else mask.bool().sum(dim)
-    return masked_sum(values, mask, dim) / count.clamp(min=1)
+    return masked_sum(values, mask, dim) / mask.bool().sum(dim=dim).clamp(min=1)
 
 
 def masked_whiten(values: Tensor, mask: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:

@@ -273,11 +273,9 @@ def dppo_kl(
 ) -> PolicyLoss:
     """DPPO-Binary-KL (arXiv:2602.04879): as dppo_tv, with the KL of (this token, any other) as the distance."""
     new, old = log_prob.detach().exp(), old_log_prob.exp()
-    rest = torch.log((1 - old + 1e-8) / (1 - new + 1e-8))
-    distance = old * (old_log_prob - log_prob.detach()) + (1 - old) * rest
+    distance = old * (old_log_prob - log_prob.detach()) + (1 - old) * torch.log((1 - old + 1e-8) / (1 - new + 1e-8))
     rising = (distance <= config.clip_ratio_high) | (new <= old)
-    falling = (distance <= config.clip_ratio_low) | (new >= old)
-    valid = torch.where(advantages > 0, rising, falling)
+    valid = torch.where(advantages > 0, rising, (distance <= config.clip_ratio_low) | (new >= old))
     return _dppo(log_prob, old_log_prob, advantages, response_mask, config, valid)
 
 

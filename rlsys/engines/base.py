@@ -17,10 +17,11 @@ from transformers import PretrainedConfig
 from rlsys.config.schema.model import CheckpointConfig, ModelConfig, PolicyModelConfig
 from rlsys.engines import checkpoint, export
 from rlsys.engines.checkpoint import Saving
+from rlsys.engines.host_offload import HostOffload
 from rlsys.engines.mesh import EngineRanks, gather_json, sum_over_ranks
 from rlsys.engines.micro_batches import MicroBatches, Pack
 from rlsys.engines.optimizer import BaseOptimizer
-from rlsys.interfaces import LossFn, Output, TrainEngine
+from rlsys.interfaces import LossFn, Output, Part, TrainEngine
 from rlsys.models.hf import Head, read_config
 from rlsys.models.lora import LoraSettings, adapter_config, to_saved_name
 from rlsys.models.packing import to_device
@@ -70,6 +71,7 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
         self.load_contents = CONTENTS if checkpoint is None else CONTENTS.intersection(checkpoint.load_contents)
         self._count = 0.0
         self._saving: Saving | None = None
+        self._offload = HostOffload(self._settle)
 
     @torch.no_grad()
     def forward(
@@ -134,7 +136,7 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
     def save(self, path: Path, what: Literal["resume", "export", "adapter"]) -> None:
         """Write a checkpoint atomically; a CheckpointError leaves the one that was there unchanged."""
         path, adapter = Path(path), None
-        with self._on_device():
+        with self._offload.restored():
             if what == "resume":
                 self._begin_save(path).finish()
                 return
@@ -157,7 +159,7 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
     def begin_save(self, path: Path) -> Saving:
         """Write a checkpoint to resume from in the background; what `finish` of the result commits is of now."""
         assert self._saving is None or self._saving.is_written, "the copies are still being written"
-        with self._on_device():
+        with self._offload.restored():
             self._saving = self._begin_save(Path(path), copies=True)
         return self._saving
 
@@ -174,7 +176,7 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
 
     def load(self, path: Path) -> None:
         """Restore what `save(path, "resume")` wrote, on any number of ranks and any layout."""
-        with self._on_device():
+        with self._offload.restored():
             kind = getattr(self.optimizer, "kind", None) if "optimizer" in self.load_contents else None
             header = checkpoint.load(Path(path), self._state(self.load_contents), optimizer=kind)
         if self.optimizer is not None and "optimizer" in self.load_contents:
@@ -184,9 +186,17 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
         """Make this engine's process groups the current ones, for libraries that keep them in globals."""
         return nullcontext()
 
-    def _on_device(self) -> AbstractContextManager[None]:
-        """Bring parts that were moved away back for the duration of a checkpoint."""
-        return nullcontext()
+    def move(self, parts: Sequence[Part], device: str) -> None:
+        """Take the named parts to `device`; on the host they cannot be read."""
+        for part in parts:
+            if device == "cpu" and self.ranks.device.type != "cpu":
+                self._offload.offload(part, self._tensors_of(part))
+            elif device != "cpu":
+                self._offload.restore(part)
+
+    @abstractmethod
+    def _tensors_of(self, part: Part) -> list[Tensor]:
+        """Tensors of a part that are on the device."""
 
     def _share(self, values: Tensor) -> None:
         """Give every rank the outputs that only some have computed, in place."""

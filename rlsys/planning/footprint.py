@@ -284,8 +284,7 @@ def image_bytes(d: Decoder, image_tokens: int, *, c: int, trained: bool, recompu
 
 def head_hidden_bytes(d: Decoder, tokens: int, responses: int, *, c: int, backward: bool) -> int:
     """Final norm and the states that go into the head."""
-    kept = tokens * (8 * d.hidden if backward else 2 * c * d.hidden)
-    return kept + responses * c * d.hidden * (2 if backward else 1)
+    return d.hidden * (tokens * (8 if backward else 2 * c) + responses * c * (2 if backward else 1))
 
 
 def logits_bytes(

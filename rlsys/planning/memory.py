@@ -179,7 +179,8 @@ def _training_stages(job: PlanInputs, roles: list[DeviceRole], engine: ro.Bytes)
             stages.append(Stage(name, ro.together([*others, role.role.held(), passing, beside])))
     synced = ro.together([roles[0].waiting(but=frozenset([ro.PARAMETERS])), *waiting[1:], weights])
     stages.append(Stage("update_weights", ro.together([synced, {STAGING: _staging(job, roles[0].role)}])))
-    stages.append(Stage("save_checkpoint", ro.together([synced, {STAGING: _export(job)}])))
+    saved = [roles[0].role.held(), *waiting[1:], weights, {STAGING: _export(job)}]
+    stages.append(Stage("save_checkpoint", ro.together(saved)))
     if rollout.quantization:
         kept = {FP8_WEIGHTS: _float8_bytes(roles[0].role, job)}
         stages[1:] = [Stage(stage.name, ro.together([stage.bytes, kept])) for stage in stages[1:]]

@@ -92,8 +92,7 @@ def build_reward_manager(cfg: GradedJob, tokenizer: Tokenizer, pool: RewardPool)
         *(tokenizer, pool, reward, cfg.data.reward_fn_key, longest, deadline_s, cfg, 0, _scorer(pool, results)),
         *(kwargs.overlong_buffer_cfg, kwargs.max_resp_len or longest),
     )
-    arguments = dict(zip(ARGUMENTS, values, strict=True)) | (kwargs.model_extra or {})
-    manager = cls(**named_arguments(cls, arguments))
+    manager = cls(**named_arguments(cls, dict(zip(ARGUMENTS, values, strict=True)) | (kwargs.model_extra or {})))
     if hasattr(manager, "grade"):
         return manager
     if hasattr(manager, "run_single") or callable(manager):

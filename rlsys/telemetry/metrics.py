@@ -122,9 +122,7 @@ def _length_metrics(name: str, lengths: "Tensor", width: int) -> dict[str, float
 
 
 def _explained_variance(values: "Tensor", returns: "Tensor") -> float:
-    if returns.numel() < 2:
-        return math.nan
-    return 1.0 - ((returns - values).var() / (returns.var() + 1e-5)).item()
+    return math.nan if returns.numel() < 2 else 1.0 - ((returns - values).var() / (returns.var() + 1e-5)).item()
 
 
 def _reduce(name: str, value: Any) -> float:

@@ -163,7 +163,8 @@ def command_of(system: str, args: argparse.Namespace, folder: Path) -> list[str]
     name = f"{POLICY}.rollout.name={engine}"
     compiled = [f"{POLICY}.actor.fsdp_config.use_torch_compile=true"] * ("compile" in system)
     profiler = ["global_profiler.tool=torch", f"global_profiler.steps=[{steps}]"] * args.profile
-    words = [*common(args, steps), *sizes, *compiled, *profiler, name, "trainer.logger=[jsonl]", out, *args.more]
+    files = ["trainer.logger=[jsonl]", f"{POLICY}.actor.checkpoint.save_contents=[extra]"]  # the peers save nothing
+    words = [*common(args, steps), *sizes, *compiled, *profiler, name, *files, out, *args.more]
     return [python, "-m", "trainer.main_ppo", *words]
 
 

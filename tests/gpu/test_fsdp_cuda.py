@@ -236,7 +236,6 @@ def wander() -> dict[str, Any]:
     full = torch.cuda.memory_allocated()
     moved.move(("params", "optimizer"), "cpu")
     freed = full - torch.cuda.memory_allocated()
-    offloaded = whole(moved)
     moved.move(("params", "optimizer"), f"cuda:{dist.get_rank()}")
     back = torch.cuda.memory_allocated()
     reports.append((train(still), train(moved)))
@@ -246,7 +245,6 @@ def wander() -> dict[str, Any]:
         "freed": freed / (16 * numel),
         "back": abs(back - full) / full,
         "same": same(whole(still), whole(moved)),
-        "offloaded": len(offloaded),
     }
 
 

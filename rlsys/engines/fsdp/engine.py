@@ -1,7 +1,7 @@
 """FSDPEngine: a transformers model trained on FSDP2, on 1..n ranks, on CPU (gloo) or CUDA (NCCL)."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -13,7 +13,7 @@ from rlsys.engines.base import BaseTrainEngine, Counted, Visit
 from rlsys.engines.fsdp import sharding
 from rlsys.engines.fsdp.optim import ShardedOptimizer, full_of, local_of
 from rlsys.engines.fsdp.sharding import FSDPState, parameters_by_name, tied_names
-from rlsys.engines.mesh import Ranks, free_device_memory, make_ranks, max_over_ranks
+from rlsys.engines.mesh import Ranks, make_ranks, max_over_ranks
 from rlsys.engines.micro_batches import MicroBatches, Pack, packs_of, split_rows
 from rlsys.interfaces import Part
 from rlsys.models import lora
@@ -177,20 +177,10 @@ class FSDPEngine(BaseTrainEngine[Ranks, ShardedOptimizer]):
         factors = {name: full_of(p) for name, p in self._factors().items()}
         return self.lora, [name.removesuffix(".weight") for name in self._adapted], factors
 
-    def move(self, parts: Sequence[Part], device: str) -> None:
-        """Take the named parts to `device`; gradients follow their parameters, so "grads" alone moves nothing.
-
-        With offload_policy FSDP2 moves them itself.
-        """
-        if self.shard.offload_policy:
-            return
-        if device == "cpu" != self.ranks.device.type:
-            self._settle()
+    def _tensors_of(self, part: Part) -> list[Tensor]:
+        """Gradients follow their parameters; with offload_policy FSDP2 moves them itself."""
         sharding.reshard(self.model)
-        if "params" in parts:
-            self.model.to(device)
-            if self.optimizer is not None:
-                self.optimizer.rebind()
-        if "optimizer" in parts and self.optimizer is not None:
-            self.optimizer.move(device)
-        free_device_memory()
+        held = [one for p in self.model.parameters() for one in (p, p.grad) if one is not None]
+        if part == "optimizer" and self.optimizer is not None:
+            held = list(self.optimizer.moments().values())
+        return [local_of(one) for one in held if one.device.type == self.ranks.device.type and part != "grads"]

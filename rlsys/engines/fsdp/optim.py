@@ -107,12 +107,6 @@ class ShardedOptimizer(BaseOptimizer):
         for name, local in self._local.items():
             local.data = local_of(self._parameters[name])
 
-    def move(self, device: str) -> None:
-        """Take the moments to `device`."""
-        moved = (one for one in self._optimizers if not isinstance(one, HostAdamW))
-        for state in (state for optimizer in moved for state in optimizer.state.values()):
-            state |= {name: v.to(device, non_blocking=True) for name, v in state.items() if isinstance(v, Tensor)}
-
 
 def adamw(parameters: list[nn.Parameter], optim: OptimConfig) -> torch.optim.Optimizer:
     """torch's fused AdamW with its state made, in host memory with `optimizer_cpu_offload`."""

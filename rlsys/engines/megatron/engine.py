@@ -1,7 +1,7 @@
 """MegatronEngine: a model of Megatron-Core, split by tensors, stages and experts, on CPU (gloo) or CUDA (NCCL)."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ from rlsys.engines.base import BaseTrainEngine, Counted, Visit
 from rlsys.engines.megatron.groups import MegatronRanks, current, make_ranks
 from rlsys.engines.megatron.optim import MegatronAdamW
 from rlsys.engines.megatron.weights import MegatronState, ModelShards
-from rlsys.engines.mesh import free_device_memory, max_over_ranks
+from rlsys.engines.mesh import max_over_ranks
 from rlsys.engines.micro_batches import MicroBatches, Pack, packs_of, split_rows
 from rlsys.interfaces import Output, Part
 from rlsys.models.context import pack_multiple
@@ -109,7 +109,6 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
                 self._state().fill("master", weights)
         self._recorder: RouterReplay | None = None
         self._carried = base if model.path is not None else {}
-        self._offload = HostOffload(self._settle)
 
     @property
     def _weight_dtype(self) -> torch.dtype:
@@ -117,9 +116,6 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
 
     def _own_groups(self) -> AbstractContextManager[None]:
         return current(self.ranks.place.sizes)
-
-    def _on_device(self) -> AbstractContextManager[None]:
-        return self._offload.restored()
 
     def forward(
         self, batch: DataProto, outputs: Sequence[Output], *, temperature: float = 1.0, topk: int = 0
@@ -243,13 +239,6 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
         ranges = self.optimizer.ranges(names) if self.optimizer is not None else []
         return MegatronState(self.held, tuple(ranges), contents)
 
-    def move(self, parts: Sequence[Part], device: str) -> None:
-        for part in parts:
-            if device == "cpu" and self.ranks.device.type != "cpu":
-                self._offload.offload(part, self._tensors_of(part))
-            elif device != "cpu":
-                self._offload.restore(part)
-
     def _tensors_of(self, part: Part) -> list[Tensor]:
         parameters = list(self.held.local().values())
         if part == "params" or self.optimizer is None:
@@ -260,46 +249,3 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
         own = [tensor for part in self._state().ranges for tensor in part.tensors.values()]
         device = self.ranks.device.type
         return [t for t in own if t.device.type == device and t.untyped_storage().data_ptr() not in shared]
-
-
-class HostOffload:
-    """Storages whose contents are on the host, by the name of the part they belong to.
-
-    They are restored in place: every view of a storage stays valid. `settle` is called before memory is freed.
-    """
-
-    def __init__(self, settle: Callable[[], None] = lambda: None) -> None:
-        self._settle = settle
-        self._offloaded: dict[str, list[tuple[torch.UntypedStorage, Tensor]]] = {}
-
-    def offload(self, part: str, tensors: Sequence[Tensor]) -> None:
-        """Copy the memory of `tensors` to the host and free it; a part that is already there stays."""
-        if part in self._offloaded:
-            return
-        self._settle()
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
-        self._offloaded[part] = [(storage, _bytes_of(storage).to("cpu", copy=True)) for storage in storages.values()]
-        for storage in storages.values():
-            storage.resize_(0)
-        free_device_memory()
-
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Restore every part within the block."""
-        offloaded = {part: [storage for storage, _ in saved] for part, saved in self._offloaded.items()}
-        for part in offloaded:
-            self.restore(part)
-        yield
-        for part, storages in offloaded.items():
-            self.offload(part, [_bytes_of(storage) for storage in storages])
-
-    def restore(self, part: str) -> None:
-        """Copy a part back to its device and free the host memory; a part that is not offloaded stays."""
-        for storage, saved in self._offloaded.pop(part, ()):
-            storage.resize_(saved.nbytes)
-            _bytes_of(storage).copy_(saved, non_blocking=True)
-        free_device_memory()
-
-
-def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -311,8 +311,7 @@ def _stage_layers(count: int, sizes: ParallelSizes) -> list[int]:
     fixed = {0: sizes.first_layers, sizes.pp - 1: sizes.last_layers}
     given = {stage: n for stage, n in fixed.items() if n is not None}
     free = sizes.pp - len(given)
-    rest = count - sum(given.values())
-    per_stage = rest // free if free else 0
+    per_stage = (count - sum(given.values())) // free if free else 0
     stages = [given.get(stage, per_stage) for stage in range(sizes.pp)]
     if sum(stages) != count or any(n < 1 or n % sizes.vp for n in stages):
         raise ConfigError(

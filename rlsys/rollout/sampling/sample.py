@@ -126,8 +126,7 @@ def _ban(probs: Tensor, banned: Tensor) -> Tensor:
 def _truncate(probs: Tensor, params: BatchSampling) -> Tensor:
     if params.max_top_k > 0:
         width = min(params.max_top_k, probs.shape[1])
-        top = probs.topk(width, dim=-1).values
-        last = top.gather(1, params.top_k.clamp(1, width)[:, None] - 1)
+        last = probs.topk(width, dim=-1).values.gather(1, params.top_k.clamp(1, width)[:, None] - 1)
         limited = (params.top_k > 0) & (params.top_k <= width)
         probs = torch.where(probs >= torch.where(limited[:, None], last, 0.0), probs, 0.0)
     if params.any_top_p:

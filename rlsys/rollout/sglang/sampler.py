@@ -28,9 +28,7 @@ def request_id(spec: SampleSpec) -> str:
 def spec_of(rid: str) -> SampleSpec | None:
     """The spec in a request id; None for requests that are not ours."""
     number, separator, text = rid.partition(SEPARATOR)
-    if not separator or not number.isdigit():
-        return None
-    return msgspec.json.decode(text, type=SampleSpec)
+    return msgspec.json.decode(text, type=SampleSpec) if separator and number.isdigit() else None
 
 
 class SchedulerSampler:

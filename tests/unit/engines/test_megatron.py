@@ -16,7 +16,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rlsys.config.schema.model import ModelConfig, OptimConfig
-from rlsys.engines.megatron.engine import HostOffload, MegatronEngine
+from rlsys.engines import host_offload
+from rlsys.engines.host_offload import HostOffload
+from rlsys.engines.megatron.engine import MegatronEngine
 from rlsys.engines.megatron.weights import flat_boxes
 from rlsys.engines.micro_batches import MicroBatches
 from rlsys.interfaces import LossSum
@@ -211,6 +213,18 @@ def test_offloaded_memory_is_restored_under_every_view() -> None:
     offload.restore("params")
     assert torch.equal(buffer, expected)
     assert torch.equal(view.flatten(), expected[4:8])
+
+
+def test_what_is_offloaded_fills_blocks_of_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_offload, "PINNED_BYTES", 16)
+    tensors = [torch.randn(n) for n in (7, 1, 0, 9)]
+    expected = [tensor.clone() for tensor in tensors]
+    offload = HostOffload()
+    offload.offload("params", tensors)
+    pieces = [len(piece) for _, held in offload._offloaded["params"] for piece in held]
+    assert pieces == [16, 12, 4, 16, 16, 4], "28, 4, 0 and 36 bytes"
+    offload.restore("params")
+    assert all(torch.equal(*pair) for pair in zip(tensors, expected, strict=True))
 
 
 def test_an_export_restores_parameters_that_are_on_the_host(tmp_path: Path) -> None:

@@ -149,13 +149,26 @@ def test_adamw_on_the_host_steps_like_adamw() -> None:
     assert same(on_host[-1][1], on_device[-1][1])
 
 
-def continued(kind: str, path: Path, tp_size: int = 1) -> tuple[bool, bool, set[str]]:
-    engine = engine_with(kind, tp_size)
+def offload(engine: FSDPEngine) -> int:
+    """As `move` does on a GPU; returns the bytes that stay."""
+    tensors = [tensor for part in ("params", "optimizer") for tensor in engine._tensors_of(part)]
+    for part in ("params", "optimizer"):
+        engine._offload.offload(part, engine._tensors_of(part))
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+def continued(kind: str, path: Path, tp_size: int = 1, away: bool = False) -> tuple[bool, bool, set[str]]:
+    engine, again = engine_with(kind, tp_size), engine_with(kind, tp_size)
     for _ in range(2):
         train(engine)
+    if away:
+        assert offload(engine) == offload(again) == 0
     engine.save(path, "resume")
-    again = engine_with(kind, tp_size)
     again.load(path)
+    if away:
+        for one in (engine, again):
+            assert offload(one) == 0, "the checkpoint leaves it where it was"
+            one.move(("params", "optimizer"), "cuda")  # where it came from
     loaded = same(whole(engine), whole(again))
     for _ in range(2):
         train(engine)
@@ -165,13 +178,17 @@ def continued(kind: str, path: Path, tp_size: int = 1) -> tuple[bool, bool, set[
 
 
 @pytest.mark.parametrize(
-    ("kind", "tp_size"),
-    [*product(["Muon", "AdamW8bit", "host"], [1]), pytest.param("AdamW8bit", 2, marks=pytest.mark.slow)],
+    ("kind", "tp_size", "away"),
+    [
+        *product(["Muon", "AdamW8bit", "host"], [1], [False]),
+        *product(["Muon", "AdamW8bit", "AdamW"], [1], [True]),
+        pytest.param("AdamW8bit", 2, True, marks=pytest.mark.slow),
+    ],
 )
-def test_a_checkpoint_continues_each_optimizer_to_the_bit(kind: str, tp_size: int, tmp_path: Path) -> None:
+def test_a_checkpoint_continues_each_optimizer_to_the_bit(kind: str, tp_size: int, away: bool, tmp_path: Path) -> None:
     if kind == "AdamW8bit":
         pytest.importorskip("bitsandbytes")
-    for loaded, equal, dtypes in run_ranks(2 * tp_size, continued, kind, tmp_path / "step_1", tp_size):
+    for loaded, equal, dtypes in run_ranks(2 * tp_size, continued, kind, tmp_path / "step_1", tp_size, away):
         assert loaded
         assert equal
         assert ("torch.uint8" in dtypes) == (kind == "AdamW8bit")

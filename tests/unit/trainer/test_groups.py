@@ -87,9 +87,17 @@ def test_a_group_that_fails_to_load_closes_all() -> None:
 def test_only_trained_roles_are_saved_and_all_are_closed(tmp_path: Path) -> None:
     groups = start()
     Group.log.clear()
-    groups.save(tmp_path)
+    groups.save(tmp_path, lambda role: Group.log.append(f"enter {role}"))
     groups.close()
-    assert Group.log == ["save actor", "save critic", "close actor", "close rollout", "close critic"]
+    assert Group.log == [
+        "enter actor",
+        "save actor",
+        "enter critic",
+        "save critic",
+        "close actor",
+        "close rollout",
+        "close critic",
+    ]
 
 
 def test_stages_have_the_deadline_of_their_kind() -> None:
