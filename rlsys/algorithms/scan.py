@@ -36,9 +36,7 @@ def packed_columns(mask: Tensor) -> Tensor | None:
 def pack(values: Tensor, mask: Tensor, columns: Tensor | None) -> Tensor:
     """Counting tokens moved to the left of their rows, 0 behind them."""
     kept = torch.where(mask.bool(), values, torch.zeros_like(values))
-    if columns is None:
-        return kept
-    return torch.zeros_like(pad(values, (0, 1))).scatter(1, columns, kept)[:, :-1]
+    return kept if columns is None else torch.zeros_like(pad(values, (0, 1))).scatter(1, columns, kept)[:, :-1]
 
 
 def unpack(values: Tensor, mask: Tensor, columns: Tensor | None) -> Tensor:

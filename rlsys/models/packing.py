@@ -72,8 +72,7 @@ def token_rows(batch: Mapping[str, Tensor]) -> TokenRows:
     orphans = (mask[:, : mask.shape[1] - response_length].sum(dim=1) == 0) & response.any(dim=1)
     if orphans.any():
         raise ValueError(f"rows {orphans.nonzero()[:, 0].tolist()} have a response but an empty prompt")
-    index = mask.flatten().cumsum(0).view(mask.shape) - 1
-    at = index[:, mask.shape[1] - response_length :][response]
+    at = (mask.flatten().cumsum(0).view(mask.shape) - 1)[:, mask.shape[1] - response_length :][response]
     if not mask.any():
         return empty_rows(mask.device, len(mask), response_length)
     token_ids, teacher_ids = batch["input_ids"][mask], batch.get("teacher_ids")

@@ -15,7 +15,7 @@ from rlsys.single_controller.local import LocalWorkerGroup
 from rlsys.single_controller.resource_pool import ResourcePool
 from rlsys.utils.errors import WorkerError
 from workers.build import EngineRun
-from workers.rollout import HFRolloutWorker
+from workers.rollout import MANY_OBJECTS, HFRolloutWorker
 
 
 class Unbuilt(HFRolloutWorker):
@@ -36,6 +36,23 @@ def test_a_group_generates_sequences_without_a_fleet() -> None:
     assert first.tensors["responses"].shape == (2, 4)
     assert torch.equal(first.tensors["prompts"], ids)
     assert torch.equal(first.tensors["responses"], again.tensors["responses"])
+
+
+def test_an_engine_that_sleeps_spares_collections_what_was_compiled_since() -> None:
+    model, run = PolicyModelConfig(path=str(START_MODEL)), EngineRun(device="cpu", nccl_timeout_s=60.0)
+    cls = ClassWithInitArgs(HFRolloutWorker, model, RolloutConfig(), run, "auto")
+    frozen = gc.get_freeze_count()
+    with LocalWorkerGroup(ResourcePool([1]), cls) as group:
+        group.init_model()
+        kept = [[number] for number in range(MANY_OBJECTS)]
+        group.sleep(("weights", "kv_cache"))
+        assert len(gc.get_objects()) < MANY_OBJECTS / 2
+        before = gc.get_freeze_count()
+        few = [[number] for number in range(100)]
+        group.sleep(("weights", "kv_cache"))
+        assert gc.get_freeze_count() == before, "a few are not worth it, and might be garbage one day"
+    assert len(kept) + len(few) > MANY_OBJECTS
+    assert gc.get_freeze_count() <= frozen, "what was frozen may be collected again"
 
 
 def test_garbage_is_collected_again_in_a_process_whose_engine_failed_to_start() -> None:
