@@ -41,6 +41,16 @@ def test_moves_run_only_when_the_resident_changes() -> None:
         recorded_moves()[0].enter(Role.Rollout)
 
 
+def test_only_a_role_with_parts_on_the_host_enters_to_be_saved() -> None:
+    residency, done = recorded_moves()
+    residency.enter(SYNC)
+    done.clear()
+    residency.enter_to_save(Role.Critic)
+    assert (residency.resident, done) == (SYNC, [])
+    residency.enter_to_save(Role.Actor)
+    assert (residency.resident, done) == (Role.Actor, ["leave sync", "enter actor"])
+
+
 def test_a_rollout_without_weights_gets_them_again_before_it_serves_unless_new_ones_came() -> None:
     done: list[str] = []
     moves = {h: Moves([partial(done.append, f"enter {h}")]) for h in (Role.Actor, Role.Rollout, SYNC)}
