@@ -140,8 +140,7 @@ class CheckpointStore:
 
     def prune(self, newest: int) -> None:
         """Remove the checkpoints before `newest` that are not to be kept."""
-        saved = (int(m[1]) for p in self.root.iterdir() if (m := _STEP_DIR.fullmatch(p.name)))
-        steps = sorted((step for step in saved if step <= newest), reverse=True)
+        steps = [step for step in steps_in(self.root) if step <= newest]
         for role, keep in self._keep.items():
             for step in steps[keep:] if keep is not None else []:
                 shutil.rmtree(self.path(step) / role, ignore_errors=True)
@@ -166,6 +165,19 @@ class CheckpointStore:
         return path
 
 
+def steps_in(root: Path) -> list[int]:
+    """The steps of the checkpoints in a run's folder, the newest first."""
+    return sorted((int(m[1]) for p in root.iterdir() if (m := _STEP_DIR.fullmatch(p.name))), reverse=True)
+
+
+def without(folder: Path) -> str:
+    """The message for a checkpoint that cannot be loaded: it names the newest other one with the same parts."""
+    paths = (folder.parent / f"global_step_{step}" for step in steps_in(folder.parent))
+    others = [str(p) for p in paths if p != folder and all((p / part.name).exists() for part in folder.iterdir())]
+    instead = f"resume_mode=resume_path trainer.resume_from_path={others[0]}" if others else "resume_mode=disable"
+    return f"{folder} cannot be loaded; to do without it set trainer.{instead}"
+
+
 def save_state(folder: Path, state: TrainerState) -> None:
     """Write the controller's part of a checkpoint."""
     record = asdict(state)
@@ -177,7 +189,7 @@ def save_state(folder: Path, state: TrainerState) -> None:
 
 def load_state(folder: Path) -> TrainerState:
     """Read what `save_state` wrote; CheckpointError names a damaged file."""
-    with raised_as(CheckpointError, f"{folder}: {STATE} or {DATA} is damaged"):
+    with raised_as(CheckpointError, f"{without(folder)}: {STATE} or {DATA} is damaged"):
         record = read_checked_json(folder / STATE)
         if record.pop("data_blake2b") != digest_of((folder / DATA).read_bytes()):
             raise ValueError(f"the checksum of {DATA} is not the one that was saved")

@@ -107,9 +107,7 @@ def read_conversations(values: Mapping[str, object], config: SupervisedDataConfi
     return [[*prompt, *_answer(values[key], key)] for (key,) in (need.columns for need in needs[1:])]
 
 
-def encode(
-    tokenizer: Tokenizer, messages: Messages, config: SupervisedDataConfig, num_prompt: int = 0
-) -> TokenizedText:
+def encode(tokenizer: Tokenizer, messages: Messages, config: SupervisedDataConfig, num_prompt: int) -> TokenizedText:
     """Tokens of a conversation within `max_length`, of which the first `num_prompt` messages are not learnt.
 
     Raises ValueError when nothing to learn is left.

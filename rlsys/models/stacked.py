@@ -43,11 +43,9 @@ def saved_shapes(name: str, shape: Sequence[int], stacks: Stacks) -> dict[str, t
 
 def shards_of(parts: Parts, held: Box, shape: Sequence[int]) -> Iterator[Shard]:
     """A rank's part `held` of a stack of this shape (its entries, or rows of each) as boxes of its `parts`."""
-    is_stack, width = len(held.shape) == STACK_DIMS, held.shape[-1:] if len(held.shape) > 1 else ()
-    rows, above, own = (
-        (shape[1], held.start[1], held.shape[1]) if is_stack else (shape[0], held.start[0], held.shape[0])
-    )
-    (first, count), zeros = (held.start[0], held.shape[0]) if is_stack else (0, 1), (0,) * len(width)
+    axis, width = int(len(held.shape) == STACK_DIMS), held.shape[-1:] if len(held.shape) > 1 else ()
+    rows, above, own = shape[axis], held.start[axis], held.shape[axis]
+    (first, count), zeros = (held.start[0], held.shape[0]) if axis else (0, 1), (0,) * len(width)
     for saved, part in parts.items():
         if part.is_whole and held.shape[0]:
             yield Shard(Box(saved, held.start, held.shape), held.tensor, (0,) * len(held.shape))
@@ -57,7 +55,7 @@ def shards_of(parts: Parts, held: Box, shape: Sequence[int]) -> Iterator[Shard]:
             begin = entry * rows + above
             low, high = max(begin, part.start), min(begin + own, end)
             if low < high:
-                place = (entry - first, low - begin) if is_stack else (low - begin,)
+                place = (entry - first, low - begin) if axis else (low - begin,)
                 yield Shard(Box(saved, (low - part.start, *zeros), (high - low, *width)), held.tensor, (*place, *zeros))
 
 

@@ -166,8 +166,7 @@ def embed(model: VisionModel, token_ids: Tensor, images: PackedImages) -> Embedd
     features, *deep = image_features(model, images.tensors)
     tokens = model.get_input_embeddings()(token_ids)
     if not len(images.places):
-        unused = sum((part.sum() for part in deep), features.sum()) * 0.0
-        return Embedded(tokens + unused.to(tokens.dtype), images)
+        return Embedded(tokens + (sum((part.sum() for part in deep), features.sum()) * 0.0).to(tokens.dtype), images)
     tokens = tokens.index_put((images.places,), features.to(tokens.dtype)[images.numbers])
     return Embedded(tokens, images, deep)
 

@@ -259,8 +259,7 @@ def layer_saved_bytes(
 
 def layer_passing_bytes(d: Blocks, tokens: int, *, c: int, tp: int = 1, backward: bool) -> int:
     """What comes and goes inside one layer: gradients of the MLP and a norm, or activations that are not kept."""
-    ffn = (2 if backward else 3) * d.ffn // tp
-    return tokens * (c * ffn + 8 * d.hidden + (0 if backward else c * 2 * d.hidden))
+    return tokens * (c * ((2 if backward else 3) * d.ffn // tp) + 8 * d.hidden + (0 if backward else c * 2 * d.hidden))
 
 
 def checkpoint_bytes(d: Blocks, tokens: int, *, c: int) -> int:

@@ -198,6 +198,8 @@ def test_a_run_continues_from_the_checkpoint_before_a_damaged_one(
     saved(job.out)
     (job.out / name).write_bytes(b"")
     older = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={job.out}/global_step_1")
+    if name != POINTER:
+        assert_one_error(job.run(), 1, "cannot be loaded", *older)
     assert job.run(*older).status == 0
     assert [line["step"] for line in job.metrics()] == [1, 2, 3]
     assert (job.out / POINTER).read_text() == "3"
