@@ -167,10 +167,10 @@ class CheckpointStore:
 
 def steps_in(root: Path) -> list[int]:
     """The steps of the checkpoints in a run's folder, the newest first."""
-    return sorted((int(m[1]) for p in root.iterdir() if (m := _STEP_DIR.fullmatch(p.name))), reverse=True)
+    return sorted((int(m[1]) for p in root.glob("global_step_*") if (m := _STEP_DIR.fullmatch(p.name))), reverse=True)
 
 
-def without(folder: Path) -> str:
+def load_failure(folder: Path) -> str:
     """The message for a checkpoint that cannot be loaded: it names the newest other one with the same parts."""
     paths = (folder.parent / f"global_step_{step}" for step in steps_in(folder.parent))
     others = [str(p) for p in paths if p != folder and all((p / part.name).exists() for part in folder.iterdir())]
@@ -189,7 +189,7 @@ def save_state(folder: Path, state: TrainerState) -> None:
 
 def load_state(folder: Path) -> TrainerState:
     """Read what `save_state` wrote; CheckpointError names a damaged file."""
-    with raised_as(CheckpointError, f"{without(folder)}: {STATE} or {DATA} is damaged"):
+    with raised_as(CheckpointError, f"{load_failure(folder)}: {STATE} or {DATA} is damaged"):
         record = read_checked_json(folder / STATE)
         if record.pop("data_blake2b") != digest_of((folder / DATA).read_bytes()):
             raise ValueError(f"the checksum of {DATA} is not the one that was saved")

@@ -9,7 +9,7 @@ from pathlib import Path
 from rlsys.config.schema.trainer import ProfilerConfig, TrainingConfig
 from rlsys.telemetry.log import get_logger
 from rlsys.utils.errors import CheckpointError, DeadlineError, WorkerError, raised_as
-from trainer.checkpoint import CheckpointStore, TrainerState, load_state, save_state, without
+from trainer.checkpoint import CheckpointStore, TrainerState, load_failure, load_state, save_state
 from trainer.groups import EngineGroup, Group
 from trainer.reporting import Reporter
 from trainer.run_folder import Begin
@@ -122,7 +122,7 @@ class CheckpointedLoop(ABC):
         if (folder := self.store.to_resume(self.run.resume_mode, self.run.resume_from_path)) is not None:
             with self.stage("load_checkpoint"):
                 state = load_state(folder)
-                with raised_as(CheckpointError, without(folder), CheckpointError):
+                with raised_as(CheckpointError, load_failure(folder), CheckpointError):
                     self.load_parts(folder, state)
                 self.global_step = state.global_step
             log.info("resumed from %s", folder)

@@ -181,6 +181,6 @@ class FSDPEngine(BaseTrainEngine[Ranks, ShardedOptimizer]):
         """Gradients follow their parameters; with offload_policy FSDP2 moves them itself."""
         sharding.reshard(self.model)
         held = [one for p in self.model.parameters() for one in (p, p.grad) if one is not None]
-        if part == "optimizer" and self.optimizer is not None:
-            held = list(self.optimizer.moments().values())
-        return [local_of(one) for one in held if one.device.type == self.ranks.device.type and part != "grads"]
+        if part != "params":
+            held = list(self.optimizer.moments().values()) if part == "optimizer" and self.optimizer is not None else []
+        return [local_of(one) for one in held if one.device.type == self.ranks.device.type]

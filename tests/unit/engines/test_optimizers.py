@@ -157,6 +157,18 @@ def offload(engine: FSDPEngine) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
+def of_a_frozen_engine() -> tuple[int, int, int]:
+    engine = small_engine(random_model(WIDE), optim=None)
+    held, *none = (len(engine._tensors_of(part)) for part in ("params", "optimizer", "grads"))
+    return held, *none
+
+
+def test_an_engine_without_an_optimizer_has_only_parameters_to_offload() -> None:
+    ((params, moments, grads),) = run_ranks(1, of_a_frozen_engine)
+    assert params > 0
+    assert moments == grads == 0
+
+
 def continued(kind: str, path: Path, tp_size: int = 1, away: bool = False) -> tuple[bool, bool, set[str]]:
     engine, again = engine_with(kind, tp_size), engine_with(kind, tp_size)
     for _ in range(2):
