@@ -28,7 +28,7 @@ from rlsys.protocol import DataProto
 from rlsys.rollout.base import EngineContext
 from rlsys.rollout.batch import generate_sequences
 from rlsys.rollout.hf.engine import HFRollout
-from rlsys.weights.executors.in_process import reshard_local
+from rlsys.weights.executors.in_process import LocalReshard
 
 B, G, P, R = 32, 8, 16, 8
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
@@ -86,7 +86,7 @@ def policy_loss(outputs: Mapping[str, Tensor], rows: TensorDict) -> LossSum:
 
 
 def train_step(
-    step: int, engine: FSDPEngine, rollout: HFRollout, tokenizer: PreTrainedTokenizerBase
+    step: int, engine: FSDPEngine, rollout: HFRollout, weights: LocalReshard, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, float]:
     """One step of GRPO with two optimizer steps; returns its metrics."""
     prompts, answers = zip(*questions(step), strict=True)
@@ -102,7 +102,7 @@ def train_step(
         metrics = engine.forward_backward(mini_batch, policy_loss, temperature=TEMPERATURE)
         metrics["grad_norm"] = engine.optim_step().grad_norm
 
-    reshard_local(engine, rollout, version=step)
+    weights.push(step)
     return {"reward": scores.mean().item(), **metrics}
 
 
@@ -126,9 +126,10 @@ def main() -> None:
     rollout = HFRollout.from_path(
         str(args.model), GenerationConfig(max_num_seqs=B * G), EngineContext(load_format="dummy")
     )
-    reshard_local(engine, rollout, version=0)
+    weights = LocalReshard(engine, rollout)
+    weights.push(0)
     for step in range(1, args.steps + 1):
-        metrics = train_step(step, engine, rollout, tokenizer)
+        metrics = train_step(step, engine, rollout, weights, tokenizer)
         print(f"step {step}: " + "  ".join(f"{name} {value:.3f}" for name, value in metrics.items()), flush=True)
     if args.out is not None:
         engine.save(args.out, "export")

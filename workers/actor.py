@@ -1,5 +1,7 @@
 """The actor: the policy that is trained. Also the reference where LoRA leaves the base weights untouched."""
 
+from functools import cached_property
+
 from rlsys.config.schema.actor import ActorRolloutRefConfig
 from rlsys.config.schema.algorithm import AlgorithmConfig, DistillationLossConfig
 from rlsys.protocol import DataProto
@@ -7,7 +9,7 @@ from rlsys.roles.actor import PPOActor
 from rlsys.single_controller.dispatch import Dispatch, register
 from rlsys.types import TransferReport
 from rlsys.weights.endpoints import WeightSender
-from rlsys.weights.executors.in_process import reshard_local
+from rlsys.weights.executors.in_process import LocalReshard
 from workers.base import BY_MESH, EngineWorker
 from workers.build import EngineRun, build_actor_engine, make_mfu_meter
 from workers.colocated import local_rollout
@@ -64,5 +66,8 @@ class ActorWorker(EngineWorker, WeightSender):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def reshard_weights(self, version: int) -> TransferReport:
         """Copy the weights into the rollout engine of the same process."""
-        bucket_bytes = self.cfg.rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
-        return reshard_local(self.engine, local_rollout(), version=version, bucket_bytes=bucket_bytes)
+        return self._local.push(version)
+
+    @cached_property
+    def _local(self) -> LocalReshard:
+        return LocalReshard(self.engine, local_rollout(), offloads=self.cfg.model.has_adapters)

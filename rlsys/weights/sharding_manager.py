@@ -17,6 +17,7 @@ from rlsys.weights.executors.gather import GatherExecutor
 from rlsys.weights.executors.in_process import LocalExecutor
 from rlsys.weights.executors.nccl import NcclExecutor
 from rlsys.weights.fp8 import float8_shapes
+from rlsys.weights.layout import missing_boxes
 from rlsys.weights.plan import resolve_names, source_dtypes
 from rlsys.weights.verify import TensorCheck, compare_checksums, write_report
 
@@ -40,11 +41,11 @@ class ShardingManager:
 
     `executor`: "shm" engines copy from a snapshot in shared memory of one host; "ipc" engines copy from the trainer's
     own memory, between hosts through its ranks on each; "nccl" the trainer sends, over NCCL or gloo; "disk" a directory
-    for each version below `disk_root`; "gather" full tensors through the engines' loaders; "local" each
-    process holds a worker of both groups. "auto" chooses by where the ranks are (see `choose`). Every call returns
-    or raises within `deadline_s`; after a failed push the engines that did not complete it stay quarantined until the
-    next good one. `validate` writes into `report_dir`. With `offloads` the memory that the trainer gives from is
-    freed between two pushes.
+    for each version below `disk_root`; "gather" full tensors through the engines' loaders; "local" each process holds a
+    worker of both groups, "gather" where its trainer has not the whole model. "auto" chooses by where the ranks are
+    (see `choose`). Every call returns or raises within `deadline_s`; after a failed push the engines that did not
+    complete it stay quarantined until the next good one. `validate` writes into `report_dir`. With `offloads` the
+    memory that the trainer gives from is freed between two pushes.
     """
 
     def __init__(
@@ -86,6 +87,8 @@ class ShardingManager:
             self._layouts = _by_group_rank(trainers), engines
             if self._is_auto:
                 self.executor = choose(*self._layouts)
+            if self.executor == "local" and any(missing_boxes([layout]) for layout in trainers):
+                self.executor = "gather"
             transport = EXECUTORS[self.executor](self.source, self.destination, self._options)
             transport.connect(*self._layouts, remaining_s)
             if transport.unused:

@@ -30,7 +30,7 @@ from rlsys.rollout.hf.engine import HFRollout
 from rlsys.types import Box, ModelRequest, SamplingParams, Shard, TransferReport, WeightLayout
 from rlsys.utils.errors import DeadlineError, WeightTransferError
 from rlsys.weights.endpoints import WeightReceiver, WeightSender
-from rlsys.weights.executors.in_process import reshard_local
+from rlsys.weights.executors.in_process import LocalReshard
 from rlsys.weights.sharding_manager import FSDPHFShardingManager, ShardingManager, choose
 from tests.timing import scaled_s
 
@@ -134,7 +134,7 @@ class TrainerWorker(WeightSender, Worker):
 
     def step_in_place(self) -> None:
         """Change the weights where they are."""
-        for tensor in self.trainer.tensors.values():
+        for tensor in (*self.trainer.tensors.values(), *self.trainer.full.values()):
             tensor.add_(1.0)
 
 
@@ -181,14 +181,16 @@ class RolloutWorker(WeightReceiver, Worker):
 
 
 class ColocatedWorker:
-    """A process with a worker of each role."""
+    """A process with a worker of each role; the trainer's has the whole model, or a shard."""
 
-    def __init__(self, rank: int, world_size: int, dtype: torch.dtype) -> None:
-        self.trainer, self.rollout = TrainerWorker(rank, world_size), RolloutWorker(rank, dtype)
+    def __init__(self, rank: int, num_shards: int, dtype: torch.dtype) -> None:
+        self.trainer, self.rollout = TrainerWorker(rank % num_shards, num_shards), RolloutWorker(rank, dtype)
+        self.local: LocalReshard | None = None
 
     def call(self, role: str, method: str, *args: Any) -> Any:
         if method == "reshard_weights":
-            return reshard_local(self.trainer.engine, self.rollout.engine, version=args[0], bucket_bytes=1000)
+            self.local = self.local or LocalReshard(self.trainer.engine, self.rollout.engine)
+            return self.local.push(*args)
         return getattr(getattr(self, role), method)(*args)
 
 
@@ -325,8 +327,10 @@ class RoleGroup(PipeGroup):
         return super().execute_rank_async(rank, "call", self.role, method, *args)
 
 
-def local_bench(stack: ExitStack, num_trainers: int, num_rollouts: int, dtype: torch.dtype, deadline_s: float) -> Bench:
-    builds = [lambda r=r: ColocatedWorker(r, num_trainers, dtype) for r in range(num_trainers)]
+def local_bench(
+    stack: ExitStack, num_trainers: int, num_rollouts: int, dtype: torch.dtype, deadline_s: float, num_shards: int = 1
+) -> Bench:
+    builds = [lambda r=r: ColocatedWorker(r, num_shards, dtype) for r in range(num_trainers)]
     group = PipeGroup("colocated", builds)
     stack.callback(group.close)
     trainers, rollouts = RoleGroup(group, "trainer"), RoleGroup(group, "rollout")
@@ -386,6 +390,24 @@ def test_a_push_brings_every_engine_to_the_trainers_weights(executor: str, num_t
         assert all(0 < report.seconds < scaled_s(20) for report in reports)
         manager.close()
         manager.close()
+
+
+def test_shards_beside_engines_are_gathered() -> None:
+    with ExitStack() as stack:
+        bench = local_bench(stack, 2, 2, torch.float32, scaled_s(20.0), num_shards=2)
+        bench.manager.connect()
+        assert bench.manager.push(1).executor == "gather"
+        assert_serves(bench, 0, 1)
+
+
+def test_weights_that_change_where_they_are_are_copied_again(executor: str) -> None:
+    with bench_of(executor) as bench:
+        checksums = [bench.manager.push(1).checksum]
+        for step in (2, 3):
+            bench.trainers.all("step_in_place")
+            checksums.append(bench.manager.push(step).checksum)
+            assert all(check.equal for check in bench.manager.validate())
+        assert len({*checksums}) == 3
 
 
 def test_the_checksum_does_not_depend_on_the_executor() -> None:

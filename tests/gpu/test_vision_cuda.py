@@ -80,7 +80,7 @@ def test_packed_rows_on_cuda_have_the_log_probs_of_the_cpu(family: str, dtype: s
 def served(path: Path, family: str) -> list[float]:
     """Mean differences of drawn and of scored log-probs under the first weights, and after two pushes in place."""
     from rlsys.rollout.vllm.engine import VLLMRollout
-    from rlsys.weights.executors.in_process import reshard_local
+    from rlsys.weights.executors.in_process import LocalReshard
     from workers.colocated import learn_engine_layout
 
     config = wide(MODELS[family], head_dim=64)
@@ -95,7 +95,7 @@ def served(path: Path, family: str) -> list[float]:
         model = random_model(config, seed=seed, has_twin=True)
         if version:
             pushed = random_model(config, seed=seed, has_twin=True).to(torch.bfloat16).cuda()
-            reshard_local(HFRollout(pushed), engine, version=version)  # type: ignore[arg-type]
+            LocalReshard(HFRollout(pushed), engine).push(version)  # type: ignore[arg-type]
         rows = vision_rows(config).repeat(2)
         prompts = rows.select(["prompts", "attention_mask"], [IMAGES])
         prompts.meta_info = dict(META)

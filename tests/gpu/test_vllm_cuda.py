@@ -15,7 +15,7 @@ from rlsys.rollout.base import EngineContext
 from rlsys.rollout.hf.engine import HFRollout
 from rlsys.telemetry.memory import snapshot
 from rlsys.types import ModelRequest, ModelResponse, SamplingParams, TransferReport
-from rlsys.weights.executors.in_process import reshard_local
+from rlsys.weights.executors.in_process import LocalReshard
 from tests.e2e.conftest import GPU_CACHE_BYTES, Toy, toy, two_stages  # noqa: F401
 from tests.ranks import run_ranks
 from trainer.main_ppo import main
@@ -79,7 +79,7 @@ def serve(path: Path, first_one: bool, runner: str) -> dict[str, Any]:
     result: dict[str, Any] = {"before": apart(first, engine.generate(requests_of(8))), "drawn": drawn(engine)}
     learn_engine_layout(engine.weights, keep=True)  # type: ignore[arg-type]
     result["kept"] = apart(first, engine.generate(requests_of(8)))
-    report: TransferReport | Any = reshard_local(Trainer(second), engine, version=7)  # type: ignore[arg-type]
+    report: TransferReport | Any = LocalReshard(Trainer(second), engine).push(7)  # type: ignore[arg-type]
     answers = engine.generate(requests_of(8))
     result["pushed"], result["bytes"] = apart(second, answers), report.num_bytes
     result["loader"] = engine.weight_layout().loader
@@ -92,7 +92,7 @@ def serve(path: Path, first_one: bool, runner: str) -> dict[str, Any]:
     engine.wake(["weights"])
     result["quarantined"] = engine.health()["quarantined"]
     if not offload_on_sleep:
-        reshard_local(Trainer(second), engine, version=7)  # type: ignore[arg-type]
+        LocalReshard(Trainer(second), engine).push(7)  # type: ignore[arg-type]
     engine.wake(["kv_cache"])
     result["same"] = [a.output_tokens for a in engine.generate(requests_of(8))] == [a.output_tokens for a in answers]
     result["version"] = answers[0].version

@@ -39,7 +39,7 @@ class WeightGroup(Protocol):
     """A group of workers as the sharding manager calls it; a WorkerGroup is one.
 
     Trainer workers have the methods of `WeightSender`, rollout workers those of `WeightReceiver`. Trainer workers in
-    one process with a rollout engine also have `reshard_weights(version)`: `reshard_local`.
+    one process with a rollout engine also have `reshard_weights(version)`, see `LocalReshard`.
     """
 
     @property

@@ -1,67 +1,58 @@
-"""The local executor: trainer engine and rollout engine are in the same process.
-
-Where this rank holds the whole model, tensors are copied by plan; otherwise the trainer's ranks gather bucket by bucket
-(collective: every rank takes part) and each loads its own rollout engine.
-"""
+"""The local executor: trainer engine, which has the whole model, and rollout engine are in the same process."""
 
 import time
 
+import numpy as np
 import torch
 
 from rlsys.interfaces import RolloutEngine, TrainEngine
 from rlsys.types import TransferReport
 from rlsys.utils.errors import WeightTransferError
-from rlsys.weights.checksum import box_checksums, digest
-from rlsys.weights.engine_update import EngineUpdate
+from rlsys.weights.batched_copy import BatchedCopy
+from rlsys.weights.engine_update import with_staging
 from rlsys.weights.executors.base import Executor, Layouts, RemainingTime, wait_all
 from rlsys.weights.fp8 import Fp8Weights, float8_shapes
-from rlsys.weights.layout import dtype_of, missing_boxes
-from rlsys.weights.plan import make_plan, resolve_names, source_dtypes
-from rlsys.weights.verify import layout_checksums, merge_rank_checksums
+from rlsys.weights.plan import make_plan
+from rlsys.weights.rank_plan import Checksums, PlanReceiver, source_checksums, split_plan
 
 
-@torch.no_grad()
-def reshard_local(
-    engine: TrainEngine, rollout: RolloutEngine, *, version: int, bucket_bytes: int = 256 << 20
-) -> TransferReport:
-    """Bring the rollout engine of this process to the trainer's weights and verify them by checksum.
+class LocalReshard(PlanReceiver):
+    """Copies between two engines of this process, prepared at the first push and at one before which memory has moved.
 
-    Raises WeightTransferError, and leaves the rollout engine quarantined, when a tensor does not fit or arrive.
+    With `offloads` it holds none of the trainer's memory between two pushes.
     """
-    started_s = time.monotonic()
-    update = EngineUpdate(rollout)
-    tensors = update.begin()
-    layout = update.layout
-    trained = Fp8Weights(engine, shapes) if (shapes := float8_shapes([layout])) else engine
-    source = trained.weight_layout()
-    names = resolve_names([source], [layout])
-    dtypes = source_dtypes(names, [layout])
-    is_whole = not missing_boxes([source])
-    if is_whole:
-        given = trained.local_tensors()
-        for copy in make_plan([source], [layout]).copies:
-            copy.view(tensors).copy_(copy.source_view(given))
-        sent = merge_rank_checksums([layout_checksums(source, given, dtypes)], source.full_shapes)
-        tensors = update.tensors()
-    else:
-        sent = dict[str, int]()  # checksums of what the engine's own loader is given, as cast
-        for bucket in trained.weights(bucket_bytes):
-            wanted = [(name, tensor.to(dtype_of(dtypes[name]))) for name, tensor in bucket if name in dtypes]
-            rollout.load(wanted)
-            checksums = box_checksums((tensor, (0,) * tensor.ndim, tensor.shape) for _, tensor in wanted)
-            sent |= zip([name for name, _ in wanted], checksums, strict=True)
-        layout, tensors = rollout.weight_layout(), rollout.local_tensors()
-    held = {shard.box.tensor: layout.full_shapes[shard.box.tensor] for shard in layout.shards}
-    for name, checksum in merge_rank_checksums([layout_checksums(layout, tensors)], held).items():
-        if sent.get(names[name]) != checksum:
-            raise WeightTransferError(f"tensor '{name}': the received values differ from the trainer's")
-    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    if is_whole:
-        update.finish(version)
-    else:
-        rollout.finish_update(version)
-    seconds = time.monotonic() - started_s
-    return TransferReport(version, num_bytes, seconds, digest({name: sent[name] for name in dtypes}))
+
+    def __init__(self, engine: TrainEngine, rollout: RolloutEngine, *, offloads: bool = False) -> None:
+        """WeightTransferError for a tensor that the trainer does not have, not whole, or in another shape."""
+        layout = with_staging(rollout.weight_layout())
+        self.trained = Fp8Weights(engine, shapes) if (shapes := float8_shapes([layout])) else engine
+        source, self.offloads = self.trained.weight_layout(), offloads
+        self.plans = split_plan(make_plan([source], [layout]), [source])
+        super().__init__(self.plans.destination(layout.rank), rollout)
+        self.release()
+
+    def release(self) -> None:
+        """Hold no memory of the trainer's."""
+        self._addresses, self._copy = list[int](), BatchedCopy([])
+        self._sent: Checksums = list[int]
+
+    @torch.no_grad()
+    def push(self, version: int) -> TransferReport:
+        """Copy all tensors; WeightTransferError, and a quarantined engine, when one does not arrive."""
+        started_s = time.monotonic()
+        tensors, given = self.update.begin(), self.trained.local_tensors()
+        addresses = [tensor.data_ptr() for tensor in (*tensors.values(), *given.values())]
+        if addresses != self._addresses:
+            self._copy = BatchedCopy([(copy.view(tensors), copy.source_view(given)) for copy in self.plan.copies])
+            self._sent = source_checksums(self.plans.sources[0], given)
+            self._addresses, self.checksums = addresses, None
+        self._copy.run()
+        self.received, sent = version, self.plans.merge([np.array(self._sent(), np.uint64)])
+        self.finish(version, sent)
+        num_bytes, checksum = self._copy.num_bytes, self.plans.digest(sent)
+        if self.offloads:
+            self.release()
+        return TransferReport(version, num_bytes, time.monotonic() - started_s, checksum)
 
 
 class LocalExecutor(Executor):

@@ -18,7 +18,7 @@ from rlsys.rollout.engine_weights import EngineWeights
 from rlsys.types import Box, Shard, WeightLayout
 from rlsys.utils.errors import WeightTransferError
 from rlsys.weights.endpoints import WeightReceiver, WeightSender
-from rlsys.weights.executors.in_process import reshard_local
+from rlsys.weights.executors.in_process import LocalReshard
 from rlsys.weights.fp8 import Fp8Weights, MatrixBox, float8_shapes, prepared_quantiser
 from rlsys.weights.layout import shard_view, view_of, whole_box
 from rlsys.weights.plan import make_plan
@@ -198,18 +198,14 @@ def test_an_engine_without_fp8_does_not_send_to_one_with_it() -> None:
         manager.copy(wide, newcomer)
 
 
-def pushed_locally(seed: int) -> None:
-    """What an engine beside each rank holds; of several ranks each has a part and gathers the rest."""
-    for block in (64, 128):
-        trainer, engine = Trainer(dist.get_rank(), dist.get_world_size()), Engine(block)
-        trainer.take(full := model(seed))
-        reshard_local(trainer, engine, version=seed)  # pyrefly: ignore
+@pytest.mark.parametrize("block", [64, 128])
+def test_an_engine_beside_the_trainer_holds_elements_and_scales(block: int) -> None:
+    trainer, engine = Trainer(), Engine(block)
+    local = LocalReshard(trainer, engine)  # pyrefly: ignore
+    for version in range(2):
+        trainer.take(full := model(version))
+        local.push(version)
         assert_serves(engine, full)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_engines_beside_the_trainer_hold_elements_and_scales(ranks: int) -> None:
-    run_ranks(ranks, pushed_locally, 1)
 
 
 def of_rank(engines: list[WeightLayout]) -> list[tuple[WeightLayout, dict[str, Tensor]]]:

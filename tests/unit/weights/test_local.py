@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from rlsys.rollout.base import EngineContext
 from rlsys.rollout.hf.engine import HFRollout
 from rlsys.types import Box, Shard, WeightLayout
 from rlsys.utils.errors import WeightTransferError
-from rlsys.weights.executors.in_process import reshard_local
+from rlsys.weights.executors.in_process import LocalReshard
 
 
 def model_of(seed: int) -> LlamaForCausalLM:
@@ -25,7 +25,7 @@ def model_of(seed: int) -> LlamaForCausalLM:
 class Trainer:
     """A trainer rank that holds everything, or says that it holds only the first rows."""
 
-    def __init__(self, *, partial: bool) -> None:
+    def __init__(self, *, partial: bool = False) -> None:
         self.tensors = {name: p.detach() for name, p in model_of(1).named_parameters()}
         self.partial = partial
 
@@ -55,29 +55,30 @@ class Forgetful(HFRollout):
         super().load([item for item in bucket if item[0] != "model.norm.weight"])
 
 
-@pytest.mark.parametrize("partial", [False, True])
-def test_weights_arrive_whole_or_not_at_all(partial: bool) -> None:
-    trainer: Any = Trainer(partial=partial)
+def test_weights_arrive_whole_or_not_at_all() -> None:
+    trainer: Any = Trainer()
     good = HFRollout(model_of(2), context=EngineContext(load_format="dummy"))
-    reshard_local(trainer, good, version=5)
+    LocalReshard(trainer, good).push(5)
     assert all(torch.equal(good.local_tensors()[name], tensor) for name, tensor in trainer.tensors.items())
     assert (good.health()["version"], good.health()["quarantined"]) == (5, False)
     bad = Forgetful(model_of(2))
     with pytest.raises(WeightTransferError, match=r"'model\.norm\.weight': the received values differ"):
-        reshard_local(trainer, bad, version=5)
+        LocalReshard(trainer, bad).push(5)
     assert (bad.health()["version"], bad.health()["quarantined"]) == (0, True)
 
 
 def test_a_tensor_that_the_trainer_lacks_is_named() -> None:
-    trainer: Any = Trainer(partial=False)
+    with pytest.raises(WeightTransferError, match="no rank of the trainer holds"):
+        LocalReshard(cast(Any, Trainer(partial=True)), HFRollout(model_of(2)))
+    trainer: Any = Trainer()
     del trainer.tensors["lm_head.weight"]
     with pytest.raises(WeightTransferError, match=r"no tensor 'lm_head\.weight'"):
-        reshard_local(trainer, HFRollout(model_of(2)), version=1)
-    layout = Trainer(partial=False).weight_layout()
-    trainer = Trainer(partial=False)
+        LocalReshard(trainer, HFRollout(model_of(2))).push(1)
+    layout = Trainer().weight_layout()
+    trainer = Trainer()
     trainer.weight_layout = lambda: replace(layout, full_shapes={**layout.full_shapes, "lm_head.weight": (21, 8)})
     with pytest.raises(WeightTransferError, match=r"two shapes: \(21, 8\)"):
-        reshard_local(trainer, HFRollout(model_of(2)), version=1)
+        LocalReshard(trainer, HFRollout(model_of(2))).push(1)
 
 
 class Packing(HFRollout):
@@ -89,11 +90,10 @@ class Packing(HFRollout):
         return replace(layout, shards=shards, loader=("model.norm.weight",))
 
 
-@pytest.mark.parametrize("partial", [False, True])
-def test_tensors_in_loader_are_loaded_by_the_engine(partial: bool) -> None:
-    trainer: Any = Trainer(partial=partial)
+def test_tensors_in_loader_are_loaded_by_the_engine() -> None:
+    trainer: Any = Trainer()
     trainer.tensors["model.norm.weight"] += 0.5
     engine = Packing(model_of(2), context=EngineContext(load_format="dummy"))
-    reshard_local(trainer, engine, version=5)
+    LocalReshard(trainer, engine).push(5)
     assert all(torch.equal(engine.local_tensors()[name], tensor) for name, tensor in trainer.tensors.items())
     assert engine.health()["version"] == 5
