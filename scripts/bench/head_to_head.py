@@ -263,8 +263,12 @@ def read_steps(metrics: Path, arrived: list[float], skip: int) -> list[dict[str,
 
 
 def phases(line: Mapping[str, Any], wall: float) -> dict[str, float]:
-    """Seconds of a step by phase, with TRL's own timers under the same names, and the mean length of an answer."""
+    """Seconds of a step by phase, with TRL's own timers under the same names, and the mean length of an answer.
+
+    rlsys writes its metrics while it pushes: the push counts in full, `rest` is less what the step does not wait for.
+    """
     parts = {phase: float(line.get(f"timing_s/{phase}", 0.0)) for phase in PHASES[1:-1]}
+    parts["update_weights"] = float(line.get("weights/seconds", parts["update_weights"]))
     tokens = float(line.get("response_length/mean", 0.0))
     return {"wall": wall, **parts, "rest": wall - sum(parts.values()), "tokens": tokens}
 

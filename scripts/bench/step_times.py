@@ -63,7 +63,7 @@ COMPILED = f"{ACTOR}.fsdp_config.use_torch_compile=true"
 MEGATRON, TWO = f"{ACTOR}.strategy=megatron", "trainer.n_gpus_per_node=2"
 FULL, FORCED, SHORT = (55, 512, 512), (128, 256, 256), (40, 27, 64)
 LONG = {"tokens": 4096, "kept": True}
-COMPILED_JOB = job(64, 8, VLLM, COMPILED, kept=True)
+COMPILED_JOB, COMPILED_SGLANG = (job(64, 8, engine, COMPILED, kept=True) for engine in (VLLM, SGLANG))
 RUNS = (
     Measured(
         "TP2 PP2, vLLM", "7B H200", FULL, job(64, 4, layout("vllm:d2t2|megatron:t2p2")), (3.03, 1.27, 4.38, 0, 8.9)
@@ -88,10 +88,13 @@ RUNS = (
         "7B H200",
         FORCED,
         job(64, 8, VLLM, COMPILED, f"{ROLLOUT}.gpu_memory_utilization=0.25", tokens=11520),
-        (4.84, 4.74, 20.38, 0.60, 31.2),
+        (4.73, 4.75, 20.56, 0.078, 30.57),
     ),
+    Measured("compiled FSDP, vLLM", "1.5B H200", FORCED, COMPILED_JOB, (4.54, 1.35, 4.02, 0.038, 10.41)),
+    Measured("the same, another host", "1.5B H200", FORCED, COMPILED_JOB, (3.36, 1.37, 4.01, 0.109, 9.16)),
     Measured("compiled FSDP, vLLM", "0.5B H200", FORCED, COMPILED_JOB, (2.99, 0.59, 1.58, 0.04, 5.28)),
     Measured("the same, another host", "0.5B H200", FORCED, COMPILED_JOB, (3.48, 0.66, 1.85, 0.056, 6.20)),
+    Measured("compiled FSDP, SGLang", "0.5B H200", FORCED, COMPILED_SGLANG, (2.33, 1.01, 2.43, 0.054, 6.03)),
     Measured("FSDP", "0.5B H100", FORCED, job(64, 8, VLLM, kept=True), (0, 1.01, 3.12, 0, 0)),
     Measured("compiled FSDP", "0.5B H100", FORCED, COMPILED_JOB, (0, 0.79, 2.29, 0, 0)),
     Measured("vLLM alone, 256 x 128", "7B H200", (100, 128, 128), job(32, 8, VLLM), (1.24, 0, 0, 0, 0)),
