@@ -165,11 +165,11 @@ class Endpoint:
 async def _draw(session: Session, body: JsonObject, sampled: Sequence[str]) -> list[Answer]:
     """Draw the answers that a request asks for. Of `sampled` it has its own, the rest of the sampling is the job's."""
     messages, num_choices = body["messages"], int(body.get("n") or 1)
-    if not isinstance(messages, list) or not messages or not 1 <= num_choices <= MAX_CHOICES:
-        raise ValueError(f"messages must be a list that is not empty, n from 1 to {MAX_CHOICES}")
+    most = [int(body[name]) for name in ("max_completion_tokens", "max_tokens") if body.get(name) is not None]
+    if not (isinstance(messages, list) and messages and 0 < num_choices <= MAX_CHOICES and min(most, default=1) > 0):
+        raise ValueError(f"messages must be a list that is not empty, n from 1 to {MAX_CHOICES}, max_tokens at least 1")
     tools = None if body.get("tool_choice") == "none" else body.get("tools")
-    most = body.get("max_completion_tokens") or body.get("max_tokens")
-    limit: dict[str, object] = {"max_new_tokens": int(most)} if most else {}
+    limit: dict[str, object] = {"max_new_tokens": most[0]} if most else {}
     refuse_penalties(body)
     if body.get("logit_bias") or (body.get("response_format") or {"type": "text"}).get("type") != "text":
         raise ValueError("logit_bias, or a response_format other than text: answers are drawn from the model as it is")

@@ -138,6 +138,7 @@ async def test_several_choices_are_branches(episode):
         ({"messages": [user("a")], "frequency_penalty": 0.5}, "frequency_penalty=0.5: tokens are drawn from"),
         ({"messages": [user("a")], "logit_bias": {"5": 100}}, "drawn from the model as it is"),
         ({"messages": [user("a")], "response_format": {"type": "json_object"}}, "response_format other than text"),
+        ({"messages": [user("a")], "max_tokens": 0}, "max_tokens at least 1"),
         ({"messages": [user("a")], "presence_penalty": 0, "repetition_penalty": 1.1}, "repetition_penalty=1.1"),
     ],
 )
