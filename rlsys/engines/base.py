@@ -17,12 +17,12 @@ from transformers import PretrainedConfig
 from rlsys.config.schema.model import CheckpointConfig, ModelConfig, PolicyModelConfig
 from rlsys.engines import checkpoint, export
 from rlsys.engines.checkpoint import Saving
-from rlsys.engines.host_offload import HostOffload
 from rlsys.engines.mesh import EngineRanks, gather_json, sum_over_ranks
 from rlsys.engines.micro_batches import MicroBatches, Pack
 from rlsys.engines.optimizer import BaseOptimizer
 from rlsys.interfaces import LossFn, Output, Part, TrainEngine
 from rlsys.models.hf import Head, read_config
+from rlsys.models.host_offload import HostOffload
 from rlsys.models.lora import LoraSettings, adapter_config, to_saved_name
 from rlsys.models.packing import to_device
 from rlsys.protocol import DataProto

@@ -125,13 +125,6 @@ def own_device(name: str) -> torch.device:
     return own
 
 
-def free_device_memory() -> None:
-    """Give back, on a GPU, what tensors have freed."""
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-
-
 def gather_json(value: object, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Every rank's value, in rank order, on every rank; values must be JSON-serialisable."""
     text = json.dumps(value).encode()

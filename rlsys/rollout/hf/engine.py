@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.models.hf import auto_model, dtype_name, saved_config, saved_tensors_of, shared_names
+from rlsys.models.host_offload import HostOffload, free_device_memory
 from rlsys.models.logprobs import wide_product
 from rlsys.models.stacked import Stacks, as_saved, saved_aliases, saved_stacks
 from rlsys.models.vision import has_images
@@ -95,7 +96,7 @@ class HFRollout(BaseRolloutEngine):
             max_model_len=config.max_model_len or getattr(text, "max_position_embeddings", 0) or 1 << 30,
             eos_token_ids=end_ids(text, getattr(model, "generation_config", None)),
         )
-        self.model, self.config = model.eval().requires_grad_(False), config
+        self.model, self.config, self._offload = model.eval().requires_grad_(False), config, HostOffload()
         self.sampler: RowSampler
         self._loop: DecodeLoop | None = None
         """What runs on after a stop."""
@@ -135,9 +136,11 @@ class HFRollout(BaseRolloutEngine):
         copy_by_name(self.local_tensors(), self._aliases(), bucket)
 
     def _move_memory(self, tags: Sequence[str], *, asleep: bool) -> None:
-        if "weights" in tags:
-            self.model.to("cpu" if asleep else self.device)
-        torch.cuda.empty_cache()
+        if "weights" in tags and asleep:
+            self._offload.offload("weights", [*self.model.parameters(), *self.model.buffers()])
+        elif "weights" in tags:
+            self._offload.restore("weights")
+        free_device_memory()
 
     def _free(self) -> None:
         self.model = self._loop = None

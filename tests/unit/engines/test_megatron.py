@@ -16,12 +16,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rlsys.config.schema.model import ModelConfig, OptimConfig
-from rlsys.engines import host_offload
-from rlsys.engines.host_offload import HostOffload
 from rlsys.engines.megatron.engine import MegatronEngine
 from rlsys.engines.megatron.weights import flat_boxes
 from rlsys.engines.micro_batches import MicroBatches
 from rlsys.interfaces import LossSum
+from rlsys.models import host_offload
+from rlsys.models.host_offload import HostOffload
 from rlsys.models.megatron.adapters import LayerAdapters, add_adapters
 from rlsys.models.megatron.parallel import ParallelSizes
 from rlsys.protocol import DataProto

@@ -97,3 +97,15 @@ def test_tensors_in_loader_are_loaded_by_the_engine() -> None:
     LocalReshard(trainer, engine).push(5)
     assert all(torch.equal(engine.local_tensors()[name], tensor) for name, tensor in trainer.tensors.items())
     assert engine.health()["version"] == 5
+
+
+def test_a_sleeping_engine_frees_weights_of_which_a_push_holds_views() -> None:
+    trainer, engine = Trainer(), HFRollout(model_of(2))
+    views = engine.local_tensors()
+    engine.device = "cuda"  # a sleeping engine of the CPU keeps its memory
+    engine.sleep(["weights"])
+    assert not sum(tensor.untyped_storage().nbytes() for tensor in views.values())
+    engine.wake(["weights"])
+    assert all(torch.equal(tensor, model_of(2).get_parameter(name)) for name, tensor in views.items())
+    LocalReshard(cast(Any, trainer), engine).push(2)
+    assert all(torch.equal(views[name], tensor) for name, tensor in trainer.tensors.items())

@@ -1,4 +1,4 @@
-"""Parts of an engine in host memory while other roles use the device."""
+"""Parts of a model or its trainer in host memory while other roles use the device."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -6,10 +6,15 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from rlsys.engines.mesh import free_device_memory
-
 PINNED_BYTES = 256 << 20
 """Of a block of pinned memory: a power of two, as PyTorch rounds to one; it keeps blocks for the next copies."""
+
+
+def free_device_memory() -> None:
+    """Give back, on a GPU, what tensors have freed."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
 
 
 class HostOffload:
