@@ -37,15 +37,15 @@ class BadResponseError(ValueError):
     """A server's answer is invalid."""
 
 
-def check(delta: Delta, *, room: int) -> None:
+def check(delta: Delta, *, room: int, vocab_size: int = MAX_TOKEN_ID) -> None:
     """BadResponseError unless there are at most `room` tokens, each an id with a finite log-probability."""
     if len(delta.tokens) > room:
         raise BadResponseError(f"{len(delta.tokens)} tokens where at most {room} were requested")
     if len(delta.logprobs) != len(delta.tokens):
         raise BadResponseError(f"{len(delta.tokens)} tokens with {len(delta.logprobs)} log-probabilities")
     for token in delta.tokens:
-        if type(token) is not int or not 0 <= token < MAX_TOKEN_ID:
-            raise BadResponseError(f"'{str(token)[:40]}' is not a token id")
+        if type(token) is not int or not 0 <= token < vocab_size:
+            raise BadResponseError(f"'{str(token)[:40]}' is not a token id of the trained model, below {vocab_size}")
     for value in delta.logprobs:
         if type(value) not in (int, float) or not math.isfinite(value) or value > ABOVE_ZERO:
             raise BadResponseError(f"'{str(value)[:40]}' is not a log-probability")

@@ -113,7 +113,7 @@ class ServerReplica:
             async for event in stream:
                 try:
                     delta = backend.read(event, seen)
-                    check(delta, room=num - seen)
+                    check(delta, room=num - seen, vocab_size=settings.vocab_size)
                     if delta.finish is Finish.STOP and not seen + len(delta.tokens):
                         raise BadResponseError("an answer that stopped without a stop token")
                 except BadResponseError as error:

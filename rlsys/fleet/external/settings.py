@@ -28,7 +28,7 @@ class RemoteSettings:
     `token` is sent as a bearer token. A request is tried again after up to `max_backoff_s`. `breaker_failures` failures
     in a row take a server out for `cooldown_s`, doubled each time up to `max_cooldown_s`, until its health check
     succeeds. `request_s` bounds a request with all retries, `update_s` a weight update.
-    `hf_config` is the configuration of the model, for prompts with images.
+    `hf_config` is the configuration of the model, for prompts with images and the range of token ids.
     `send_seeds` passes on each request's seed, which costs speed and which few servers honour exactly.
     """
 
@@ -48,6 +48,11 @@ class RemoteSettings:
     send_seeds: bool = False
     keep_adapters: int = 2
     hf_config: "PretrainedConfig | None" = None
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids of answers are below it."""
+        return self.hf_config.get_text_config().vocab_size if self.hf_config else 1 << 31
 
 
 def settings_of(rollout: RolloutConfig, deadlines: GradingDeadlinesConfig, *, max_staleness: int) -> RemoteSettings:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from rlsys.config.schema.rollout import ServersConfig
 from rlsys.fleet.external.capabilities import SERVERS
@@ -119,6 +120,13 @@ FAULTS = [
     *("500", "502", "429", "503", "307", "401", "404", "text"),
     *("cut:1", "cut:5", "hang:4", "garbage", "huge", "length", "missing", "nan", "unfinished:6", "abort:3"),
 ]
+
+
+def test_tokens_that_the_trained_model_does_not_have_are_an_error(fleet: Fleet) -> None:
+    config = LlamaConfig(vocab_size=500)
+    engine = fleet.engine(*fleet.serve(), hf_config=config, request_s=scaled_s(1.0), max_retries=1)
+    with pytest.raises(RolloutError, match=r"is not a token id of the trained model, below 500"):
+        engine.generate(requests_of(2, 40))
 
 
 @pytest.mark.parametrize("fault", FAULTS)
