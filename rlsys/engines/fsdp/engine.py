@@ -146,7 +146,7 @@ class FSDPEngine(BaseTrainEngine[Ranks, ShardedOptimizer]):
     @torch.no_grad()
     def local_tensors(self) -> Mapping[str, Tensor]:
         """This rank's boxes. Collective where there are adapters; adapted ones are fresh tensors, the others live."""
-        factors = self._factors()
+        factors = self._factors() if self._adapted else {}
         return {name: self._merged(name, p, factors, local_of) for name, p in self._parameters().items()}
 
     @torch.no_grad()
