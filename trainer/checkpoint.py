@@ -173,7 +173,7 @@ def steps_in(root: Path) -> list[int]:
 def load_failure(folder: Path) -> str:
     """The message for a checkpoint that cannot be loaded: it names the newest other one with the same parts."""
     paths = (folder.parent / f"global_step_{step}" for step in steps_in(folder.parent))
-    others = [str(p) for p in paths if p != folder and all((p / part.name).exists() for part in folder.iterdir())]
+    others = [str(p) for p in paths if p != folder and all(any(p.glob(part.name)) for part in folder.iterdir())]
     instead = f"resume_mode=resume_path trainer.resume_from_path={others[0]}" if others else "resume_mode=disable"
     return f"{folder} cannot be loaded; to do without it set trainer.{instead}"
 

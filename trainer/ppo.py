@@ -153,22 +153,22 @@ class RayPPOTrainer(CheckpointedLoop):
         steps.update_critic(batch)
         if self.global_step > self.cfg.trainer.critic_warmup:
             steps.update_actor(batch)
-        record = partial(self._record, batch, start_s)
+        record = partial(self._record, batch)
         if self.due(self.cfg.trainer.sync_freq) or self.test_due or self.save_due:
             self.push_weights(meanwhile=record)
         else:
             record()
+        if self.parts.advisor is not None:
+            advise = partial(self.parts.advisor.add, batch, time.monotonic() - start_s)
+            self.reporter.best_effort("staleness.txt", advise)
         if self.due(self.cfg.actor_rollout_ref.rollout.parity.freq) and self.weight_version == self.global_step:
             self.parity_probe()
         return batch
 
-    def _record(self, batch: DataProto, start_s: float) -> None:
-        """What the controller alone does with a batch that was trained on, in a step that began at `start_s`."""
+    def _record(self, batch: DataProto) -> None:
+        """What the controller alone does with a batch that was trained on."""
         self.reporter.token_counts(batch)
         self.reporter.batch_metrics(first_rows(batch))
-        if self.parts.advisor is not None:
-            advise = partial(self.parts.advisor.add, batch, time.monotonic() - start_s)
-            self.reporter.best_effort("staleness.txt", advise)
         self.reporter.add(self.inputs.train_dataset.metrics())
         if self.due(self.cfg.trainer.rollout_data_freq):
             with self.stage("dump_rollouts"):
@@ -263,9 +263,9 @@ class RayPPOTrainer(CheckpointedLoop):
         self.parts.steps.kl_ctrl.load_state_dict(state.kl_ctrl)
 
     def resume(self) -> None:
-        """Load the checkpoint that trainer.resume_mode asks for, if there is one; then offload what is configured."""
-        super().resume()
+        """Load the checkpoint that trainer.resume_mode asks for, if there is one, onto devices without other roles."""
         self.parts.steps.residency.offload_all()
+        super().resume()
 
     def dump_validation(self, batch: DataProto, step: int) -> None:
         """Write the validation answers where the configuration asks for them."""

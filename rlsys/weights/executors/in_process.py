@@ -19,7 +19,7 @@ from rlsys.weights.rank_plan import Checksums, PlanReceiver, source_checksums, s
 class LocalReshard(PlanReceiver):
     """Copies between two engines of this process, prepared at the first push and at one before which memory has moved.
 
-    With `offloads` it holds none of the trainer's memory between two pushes.
+    With `offloads`, or staging for a loader, it holds no memory of either engine between two pushes.
     """
 
     def __init__(self, engine: TrainEngine, rollout: RolloutEngine, *, offloads: bool = False) -> None:
@@ -32,8 +32,8 @@ class LocalReshard(PlanReceiver):
         self.release()
 
     def release(self) -> None:
-        """Hold no memory of the trainer's."""
-        self._addresses, self._copy = list[int](), BatchedCopy([])
+        """Hold no memory of the two engines."""
+        self._addresses, self._copy, self.checksums = list[int](), BatchedCopy([]), None
         self._sent: Checksums = list[int]
 
     @torch.no_grad()
@@ -50,7 +50,7 @@ class LocalReshard(PlanReceiver):
         self.received, sent = version, self.plans.merge([np.array(self._sent(), np.uint64)])
         self.finish(version, sent)
         num_bytes, checksum = self._copy.num_bytes, self.plans.digest(sent)
-        if self.offloads:
+        if self.offloads or self.update.layout.loader:
             self.release()
         return TransferReport(version, num_bytes, time.monotonic() - started_s, checksum)
 

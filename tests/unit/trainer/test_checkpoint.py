@@ -169,3 +169,17 @@ def test_an_address_that_cannot_be_written_is_one_clear_error(tmp_path: Path) ->
         CheckpointStore(tmp_path, keep={}, remote="full://bucket").remote.upload(
             save(CheckpointStore(tmp_path, keep={}), 1)
         )
+
+
+def test_another_users_checkpoint_beside_it_does_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, exists = CheckpointStore(tmp_path, keep={}), Path.exists
+    save(store, 1)
+    save(store, 2)
+
+    def refusing(path: Path) -> bool:
+        if "global_step_1" in path.parts:
+            raise PermissionError(path)
+        return exists(path)
+
+    monkeypatch.setattr(Path, "exists", refusing)
+    assert load_state(store.path(2)).global_step == 2

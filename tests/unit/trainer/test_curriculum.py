@@ -1,6 +1,7 @@
 """Samplers that learn from the batches of a run."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, cast
@@ -59,3 +60,18 @@ def test_a_sampler_does_not_learn_while_it_is_drawn_from() -> None:
         step.result(scaled_s(10))
         assert drawn.result(scaled_s(10)).rows == tuple(range(8))
     assert sampler.learned_while_drawing == [False]
+
+
+def test_the_advice_on_staleness_counts_the_push() -> None:
+    cfg, dataset, nothing = config(), MagicMock(), cast(Any, None)
+    cfg = cfg.model_copy(update={"trainer": cfg.trainer.model_copy(update={"backend": "ray"})})
+    dataset.__len__.return_value = 8
+    trainer = RayPPOTrainer(cfg, nothing, {}, nothing, nothing, train_dataset=dataset)
+    trainer.reporter = trainer.stage = MagicMock()
+    trainer.reporter.best_effort = lambda name, do: do()
+    trainer._parts = parts = cast(Any, MagicMock())
+    parts.steps.advantages.return_value, trainer.total_steps = rows(), 1
+    report = MagicMock(stage_s={}, network_bytes={}, seconds=0, num_bytes=0)
+    parts.weights.push = lambda version: time.sleep(0.2) or report
+    trainer.step(rows())
+    assert parts.advisor.add.call_args.args[1] >= 0.2

@@ -9,6 +9,8 @@ from rlsys.config import load_config
 from rlsys.telemetry.metrics import StageTimer
 from trainer.assembly import residency_moves
 from trainer.groups import Role, WorkerGroups
+from trainer.loop import CheckpointedLoop
+from trainer.ppo import RayPPOTrainer
 from trainer.residency import SYNC, Moves, Residency
 from trainer.weight_push import drops_weights_on_sleep
 
@@ -74,3 +76,13 @@ def test_free_cache_engine_decides_whether_the_rollout_moves(frees: bool) -> Non
     assert drops_weights_on_sleep(cfg) is frees
     assert Role.Rollout not in residency_moves(cfg, groups, "cuda:0", colocated=False)
     assert Role.Rollout not in residency_moves(cfg, groups, "cpu", colocated=True)
+
+
+def test_a_checkpoint_is_loaded_onto_devices_that_no_other_role_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    residency, done = recorded_moves()
+    residency.enter(SYNC)
+    trainer = RayPPOTrainer.__new__(RayPPOTrainer)
+    trainer._parts = SimpleNamespace(steps=SimpleNamespace(residency=residency))  # pyrefly: ignore
+    monkeypatch.setattr(CheckpointedLoop, "resume", lambda self: done.append("load"))
+    trainer.resume()
+    assert done == ["enter sync", "leave actor", "leave rollout", "leave ref", "load"]

@@ -99,6 +99,21 @@ def test_tensors_in_loader_are_loaded_by_the_engine() -> None:
     assert engine.health()["version"] == 5
 
 
+def test_staging_for_a_loader_is_freed_after_a_push() -> None:
+    staged = list[Any]()
+
+    class Staging(Packing):
+        def _load(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
+            staged.extend(tensor.untyped_storage()._weak_ref() for _, tensor in bucket)
+            super()._load(bucket)
+
+    local = LocalReshard(cast(Any, Trainer()), Staging(model_of(2)))
+    for version in range(2):
+        local.push(version)
+        assert len(staged) == version + 1
+        assert all(map(torch.UntypedStorage._expired, staged))
+
+
 def test_a_sleeping_engine_frees_weights_of_which_a_push_holds_views() -> None:
     trainer, engine = Trainer(), HFRollout(model_of(2))
     views = engine.local_tensors()
