@@ -27,12 +27,14 @@ from contextlib import suppress
 from dataclasses import replace
 from math import inf
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
 from rlsys.config import PPOConfig, plan_batches  # noqa: E402
 from rlsys.config.arguments import parse_arguments  # noqa: E402
+from rlsys.config.checks.all import check  # noqa: E402
 from rlsys.config.introspect import replaced  # noqa: E402
 from rlsys.config.load import load  # noqa: E402
 from rlsys.data.start_assets import START_MODEL  # noqa: E402
@@ -253,6 +255,10 @@ def machine_of(
     cfg = loaded.config
     path, critic, grader = cfg.actor_rollout_ref.model.path, cfg.critic.model.path, cfg.reward.reward_model
     facts = hf_config_of(args.model or path or str(START_MODEL)) | cfg.actor_rollout_ref.model.override_config
+    with TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(facts | {"max_position_embeddings": None}))
+        if problems := check(replaced(cfg, {"actor_rollout_ref.model.path": folder}))[0]:
+            raise ConfigError("\n".join(problems))
     machine = Machine(
         "cuda",
         int(args.device_gib * GIB),

@@ -181,8 +181,7 @@ def load_failure(folder: Path) -> str:
 def save_state(folder: Path, state: TrainerState) -> None:
     """Write the controller's part of a checkpoint."""
     record = asdict(state)
-    source = record.pop("source")
-    torch.save(json.dumps(source), buffer := BytesIO())  # to a file it would hide that the disk is full
+    torch.save(json.dumps(record.pop("source")), buffer := BytesIO())  # to a file it would hide that the disk is full
     write_whole(folder / DATA, buffer.getvalue(), durable=True)
     write_checked_json(folder / STATE, {**record, "data_blake2b": digest_of((folder / DATA).read_bytes())})
 

@@ -14,7 +14,7 @@ from rlsys.single_controller.colocate import create_colocated_worker_cls
 from rlsys.single_controller.resource_pool import ResourcePoolManager
 from rlsys.telemetry.log import get_logger
 from rlsys.telemetry.recorder import StageReport, merged
-from rlsys.utils.errors import CheckpointError
+from rlsys.utils.errors import ConfigError
 from rlsys.weights.executors.base import WeightGroup
 from trainer.backend import WorkerBackend
 
@@ -138,7 +138,7 @@ class WorkerGroups:
         """Read the trained roles' parts of a checkpoint."""
         for name, group in self.trained.items():
             if not (folder / name).is_dir():
-                raise CheckpointError(
+                raise ConfigError(
                     f"{folder} has no {name}: it was saved by a run without one; set the algorithm of that run "
                     "(algorithm.adv_estimator), or start over with trainer.resume_mode=disable"
                 )

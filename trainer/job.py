@@ -98,8 +98,7 @@ def _check(config: C, arguments: Arguments) -> tuple[list[str], dict[str, str]]:
 
 
 def _on_megatron(config: PPOConfig | SupervisedConfig) -> bool:
-    is_ppo = isinstance(config, PPOConfig)
-    roles = (config.actor_rollout_ref.actor, config.critic) if is_ppo else (config.engine,)
+    roles = (config.actor_rollout_ref.actor, config.critic) if isinstance(config, PPOConfig) else (config.engine,)
     return "megatron" in [role.strategy for role in roles]
 
 

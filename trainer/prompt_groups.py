@@ -4,14 +4,12 @@ A group is one prompt with its answers. Its sampling seeds depend on the prompt'
 draws the same tokens for a prompt at any `max_staleness` while weights are equal.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
-from operator import itemgetter
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -24,8 +22,8 @@ from rlsys.rollout.batch import SEEDS, from_responses, to_requests, with_request
 from rlsys.rollout.partial import PartialResponse
 from rlsys.types import Finish, ModelRequest, ModelResponse
 from rlsys.utils.errors import CheckpointError, ConfigError, RolloutError, raised_as
-from trainer.generation import LEVELS, GradedRollout, meta_of_all_calls
-from trainer.source import GroupFilter, Prompts, is_time, too_few_kept
+from trainer.generation import GradedRollout, meta_of_all_calls
+from trainer.source import GroupFilter, Prompts, is_time, reduced, too_few_kept
 from trainer.staleness_window import StalenessWindow
 
 OPEN, WAITING, NUMBER = "open_prompts.dp", "waiting_groups.dp", "group_number"
@@ -142,7 +140,7 @@ class PromptGroups:
         oldest = versions[versions >= 0].min() if bool((versions >= 0).any()) else self.window.step - 2
         age = self.window.check_age(int(oldest))
         counts = {f"rollout/groups_{name}": float(count) for name, count in self.window.counts().items()}
-        metrics = _reduced(self._metrics)
+        metrics = reduced(self._metrics)
         self._metrics.clear()
         self._filtered = 0
         batch.meta_info["source_metrics"] = {**metrics, **counts, "training/staleness_max": float(age)}
@@ -167,7 +165,7 @@ class PromptGroups:
         return {**prompts, "metrics": metrics, "window": self.window.state_dict()}
 
     def load(self, state: State, folder: Path) -> None:
-        """Take up what `save` wrote, or the state of a synchronous run; CheckpointError if they do not fit."""
+        """Take up what `save` wrote, or the state of a synchronous run; ConfigError if they do not fit."""
         self._prompts.load_state_dict(state["prompts"])
         self._prompts_before = self._prompts.state_dict()
         if "window" not in state:
@@ -177,10 +175,10 @@ class PromptGroups:
         saved = state["window"]
         if saved["groups_per_step"] != self.window.groups_per_step:
             why = "set data.train_batch_size to the value of the run that is resumed"
-            raise CheckpointError(f"{folder} has open prompts of steps of {saved['groups_per_step']} prompts; {why}")
+            raise ConfigError(f"{folder} has open prompts of steps of {saved['groups_per_step']} prompts; {why}")
         if saved["max_staleness"] > self.window.max_staleness:
             why = f"set trainer.max_staleness={saved['max_staleness']} or more"
-            raise CheckpointError(f"{folder} has prompts that started under older weights; {why}")
+            raise ConfigError(f"{folder} has prompts that started under older weights; {why}")
         self.window.load_state_dict(saved)
         self._num_batches = state["batches"] - bool(state["used"])
         if state["used"]:
@@ -345,10 +343,3 @@ def _joined(parts: Sequence[DataProto]) -> DataProto:
         meta = part.meta_info | ({"reward_extra_keys": names} if names else {})
         filled.append(DataProto(part.batch, {**part.non_tensor_batch, **missing}, meta))
     return DataProto.concat(filled)
-
-
-def _reduced(metrics: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """One number of several calls: the largest maximum, the mean of means, the last state, the sum of counts."""
-    how: dict[str, Callable[[Sequence[float]], float]] = {"max": max, "mean": fmean}
-    how |= dict.fromkeys(LEVELS, itemgetter(-1))
-    return {name: float(how.get(name.rpartition("/")[2], sum)(values)) for name, values in metrics.items()}

@@ -4,15 +4,17 @@ A batch is made by the weights that are served then. Asynchronous runs use train
 trainer.epochs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
+from statistics import fmean
 from typing import Protocol
 
 from rlsys.interfaces import State
 from rlsys.protocol import DataProto
-from rlsys.utils.errors import CheckpointError, ConfigError
-from trainer.generation import GradedRollout
+from rlsys.utils.errors import ConfigError
+from trainer.generation import LEVELS, GradedRollout
 
 
 class Prompts(Protocol):
@@ -49,22 +51,23 @@ class RolloutSource:
         self._step += 1
         num_rows = self._prompts_per_step * self._rollout.num_answers
         kept: list[DataProto] = []
-        metrics: dict[str, float] = {}
+        metrics: dict[str, list[float]] = {}
         num_kept = call = 0
         while num_kept < num_rows:
             batch, new = self._rollout.make(self._prompts.next(), step=self._step, call=call)
-            metrics |= new
             call += 1
             if self._filter is not None:
-                batch, new = self._filter.keep(batch)
-                metrics |= new
+                batch, counts = self._filter.keep(batch)
+                new |= counts
+            for name, value in new.items():
+                metrics.setdefault(name, []).append(value)
             kept.append(batch)
             num_kept += len(batch)
             if self._filter is not None and num_kept < num_rows and 0 < self._filter.max_calls <= call:
                 raise ConfigError(too_few_kept(call, num_kept // self._rollout.num_answers, self._prompts_per_step))
         whole = kept[0] if len(kept) == 1 else DataProto.concat(kept)
         whole = whole[:num_rows]
-        whole.meta_info["source_metrics"] = {**metrics, "rollout/num_gen_batches": float(call)}
+        whole.meta_info["source_metrics"] = {**reduced(metrics), "rollout/num_gen_batches": float(call)}
         return whole
 
     def published(self, version: int) -> None:
@@ -78,10 +81,10 @@ class RolloutSource:
         return {"prompts": self._prompts.state_dict(), "step": self._step}
 
     def load(self, state: State, folder: Path) -> None:
-        """Continue from a checkpoint of a synchronous run; CheckpointError for another one."""
+        """Continue from a checkpoint of a synchronous run; ConfigError for another one."""
         if "step" not in state:
             why = "set trainer.max_staleness as in the run that is resumed"
-            raise CheckpointError(f"{folder} has prompts in progress of an asynchronous run; {why}")
+            raise ConfigError(f"{folder} has prompts in progress of an asynchronous run; {why}")
         self._prompts.load_state_dict(state["prompts"])
         self._step = state["step"]
 
@@ -96,6 +99,13 @@ def too_few_kept(calls: int, num_kept: int, num_wanted: int) -> str:
         "algorithm.filter_groups.max_num_gen_batches or data.gen_batch_size, or choose data that the model "
         "neither always nor never solves"
     )
+
+
+def reduced(metrics: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """One number of several calls: the largest maximum, the mean of means, the last state, the sum of counts."""
+    how: dict[str, Callable[[Sequence[float]], float]] = {"max": max, "mean": fmean}
+    how |= dict.fromkeys(LEVELS, itemgetter(-1))
+    return {name: float(how.get(name.rpartition("/")[2], sum)(values)) for name, values in metrics.items()}
 
 
 def is_time(name: str) -> bool:

@@ -83,8 +83,7 @@ class RLVRWorkflow:
         sampling = SamplingParams(self.max_tokens, temperature=self.temperature)
         settings = SessionSettings(engine.sample, self._template, sampling, MAX_TOKENS, self.max_tokens, grade=grade)
         session = Session(settings, seed=seed, row=data)
-        score = await self.run({"prompt": data["messages"], **data}, session)
-        return session.trace.rows(score.reward)
+        return session.trace.rows((await self.run({"prompt": data["messages"], **data}, session)).reward)
 
     @cached_property
     def _template(self) -> ChatTemplate:

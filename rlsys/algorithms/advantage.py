@@ -262,8 +262,7 @@ tir_optimal_token_baseline = register_adv_est("tir_optimal_token_baseline")(
 
 
 def _token_baseline(returns: Tensor, energy: Tensor, mask: Tensor, group_ids: Tensor, handle_zero_tail: bool) -> Tensor:
-    weighted = group_sum(returns * energy, group_ids)
-    baseline = (weighted / (group_sum(energy, group_ids) + 1e-8))[group_ids]
+    baseline = (group_sum(returns * energy, group_ids) / (group_sum(energy, group_ids) + 1e-8))[group_ids]
     baseline = baseline * (group_count(group_ids) > 1)[group_ids].unsqueeze(1)
     if not handle_zero_tail:
         return baseline

@@ -12,7 +12,7 @@ import numpy as np
 
 from rlsys.config.plan import check_enough_rows
 from rlsys.interfaces import State
-from rlsys.utils.errors import CheckpointError
+from rlsys.utils.errors import CheckpointError, ConfigError
 
 
 @lru_cache(maxsize=1)
@@ -61,7 +61,7 @@ class Cursor:
         return {"seed": self._seed, "shuffle": self._shuffle, "num_rows": self._num_rows, "dataset": self._dataset}
 
     def load_state_dict(self, state: State) -> None:
-        """Continue where a cursor over the same rows was. CheckpointError for another dataset, seed or order."""
+        """Continue where a cursor over the same rows was. ConfigError for another dataset, seed or order."""
         if state.keys() != self.state_dict().keys():
             raise CheckpointError(f"the checkpoint has no data position: it holds {', '.join(state)}")
         for name, new in self._order().items():
@@ -70,7 +70,7 @@ class Cursor:
                 what = f"data.{name} is {new}" if is_setting else f"the training rows have changed: {name} is {new}"
                 back = f"set data.{name}={old}" if is_setting else "train on the same rows"
                 start_over = "or start over with trainer.resume_mode=disable"
-                raise CheckpointError(f"{what}, but the checkpoint was saved with {old}; {back}, {start_over}")
+                raise ConfigError(f"{what}, but the checkpoint was saved with {old}; {back}, {start_over}")
         if not (0 <= state["position"] <= self._num_rows and state["epoch"] >= 0):
             raise CheckpointError(f"the checkpoint's data position is out of range: {dict(state)}")
         self._epoch, self._position = state["epoch"], state["position"]

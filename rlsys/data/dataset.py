@@ -23,7 +23,7 @@ from rlsys.data.cursor import BatchRows, permutation
 from rlsys.data.files import BadRow, Row, read_rows
 from rlsys.data.rows import MissingColumns, PromptRow, read_prompt_row
 from rlsys.interfaces import State
-from rlsys.utils.errors import CheckpointError, ConfigError, DataError, raised_as
+from rlsys.utils.errors import ConfigError, DataError, raised_as
 from rlsys.utils.hub import is_rows_id, open_rows
 from rlsys.utils.plugins import load_from_file
 
@@ -170,8 +170,7 @@ def parse_prompt(
         shas = tuple(sha for one in inputs for sha in one.shas)
         row = replace(row, image_shas=shas, load_images=partial(_load_images, encode, shas, values))
     elif row.images:
-        known = ", ".join((*GRIDS, *TILES))
-        raise ValueError(f"it has images or videos, which only models of type {known} take")
+        raise ValueError(f"it has images or videos, which only models of type {', '.join((*GRIDS, *TILES))} take")
     else:
         ids = encode_prompt(tokenizer, row.raw_prompt, template_kwargs=template_kwargs)
     if not ids:
@@ -320,11 +319,11 @@ class RowStream(PromptDataset):
         return {**self._data.model_dump(include={"seed", "shuffle", "shuffle_buffer_size"}), "train_files": self._names}
 
     def load_state_dict(self, state: State) -> None:
-        """Continue where a stream of the same sources was. CheckpointError for others, or another order."""
+        """Continue where a stream of the same sources was. ConfigError for others, or another order."""
         for name, value in self._order().items():
             if state.get(name) != value:
                 back = f"set data.{name}={state.get(name)}, or start over with trainer.resume_mode=disable"
-                raise CheckpointError(f"data.{name} is {value}, but the checkpoint's differs: {back}")
+                raise ConfigError(f"data.{name} is {value}, but the checkpoint's differs: {back}")
         self._open(state["source"])
         self._block, self._epoch = state["block"] - 1, state["epoch"]
         self._read()

@@ -193,8 +193,7 @@ def _check_same_model(path: Path, shapes: Mapping[str, Sequence[int]]) -> None:
 def _restore_rng(path: Path, saved_world: int) -> None:
     rank = dist.get_rank()
     same = saved_world == dist.get_world_size()
-    saved = path / f"extra_state_world_size_{saved_world}_rank_{rank if same else 0}.json"
-    state = json.loads(saved.read_text())
+    state = json.loads((path / f"extra_state_world_size_{saved_world}_rank_{rank if same else 0}.json").read_text())
     if same:
         rng.restore(state)
     else:

@@ -6,9 +6,8 @@ from itertools import product
 from typing import Any
 
 from rlsys.config import PPOConfig, plan_batches
-from rlsys.config.checks.findings import Note
-from rlsys.config.checks.rollout import check_rollout
-from rlsys.config.derive import ENGINE
+from rlsys.config.checks.all import check
+from rlsys.config.derive import ENGINE, MODE
 from rlsys.config.engines import rollout_backend
 from rlsys.config.introspect import replaced, shown, value_at
 from rlsys.models.megatron.family import find_family
@@ -22,6 +21,7 @@ from rlsys.utils.errors import ConfigError
 Settings = dict[str, Any]
 ACTOR, REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
 ROLES = {ACTOR: "fsdp_config", REF: "fsdp_config", "critic": "fsdp"}
+COUNTS = ("trainer.n_gpus_per_node", "trainer.rollout_workers")
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 HEADS = "num_attention_heads"
 NAMES = ("tensor", "pipeline", "context", "expert")
@@ -47,9 +47,12 @@ class Proposal:
     peak_bytes: int
 
     def words(self, cfg: PPOConfig) -> str:
-        """The engine, and the settings that are other than those of `cfg`, as on a command line."""
-        changed = {key: value for key, value in self.settings.items() if value != value_at(cfg, key)}
-        return " ".join(f"{key}={shown(value)}" for key, value in ({ENGINE: value_at(cfg, ENGINE)} | changed).items())
+        """The engine, and the settings that are other than those of `cfg`, as on a command line; instead of an
+        allocation all of them and its counts."""
+        mode = bool(cfg.trainer.allocation_mode)
+        own = {key: value_at(cfg, key) for key in (ENGINE, *COUNTS * mode)} | dict.fromkeys([MODE] * mode)
+        own |= {key: value for key, value in self.settings.items() if mode or value != value_at(cfg, key)}
+        return " ".join(f"{key}={shown(value)}" for key, value in own.items())
 
 
 def propose_layouts(
@@ -103,7 +106,7 @@ def _rollout_layouts(cfg: PPOConfig, machine: Machine) -> Iterator[tuple[str, Se
         settings = {f"{ROLLOUT}.{name}_parallel_size": size for name, size in sizes.items()}
         held = replaced(cfg, settings)
         divides = ranks and not (heads % tp or d.num_experts % sizes["expert"]) and pp <= min(8, d.num_layers)
-        if not divides or any(not isinstance(one, Note) for one in check_rollout(held, ranks)):
+        if not divides or check(held)[0]:
             continue
         if fp.served_bytes(machine.actor, held.actor_rollout_ref.rollout, c=2) < machine.room_bytes:
             stages, copies = f", PP{pp}" * (pp > 1), f", DP attention {dp}" * (dp > 1)
@@ -126,6 +129,7 @@ def _training_layouts(cfg: PPOConfig, machine: Machine, cluster: GpuCluster) -> 
             yield from _offloaded(cfg, name, settings, sharding)
     if (family := find_family(facts)) is None:
         return
+    role = {"strategy": "megatron", "ulysses_sequence_parallel_size": 1}
     for tp, pp, cp, ep in product(SIZES[:4], SIZES, SIZES[:4], SIZES):
         sizes, last = (tp, pp, cp, ep), layers - (pp - 1) * -(-layers // pp) if layers % pp else None
         if ranks % (tp * pp * cp) or ranks % (ep * pp):
@@ -138,7 +142,7 @@ def _training_layouts(cfg: PPOConfig, machine: Machine, cluster: GpuCluster) -> 
         if divides(tp * pp * cp):
             keys = layout.arguments() | {"sequence_parallel": True, UNEVEN: {FIRST: None, LAST: last}}
             name = ", ".join(f"{key[0].upper()}P{size}" for key, size in zip(NAMES, sizes, strict=True) if size > 1)
-            yield from _offloaded(cfg, f"Megatron, {name or 'DP'}", {"strategy": "megatron"}, keys)
+            yield from _offloaded(cfg, f"Megatron, {name or 'DP'}", role, keys)
 
 
 def _offloaded(cfg: PPOConfig, name: str, role: Settings, sharding: Settings) -> Iterator[tuple[str, Settings]]:

@@ -19,8 +19,7 @@ def all_gather_data_proto(data: DataProto, process_group: dist.ProcessGroup) -> 
         tensors = tensors_of(batch)
         rows = {key: _gather(tensors[key].to(device), process_group) for key in sorted(tensors)}
         joined = {key: rows[key].to(tensor.device) for key, tensor in tensors.items()}
-        num_rows = len(batch) * dist.get_world_size(process_group)
-        data.batch = TensorDict(joined, (num_rows,), device=batch.device)
+        data.batch = TensorDict(joined, (len(batch) * dist.get_world_size(process_group),), device=batch.device)
     stream = io.BytesIO()
     write_stream(stream, *encode(None, data.non_tensor_batch, {}))
     texts = gather_bytes(stream.getvalue(), process_group)

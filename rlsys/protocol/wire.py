@@ -109,8 +109,7 @@ def read_stream(file: BinaryIO, file_bytes: int) -> tuple[bytes, list[bytearray]
     head = _take(file, _HEAD.size)
     magic, num_parts = _HEAD.unpack(head)
     if magic != MAGIC:
-        is_dataproto = magic[:-1] == MAGIC[:-1]
-        raise WireError(OTHER_VERSION if is_dataproto else "this file does not hold a DataProto")
+        raise WireError(OTHER_VERSION if magic[:-1] == MAGIC[:-1] else "this file does not hold a DataProto")
     if num_parts * _ENTRY.size > file_bytes:
         raise WireError("the file is truncated")
     table = _take(file, num_parts * _ENTRY.size)

@@ -20,7 +20,7 @@ from rlsys.algorithms.filters import overlong_penalty
 from rlsys.algorithms.masked import at_last_token
 from rlsys.algorithms.registry import Registry
 from rlsys.config.schema.algorithm import GradingConfig
-from rlsys.config.schema.jobs import GradedJob
+from rlsys.config.schema.jobs import GradedJob, PPOConfig
 from rlsys.protocol import DataProto, object_array, response_lengths
 from rlsys.rewards.pool.pool import RewardItem, RewardPool, RewardResult, reward_metrics
 from rlsys.telemetry.log import get_logger
@@ -96,7 +96,7 @@ def build_reward_manager(cfg: GradedJob, tokenizer: Tokenizer, pool: RewardPool)
     if hasattr(manager, "grade"):
         return manager
     if hasattr(manager, "run_single") or callable(manager):
-        return _VerlManager(manager, results, reward.max_failed)
+        return _VerlManager(manager, results, cfg)
     raise ConfigError(f"reward.reward_manager: {cls.__name__} has none of grade, run_single and __call__")
 
 
@@ -112,17 +112,18 @@ class PoolRewardManager:
 
     tokenizer: Tokenizer
     pool: RewardPool
-    reward: GradingConfig
+    config: GradedJob
     reward_fn_key: str = "data_source"
     max_response_length: int
     deadline_s: float | None = None
+    before: list[RewardResult] = field(default_factory=list, init=False)
 
     def grade(self, data: DataProto) -> Graded:
         """Rewards of all rows; RewardError where more than `reward.max_failed` of them could not be graded."""
         results = self.pool.score(reward_items(data, self.tokenizer, self.reward_fn_key), deadline_s=self.deadline_s)
-        check_failures(results, self.reward.max_failed)
-        overlong, longest = self.reward.reward_kwargs.overlong_buffer_cfg, self.reward.reward_kwargs.max_resp_len
-        longest = longest or self.max_response_length
+        check_failures(results, self.before, self.config)
+        given = self.config.reward.reward_kwargs
+        overlong, longest = given.overlong_buffer_cfg, given.max_resp_len or self.max_response_length
         rewards = torch.tensor([r.score for r in results], dtype=torch.float32)
         extra = extra_columns(results)
         if overlong.enable:
@@ -133,9 +134,16 @@ class PoolRewardManager:
         return Graded(_placed(rewards, data), extra, reward_metrics(results))
 
 
-def check_failures(results: Sequence[RewardResult], max_failed: float) -> None:
-    """Warn where rows got no score, with the cause of the first; RewardError if more than a share of `max_failed`."""
-    if not (lost := [result for result in results if result.status != "ok"]):
+def check_failures(new: Sequence[RewardResult], before: list[RewardResult], cfg: GradedJob) -> None:
+    """Warn where rows got no score, with the cause of the first; RewardError if more than a share of `max_failed`.
+
+    Asynchronous runs grade prompts as they end: those `before` count too, until there are as many as a step has.
+    """
+    max_failed, results = cfg.reward.max_failed, [*before, *new]
+    if isinstance(cfg, PPOConfig) and cfg.trainer.max_staleness:
+        few = len(results) < cfg.data.train_batch_size * cfg.actor_rollout_ref.rollout.n
+        before[:] = results if few else []
+    if before or not (lost := [result for result in results if result.status != "ok"]):
         return
     late = sum(result.status == "timeout" for result in lost)
     first = f"{len(lost)} of {len(results)} answers could not be graded ({late} timed out). First: {lost[0].message}"
@@ -201,8 +209,8 @@ def _scorer(pool: RewardPool, results: list[RewardResult]) -> Callable[..., dict
 class _VerlManager:
     """Gives a manager in one of verl's two forms the method `grade`; `results` are those of its `compute_score`."""
 
-    def __init__(self, manager: Any, results: list[RewardResult], max_failed: float) -> None:
-        self._manager, self._results, self._max_failed = manager, results, max_failed
+    def __init__(self, manager: Any, results: list[RewardResult], cfg: GradedJob) -> None:
+        self._manager, self._results, self._cfg, self._before = manager, results, cfg, list[RewardResult]()
         self._lock = threading.Lock()
 
     def grade(self, data: DataProto) -> Graded:
@@ -214,7 +222,7 @@ class _VerlManager:
                 answer = self._manager(data, return_dict=True)
                 extra = {key: _column(list(values)) for key, values in answer.get("reward_extra_info", {}).items()}
                 rm_scores = answer["reward_tensor"]
-            check_failures(self._results, self._max_failed)
+            check_failures(self._results, self._before, self._cfg)
             return Graded(rm_scores, extra, reward_metrics(self._results) if self._results else {})
 
     async def _one_by_one(self, data: DataProto) -> tuple[Tensor, dict[str, np.ndarray]]:

@@ -158,8 +158,7 @@ class Snapshot:
     """A trainer rank's boxes in shared memory, in the dtypes in which they are sent; box n is the tensor `str(n)`."""
 
     def __init__(self, plan: RankPlan) -> None:
-        boxes = [(str(n), copy.shape, copy.dtype) for n, copy in enumerate(plan.copies)]
-        packed, num_bytes = pack_tensors(boxes)
+        packed, num_bytes = pack_tensors((str(n), copy.shape, copy.dtype) for n, copy in enumerate(plan.copies))
         self._memory = SharedMemory.create(num_bytes)
         self.tensors = unpack_tensors(self._memory.bytes, packed)
         self.handle = IpcHandle((StorageHandle(num_bytes, path=self._memory.path),), packed)

@@ -12,7 +12,7 @@ from rlsys.data.dataset import RowStream, first_rows
 from rlsys.data.files import Row
 from rlsys.data.rows import PromptRow
 from rlsys.data.supervised import TokenizedText
-from rlsys.utils.errors import CheckpointError, ConfigError
+from rlsys.utils.errors import ConfigError
 
 
 def parse(row: Row) -> PromptRow | None:
@@ -75,7 +75,7 @@ def test_a_resume_at_any_batch_continues_exactly(files: tuple[str, str], shuffle
 def test_other_rows_or_another_order_are_refused(files: tuple[str, str], tmp_path: Path) -> None:
     state = stream(files).state_dict()
     for other in (stream(files[:1]), stream(files, seed=7), stream(files, shuffle_buffer_size=5)):
-        with pytest.raises(CheckpointError, match=r"trainer\.resume_mode=disable"):
+        with pytest.raises(ConfigError, match=r"trainer\.resume_mode=disable"):
             other.load_state_dict(state)
     (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(ConfigError, match="there are no rows"):

@@ -357,6 +357,11 @@ def test_the_script_plans_the_start_model_where_none_is_named(
         ("--device-gib 0", "'0' must be a number above 0"),
         ("--model {0}/text", "text is not a config.json: Expecting value"),
         ("--model {0}/list", "list is not a model's config.json: it has no model_type"),
+        (
+            "--model 7B trainer.n_gpus_per_node=8 actor_rollout_ref.rollout.name=vllm "
+            "actor_rollout_ref.rollout.tensor_model_parallel_size=8",
+            "28 attention heads, 4 key-value heads, 18944 MLP channels: these cannot be cut into 8 equal parts",
+        ),
         ("--model {0}/short", "this config.json cannot be planned, it lacks or has a wrong: 'num_attention_heads'"),
     ],
 )

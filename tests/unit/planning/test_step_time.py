@@ -281,6 +281,24 @@ def test_layouts_are_those_of_the_job_that_is_given_them() -> None:
                 assert one.settings[off] == (works and "Ulysses" not in one.name)
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        (f"{ACTOR}.ulysses_sequence_parallel_size=4",),
+        ("trainer.allocation_mode=vllm:d16|fsdp:d2c8",),
+        ("trainer.allocation_mode=vllm:d8+megatron:d4t2p2",),
+        ("trainer.rollout_workers=8", "trainer.max_staleness=1", f"{ROLLOUT}.min_replicas=2"),
+    ],
+)
+def test_settings_of_a_layout_are_accepted_after_those_of_the_job(asked: tuple[str, ...]) -> None:
+    asked, lengths = ("trainer.nnodes=2", "trainer.n_gpus_per_node=8", *asked), Lengths(1024, 3072, 1024, 3072)
+    proposals = propose_layouts(cfg := config(*asked), machine("7B"), H100, lengths=lengths, most=20)
+    assert {"FSDP", "Mega"} <= {one.name[:4] for one in proposals}
+    for one in proposals:
+        changed = config(*asked, *one.words(cfg).split())
+        assert step_seconds(changed, plan_step(changed, machine("7B"), H100, lengths=lengths)) == one.seconds
+
+
 def test_copies_of_the_attention_are_proposed_for_latent_caches() -> None:
     """Eight ranks that share experts read an eighth of the cache that each of eight tensor-parallel ranks reads."""
     shape = SHAPES["671B"] | {"num_hidden_layers": 8, "n_routed_experts": 16, "hidden_size": 2048}

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.algorithms.masked import at_last_token
+from rlsys.config import load_config
 from rlsys.config.schema.algorithm import (
     GradingConfig,
     ModuleConfig,
@@ -118,6 +119,18 @@ def test_more_failures_than_allowed_end_the_run_with_the_first_cause(pool: Rewar
     with pytest.raises(RewardError, match=r"2 of 3 answers .*'my/data'(.|\n)*reward.max_failed=0.5"):
         manager(pool).grade(rows)
     assert manager(pool, max_failed=0.7).grade(rows).metrics["reward/errors"] == 2
+
+
+def test_failures_of_prompts_graded_as_they_end_count_among_those_of_a_step(pool: RewardPool) -> None:
+    sizes = ("data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2", "trainer.rollout_workers=1")
+    cfg = load_config(["trainer.max_staleness=1", "actor_rollout_ref.rollout.n=2", *sizes])
+    rows, failing = (batch([[1], [2]], ["1", "2"]) for _ in range(2))
+    failing.non_tensor_batch["data_source"][:] = "my/data"
+    graders = build_reward_manager(cfg, DIGITS, pool)
+    for one in (failing, rows, rows, failing, failing):
+        graders.grade(one)
+    with pytest.raises(RewardError, match="4 of 4 answers"):
+        graders.grade(failing)
 
 
 def test_dapo_takes_from_long_responses(pool: RewardPool) -> None:

@@ -34,7 +34,7 @@ class Counted:
 
 def answer(prompts: DataProto, *, step: int, call: int) -> tuple[DataProto, dict[str, float]]:
     prompts.tensors["answers"] = prompts.tensors["prompts"] * 100 + step
-    return prompts, {"rollout/step": float(step)}
+    return prompts, {"rollout/issued": 2.0, "rollout/pending": float(call)}
 
 
 def make(*, group_filter: GroupFilter | None = None) -> RolloutSource:
@@ -75,7 +75,8 @@ def test_filtered_batches_are_filled_by_further_calls() -> None:
     assert seen(source)[0] == [201, 201]
     batch = source.next()
     assert batch.tensors["answers"].flatten().tolist() == [402, 402]
-    assert batch.meta_info["source_metrics"]["rollout/num_gen_batches"] == 2.0
+    counts = {"rollout/num_gen_batches": 2.0, "rollout/issued": 4.0, "rollout/pending": 1.0, "filter/even": 1.0}
+    assert batch.meta_info["source_metrics"] == counts
 
 
 @pytest.mark.parametrize(("max_calls", "refused"), [(1, True), (0, False), (2, False)])
