@@ -139,6 +139,7 @@ class OpenEpisodes(OpenAnswers):
         self._rollout = rollout
         self._starts: dict[PromptGroup, list[EpisodeStart]] = {}
         self._saved: dict[str, JsonObject] = {}
+        self._unchecked: list[EpisodeResult] = []
 
     def submit(self, groups: Sequence[PromptGroup], limits: Mapping[PromptGroup, float] | None = None) -> None:
         for group in groups:
@@ -167,6 +168,10 @@ class OpenEpisodes(OpenAnswers):
             self._rollout.keep(self._starts[group], self._rollout.sampling, step)
             if any(result.rows for result in results):
                 group.graded = self._rollout.collate(results, group.rows)
+                self._unchecked += results
+                if len(self._unchecked) >= self.groups.window.groups_per_step * len(results):
+                    check_episodes(self._unchecked, self._rollout.cfg.actor_rollout_ref.rollout.agent.max_failed_share)
+                    self._unchecked = []
             else:
                 causes = {result.error or result.end for result in results}
                 group.failure = RolloutError(f"no episode has an answer: {', '.join(sorted(causes))}")

@@ -335,7 +335,14 @@ def _parts(path: Path) -> list[tuple[int, DataProto]]:
 
 
 def _joined(parts: Sequence[DataProto]) -> DataProto:
-    """The rows of groups that were graded apart: what a grader returned for some is None for the others."""
+    """The rows of groups that were graded apart: what a grader returned for some is None for the others.
+
+    Routes of experts, which only complete answers have, are -1 for the others.
+    """
+    routes = [part.tensors["routed_experts"] for part in parts if "routed_experts" in part.tensors]
+    for part in parts if routes else ():
+        if "routed_experts" not in part.tensors:
+            part.tensors["routed_experts"] = routes[0].new_full((len(part), *routes[0].shape[1:]), -1)
     names = sorted({name for part in parts for name in part.meta_info.get("reward_extra_keys", ())})
     filled = []
     for part in parts:

@@ -183,8 +183,7 @@ def _before(root: Path) -> dict[str, object]:
 
 
 def _listed(lines: Sequence[str]) -> str:
-    more = [f"  and {len(lines) - MAX_SHOWN} more"] if len(lines) > MAX_SHOWN else []
-    return "\n".join([*lines[:MAX_SHOWN], *more])
+    return "\n".join([*lines[:MAX_SHOWN], *[f"  and {len(lines) - MAX_SHOWN} more"] * (len(lines) > MAX_SHOWN)])
 
 
 def _git_state(folder: Path) -> str | None:

@@ -289,5 +289,5 @@ async def run_areal_episode(workflow: Any, gconfig: object, row: Row, session: S
     for number, (tokens, mask, reward) in enumerate(zip(ids, masks, rewards, strict=True)):
         if (drawn := by_ids.get(tuple(tokens[mask].tolist()))) is None:
             raise ValueError(f"row {number} of arun_episode has other tokens than a prompt and what was drawn for it")
-        rows.append(replace(drawn, rewards=(*drawn.rewards[:-1], reward)))
+        rows.append(replace(drawn, rewards=(*drawn.rewards[:-1], reward), weight=1.0 / len(ids)))
     return rows

@@ -239,24 +239,24 @@ class EpisodeRunner:
 
     async def _result(self, workflow: Workflow, row: Mapping[str, object], session: Session) -> EpisodeResult:
         """Run the workflow and say how it ended."""
-        start_s = time.monotonic()
+        start_s, limit = time.monotonic(), asyncio.timeout(self.deadline_s)
         rows, score, error = list[TraceRow](), Score(0.0), ""
         try:
-            async with asyncio.timeout(self.deadline_s):
+            async with limit:
                 outcome = await workflow.run(row, session)
             rows, score = _scored(outcome, session)
             end = "rejected" if outcome is None else session.end or ("stop" if rows else "no_draw")
             session.log.differs |= session.log.has_unread
         except (RolloutError, WeightTransferError, DeadlineError, ConfigError):
             raise
-        except TimeoutError:
-            end, error = "deadline", f"no result within {self.deadline_s:g} s"
         except EpisodeEnd as ended:
             rows, end = session.trace.rows(), ended.reason
         except (Exception, asyncio.CancelledError) as failure:
             if failure.args == ("over_sampled",) or asyncio.current_task().cancelling():  # pyrefly: ignore
                 raise
             end, error = "error", describe(failure)
+            if limit.expired():
+                end, error = "deadline", f"no result within {self.deadline_s:g} s"
             log.warning("episode %s failed: %s", session.name, error)
         seconds = time.monotonic() - start_s
         extra = dict(score.extra)

@@ -29,8 +29,7 @@ def call(
         made = _OBJECTS[key] = load_target(data_source, key="tools")(**extra_info["config"])
         if not extra_info["config"]:
             return _answer(_method(made, "reset", ground_truth), cut)
-        start = made.start_interaction if hasattr(made, "start_interaction") else made.create
-        _wait(start(key, **ground_truth))
+        _wait((made.start_interaction if hasattr(made, "start_interaction") else made.create)(key, **ground_truth))
         return _answer(None, cut)
     if key not in _OBJECTS:
         return {"score": 0.0, "status": LOST}

@@ -216,11 +216,14 @@ def filter_groups(batch: DataProto, *, metric: str = "seq_reward") -> tuple[Data
         values = column(batch, ROW_SUMS[metric]).sum(dim=1)
     else:
         values = _numbers(batch, metric, "filter_groups.metric", ROW_SUMS)
-    ids = group_ids(batch)
-    keep = informative_groups(values, ids)
-    kept, total = len(ids[keep].unique()), len(ids.unique())
-    metrics = {"training/filter_groups_kept": float(kept), "training/filter_groups_dropped": float(total - kept)}
-    return batch.select_idxs(keep), metrics
+    ids, answered = group_ids(batch), column(batch, "response_mask").any(dim=1)
+    keep, uids = informative_groups(values, ids) & answered, batch.non_tensor_batch.get("uid", ids.tolist())
+    # an episode that failed has a group of its own (`collate_episodes`), but goes where its prompt goes
+    prompts = [uid if has else str(uid).rpartition("/")[0] or uid for uid, has in zip(uids, answered.tolist())]
+    kept = {prompt for prompt, informs in zip(prompts, keep.tolist(), strict=True) if informs}
+    num_kept, total = float(len(kept)), float(len(set(prompts)))
+    metrics = {"training/filter_groups_kept": num_kept, "training/filter_groups_dropped": total - num_kept}
+    return batch.select_idxs(torch.tensor([prompt in kept for prompt in prompts])), metrics
 
 
 def episode_inputs(inputs: Mapping[str, Any], weights: Tensor, size: int) -> dict[str, Any]:

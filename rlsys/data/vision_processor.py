@@ -143,8 +143,7 @@ class VisionProcessor:
         The processor makes each frame an image, whose patches hold it `size` times; those of a video hold the next.
         """
         size = self.image_processor.temporal_patch_size
-        lacking = -len(video.frames) % size
-        frames, times = ([*each, *[each[-1]] * lacking] for each in (video.frames, video.times))
+        frames, times = ([*each, *[each[-1]] * (-len(video.frames) % size)] for each in (video.frames, video.times))
         steps = len(frames) // size
         made = self.image_processor(images=frames, return_tensors="pt")
         _, height, width = made["image_grid_thw"][0].tolist()

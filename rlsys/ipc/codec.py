@@ -311,8 +311,7 @@ def _check_size(memory: _Memory, view: memoryview, itemsize: int) -> None:
 
 def _read_dtype(text: str) -> np.dtype[Any]:
     """A numpy dtype of plain memory by its `str`."""
-    is_plain = len(text) <= 32 and text[:1] in "<>|=" and text[1:2] in set(NUMBER_KINDS)
-    dtype = np.dtype(text) if is_plain else None
+    dtype = np.dtype(text) if len(text) <= 32 and text[:1] in "<>|=" and text[1:2] in set(NUMBER_KINDS) else None
     if dtype is None or dtype.str != text or not dtype.itemsize:
         raise WireError(f"{text[:32]!r} is not the dtype of a number array")
     return dtype

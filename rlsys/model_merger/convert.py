@@ -145,8 +145,7 @@ def read_config_json(directory: Path) -> dict[str, object]:
 
 def most_common(specs: Mapping[str, TensorSpec]) -> str:
     """The torch name of the type of most tensors."""
-    name = Counter(dtype for dtype, _ in specs.values()).most_common(1)[0][0]
-    return str(DTYPES[name]).removeprefix("torch.")
+    return str(DTYPES[Counter(dtype for dtype, _ in specs.values()).most_common(1)[0][0]]).removeprefix("torch.")
 
 
 def _carried(hf_config: HFConfig) -> dict[str, tuple[int, ...]]:

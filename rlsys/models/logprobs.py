@@ -51,8 +51,7 @@ def token_stats(
     """
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
-    limit = chunk_elements or LOGITS_CHUNK_ELEMENTS.get(hidden.device.type, 1 << 26)
-    rows = max(1, limit // max(1, weight.shape[0]))
+    rows = (chunk_elements or LOGITS_CHUNK_ELEMENTS.get(hidden.device.type, 1 << 26)) // max(1, weight.shape[0]) or 1
     wanted = ("entropy" in outputs, "sum_pi_squared" in outputs)
     if topk_ids is None:
         topk_ids = _most_likely(hidden, weight, rows, topk, part)

@@ -164,8 +164,7 @@ def _training_stages(job: PlanInputs, roles: list[DeviceRole], engine: ro.Bytes)
     beside = {} if job.device == "cuda" and rollout.free_cache_engine else weights
     first = engine if cache_share_of == "device" else weights
     waiting = [role.waiting() for role in roles]
-    learning = _learning(job) if engine and cache_share_of is not None else 0
-    starts = [ro.together([*waiting, first, {STAGING: learning}])]
+    starts = [ro.together([*waiting, first, {STAGING: _learning(job) if engine and cache_share_of is not None else 0}])]
     for at, role in enumerate(roles, 1):  # teachers are one role to start
         loading = [one.role.held() if one.stages[0][0] == role.stages[0][0] else one.waiting() for one in roles[:at]]
         starts.append(ro.together(loading))

@@ -50,8 +50,7 @@ class DPOEngine:
         batch = with_columns(batch, ref_log_prob=reference)
         if self.config.loss_type != "kto":
             return batch, 0.0
-        order = torch.arange(len(batch)).view(-1, 2)
-        labelled, others = (batch.select_idxs(order[:, i]) for i in (0, 1))
+        labelled, others = (batch.select_idxs(torch.arange(i, len(batch), 2)) for i in (0, 1))
         held = others.tensors
         difference = self._log_probs(others).double() - held["ref_log_prob"].cpu()
         total = masked_sum(difference, held["response_mask"].cpu()).item()

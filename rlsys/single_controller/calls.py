@@ -239,8 +239,7 @@ def _first_cause(failed: Sequence[tuple[Pending, Failure]]) -> BaseException:
     pending, failure = ordered[0]
     backend = pending.backend
     also = [f"rank {other.rank}: {f.cause.partition(chr(10))[0]}" for other, f in ordered[1:5]]
-    others = f"also failed: {'; '.join(also)}" if also else ""
-    cause = "\n".join(filter(None, [failure.cause, failure.trace, others]))
+    cause = "\n".join(filter(None, [failure.cause, failure.trace, f"also failed: {'; '.join(also)}" if also else ""]))
     host, tail = backend.host(pending.rank), backend.log_tail(pending.rank)
     where = FailedWorker(pending.role, pending.rank, host, pending.stage, cause, tail)
     if isinstance(failure.exception, SPOKEN_ERRORS):

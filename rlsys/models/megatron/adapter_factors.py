@@ -69,8 +69,7 @@ def factors_of(plan: AdapterPlan, held: Sequence[Shard], whole: Sequence[Shard])
     for local, name in dict.fromkeys((s.local, s.box.tensor) for s in whole if s.box.tensor in plan.adapted):
         if len(uncut[local]) == 2:
             rows_cut, columns_cut = (n < full for n, full in zip(sizes[local], uncut[local], strict=True))
-            partial = "A" if rows_cut else "B" if columns_cut else ""
-            factors[local].append(_factors(plan, name, here[local], partial))
+            factors[local].append(_factors(plan, name, here[local], "A" if rows_cut else "B" if columns_cut else ""))
     return dict(factors)
 
 

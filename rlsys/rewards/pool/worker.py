@@ -211,8 +211,7 @@ def read_score(value: object) -> tuple[float, dict[str, object]]:
     if isinstance(value, Mapping):
         if "score" not in value:
             raise ValueError(f"the grader returned a dict without 'score': {sorted(map(str, value))[:10]}")
-        extra = {str(k): plain(v) for k, v in value.items() if k != "score"}
-        return _number(value["score"]), extra
+        return _number(value["score"]), {str(k): plain(v) for k, v in value.items() if k != "score"}
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, Sequence) and not isinstance(value, str | bytes) and value:
         value = value[0]

@@ -8,7 +8,7 @@ import torch
 from rlsys.agent.collate import collate_episodes, first_rows, with_branches
 from rlsys.agent.runner import EpisodeResult
 from rlsys.agent.trace import Span, Trace
-from rlsys.algorithms.stages import compute_advantage, rewards_from_scores, shape_batch_rewards
+from rlsys.algorithms.stages import compute_advantage, filter_groups, rewards_from_scores, shape_batch_rewards
 from rlsys.config.schema.algorithm import AlgorithmConfig, NormConfig
 from rlsys.protocol import DataProto, object_array
 from rlsys.types import Finish, ModelResponse
@@ -105,3 +105,11 @@ def test_a_turn_that_no_other_episode_of_the_group_has_is_not_compared() -> None
     batch = rewards_from_scores(batch_of([episode(1, 1.0), short]))
     out = compute_advantage(batch, AlgorithmConfig(adv_estimator="rloo", adv_unit="turn")).tensors["advantages"]
     assert out.tolist() == [[0.5, 0.5, 0.0, 0.0, 0.0], [-0.5, -0.5, 0.0, 0.0, 0.0]]
+
+
+def test_failed_episodes_are_filtered_with_their_prompt() -> None:
+    failed = EpisodeResult((), 0.0, "error")
+    batch = batch_of([episode(1, 1.0), failed, episode(1, 1.0), episode(1, 1.0), failed, episode(1, 0.0)])
+    kept, metrics = filter_groups(batch, metric="score")
+    assert kept.non_tensor_batch["uid"].tolist() == ["b", "b/4", "b"]
+    assert metrics == {"training/filter_groups_kept": 1.0, "training/filter_groups_dropped": 1.0}

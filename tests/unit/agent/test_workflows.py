@@ -318,6 +318,15 @@ def test_malformed_and_unknown_calls_are_answered(episode):
     assert (result.reward, result.counts["tool_error"], result.counts["tool_ok"]) == (1.0, 2, 1)
 
 
+@pytest.mark.parametrize("deadline_s", [60.0, None])
+def test_a_timeout_of_the_workflow_itself_is_its_error(episode, deadline_s):
+    async def searches(row, session):
+        raise TimeoutError("the search does not answer")
+
+    result = episode(searches, lambda _: "42", deadline_s=deadline_s)
+    assert (result.end, "the search does not answer" in result.error) == ("error", True)
+
+
 def test_an_engine_that_fails_is_not_an_episode_that_fails(episode):
     async def broken(request):
         raise RolloutError("all replicas are gone")

@@ -273,6 +273,20 @@ def test_no_request_is_lost_when_weights_change_in_flight(fleet: Fleet) -> None:
             ids.append(token)
 
 
+def test_requests_that_come_while_weights_are_loaded_wait_for_them(fleet: Fleet) -> None:
+    (server,) = fleet.serve()
+    engine = fleet.engine(server)
+    engine.connect()
+    is_loading, may_load, load = threading.Event(), threading.Event(), server.brain.reload
+    server.brain.reload = lambda path: (is_loading.set(), may_load.wait(scaled_s(10)), load(path))
+    updated = engine.update_weights(WeightUpdateMeta(1, weights_path="/weights/1"))
+    assert is_loading.wait(scaled_s(10))
+    answers = engine.submit(requests_of(2))
+    may_load.set()
+    updated.result(scaled_s(10))
+    assert {version for answer in answers for version in answer.result(scaled_s(10)).output_versions} == {1}
+
+
 def test_a_server_without_a_pause_route_is_interrupted_by_hanging_up(fleet: Fleet) -> None:
     (server,) = fleet.serve(dev=False)
     engine = fleet.engine(server, stop_grace_s=scaled_s(60), timeout_s=scaled_s(20))

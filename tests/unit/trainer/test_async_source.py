@@ -11,12 +11,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rlsys.config.schema.trainer import TrainerConfig
 from rlsys.fleet.fleet import RolloutFleet
 from rlsys.protocol import DataProto, response_lengths
 from rlsys.rewards.manager import Graded
+from rlsys.types import Finish, ResponseDelta
 from rlsys.utils.errors import ConfigError, DeadlineError, RolloutError
 from tests.timing import scaled_s, wait_until
 from tests.unit.trainer.asynchronous import (
@@ -247,6 +249,18 @@ def test_an_answer_that_ends_while_a_checkpoint_is_written_is_kept_whole(tmp_pat
         run.source.save(tmp_path)
     kept = DataProto.load_from_disk(tmp_path / "open_prompts.dp")
     assert int(response_lengths(kept)[kept.non_tensor_batch["group_number"].tolist().index(1)]) == 64
+
+
+def test_a_checkpoint_takes_answers_with_and_without_routes_of_experts(tmp_path: Path) -> None:
+    window = StalenessWindow(groups_per_step=2, max_staleness=1)
+    saved, loaded = (prompt_groups(window, max_tokens=8, num_answers=2) for _ in range(2))
+    (ended, _), _ = (group.answers for group in saved.start()[:2])
+    ended.add(ResponseDelta("", (5,), (0.0,), (0.0,), (0,), Finish.STOP, np.ones((2, 1, 2), np.int16)))
+    loaded.load(json.loads(json.dumps(saved.save(tmp_path))), tmp_path)
+    routes = [answer.routed_experts for group in loaded.open for answer in group.answers]
+    assert routes[0] is not None
+    assert routes[0][:2].tolist() == [[[1, 1]], [[1, 1]]]
+    assert routes[1:] == [None] * (len(routes) - 1)
 
 
 class HeldManager(LengthManager):

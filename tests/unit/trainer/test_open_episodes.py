@@ -2,14 +2,17 @@
 
 import asyncio
 from collections import Counter
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from rlsys.agent.collate import collate_episodes
 from rlsys.agent.presets import Workflow
 from rlsys.agent.runner import EpisodeRunner
 from rlsys.agent.session import Row, Session, SessionSettings
+from rlsys.config import load_config
 from rlsys.config.schema.trainer import TrainerConfig
 from rlsys.protocol import DataProto, object_array
 from rlsys.types import SamplingParams
@@ -56,3 +59,30 @@ def test_an_episode_whose_workflow_raises_cancelled_error_has_failed() -> None:
         source.close()
         runner.close()
     assert set(runs.values()) == {1}
+
+
+def test_more_failed_episodes_of_a_step_than_allowed_end_the_run() -> None:
+    runs, sampling, nothing = Counter[str](), SamplingParams(8), cast(Any, None)
+
+    async def mostly_fails(row: Row, session: Session) -> float:
+        runs[str(row["uid"])] += 1
+        if runs[str(row["uid"])] > 1:
+            raise ValueError("the tool is gone")
+        await session.draw_ids((2, 3))
+        return 1.0
+
+    with fleet_over([LengthReplica("replica", lambda n: 8)]) as fleet:
+        runner = EpisodeRunner(
+            SessionSettings(fleet.sample, nothing, sampling, 8, 8), Workflow(mostly_fails), tool_pool()
+        )
+        collate = partial(collate_episodes, pad_token_id=0, prompt_length=8, response_length=8)
+        parts = {"runner": runner, "sampling": sampling, "keep": lambda *_: None, "collate": collate}
+        rollout = cast(EpisodeRollout, SimpleNamespace(**parts, cfg=load_config([])))
+        window = StalenessWindow(groups_per_step=2, max_staleness=1)
+        groups = prompt_groups(window, max_tokens=8, num_answers=4, prompts=Conversations())
+        source = AsyncSource(OpenEpisodes(groups, fleet, rollout), deadline_s=scaled_s(20.0))
+        source.published(0)
+        with pytest.raises(RolloutError, match=r"6 of 8 episodes failed .*max_failed_share=0\.5.*the tool is gone"):
+            source.next()
+        source.close()
+        runner.close()
