@@ -114,7 +114,7 @@ def test_a_checkpoint_with_open_prompts_is_refused_by_a_run_that_cannot_continue
 ) -> None:
     resume = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}")
     ended = runs.server.run(runs.argv(tmp_path / "out", (*AHEAD, *more, *resume)), tmp_path / "log")
-    assert ended.status == 1
+    assert ended.status == 2
     assert message in ended.log
 
 

@@ -200,7 +200,7 @@ def test_a_run_that_is_done_says_so_and_changes_only_its_log(
     assert files_of(out) == before
     assert "This run is already complete" in (out / "train.log").read_text()
     failing = [*argv, "trainer.total_training_steps=2", "data.seed=7"]
-    assert main(failing) == 1
+    assert main(failing) == 2
     assert files_of(out) == before, "a start that fails leaves config.yaml, starts.jsonl and all else of the run"
     assert main([*argv, "trainer.total_training_steps=2"]) == 0
     assert [line["step"] for line in metrics_of(out)] == [1, 2]
