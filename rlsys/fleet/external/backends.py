@@ -18,7 +18,6 @@ from rlsys.weights.executors.external import SentBucket, ServerGroup
 
 PROCESSED, RAW, FULL = "processed", "raw", "full"
 """Which log-probabilities a server gives: after temperature and truncation, before both, or after temperature only."""
-MAX_TOKEN_ID = 2**31
 ABOVE_ZERO = 1e-3
 _FINISH = {None: None, "stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORT}
 
@@ -37,7 +36,7 @@ class BadResponseError(ValueError):
     """A server's answer is invalid."""
 
 
-def check(delta: Delta, *, room: int, vocab_size: int = MAX_TOKEN_ID) -> None:
+def check(delta: Delta, *, room: int, vocab_size: int) -> None:
     """BadResponseError unless there are at most `room` tokens, each an id with a finite log-probability."""
     if len(delta.tokens) > room:
         raise BadResponseError(f"{len(delta.tokens)} tokens where at most {room} were requested")

@@ -106,14 +106,14 @@ class ServerReplica:
         version, adapter, stamp = engine.get_version(), engine.adapter, self._stamp()
         call = backend.generate(request, settings, adapter=adapter, salt=f"{engine.job}-{version}")
         timeout = aiohttp.ClientTimeout(sock_connect=CONNECT_S, sock_read=settings.servers.timeout_s)
-        num, seen = request.gconfig.max_new_tokens, 0
+        num, vocab_size, seen = request.gconfig.max_new_tokens, settings.vocab_size, 0
         size = EVENT_BYTES + EVENT_TOKEN_BYTES * (len(request.input_ids) + num)
         stream = events(engine.session, self.url, call, stage="generate", timeout=timeout, max_bytes=size)
         async with aclosing(stream):
             async for event in stream:
                 try:
                     delta = backend.read(event, seen)
-                    check(delta, room=num - seen, vocab_size=settings.vocab_size)
+                    check(delta, room=num - seen, vocab_size=vocab_size)
                     if delta.finish is Finish.STOP and not seen + len(delta.tokens):
                         raise BadResponseError("an answer that stopped without a stop token")
                 except BadResponseError as error:

@@ -19,6 +19,7 @@ ADDRESS_VARIABLES: Mapping[str, tuple[str, ...]] = {
     "vllm": ("VLLM_API_BASE", "AREAL_LLM_SERVER_ADDRS"),
 }
 KEY, TOKEN_VARIABLE = "actor_rollout_ref.rollout.servers", "RLSYS_SERVER_TOKEN"
+MAX_TOKEN_ID = 2**31
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class RemoteSettings:
     @property
     def vocab_size(self) -> int:
         """Token ids of answers are below it."""
-        return self.hf_config.get_text_config().vocab_size if self.hf_config else 1 << 31
+        return self.hf_config.get_text_config().vocab_size if self.hf_config else MAX_TOKEN_ID
 
 
 def settings_of(rollout: RolloutConfig, deadlines: GradingDeadlinesConfig, *, max_staleness: int) -> RemoteSettings:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rlsys.config import load_config
 from rlsys.fleet.external.backends import BadResponseError, SGLangBackend, VLLMBackend, check
-from rlsys.fleet.external.settings import server_urls
+from rlsys.fleet.external.settings import MAX_TOKEN_ID, server_urls
 from rlsys.utils.errors import ConfigError
 
 SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
@@ -102,7 +102,7 @@ def test_any_json_is_a_delta_or_a_bad_answer(event: object, seen: int) -> None:
         if isinstance(event, dict):
             try:
                 delta = backend.read(event, seen)
-                check(delta, room=8)
+                check(delta, room=8, vocab_size=MAX_TOKEN_ID)
             except BadResponseError:
                 continue
             assert all(type(token) is int for token in delta.tokens)
