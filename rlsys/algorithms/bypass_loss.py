@@ -35,7 +35,7 @@ def bypass_mode(
     num_tokens = response_mask.bool().sum().double()
     mask = torch.where(num_tokens > 0, response_mask, torch.ones_like(response_mask))
     corrected = correct(old_log_probs=log_prob, rollout_log_probs=old_log_prob, response_mask=mask, config=correction)
-    metrics = {name: (value * num_tokens, num_tokens) for name, value in corrected.metrics.items()}
+    metrics = {name: (value * num_tokens, num_tokens) for name, value in corrected.values.items()}
     kept = corrected.response_mask * response_mask
     if correction.loss_type != "reinforce":
         mode = config.policy_loss.loss_mode

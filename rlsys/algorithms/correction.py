@@ -12,19 +12,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlsys.algorithms.masked import masked_mean, masked_sum
-from rlsys.algorithms.mismatch import SAFETY_BOUND, mismatch_metrics
+from rlsys.algorithms.masked import masked_max, masked_mean, masked_std, masked_sum
+from rlsys.algorithms.mismatch import SAFETY_BOUND, Values, mismatch_metrics
 from rlsys.config.bounds import rejection_bounds, weight_bounds
 from rlsys.config.schema.algorithm import RolloutCorrectionConfig
 
 
 @dataclass(frozen=True)
 class Corrected:
-    """Weights (B, R) or None, the mask that remains (B, R), and metrics under `rollout_corr/`."""
+    """Weights (B, R) or None, the mask that remains (B, R), and values under `rollout_corr/`, if any token `counts`."""
 
     weights: Tensor | None
     response_mask: Tensor
-    metrics: dict[str, float]
+    values: Values
+    counts: Tensor
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The values as numbers, for which the host waits for the device; none where no token counts."""
+        return {name: value.item() for name, value in self.values.items()} if self.counts else {}
 
 
 @torch.no_grad()
@@ -43,12 +49,11 @@ def rollout_correction(
         metrics |= is_metrics
     kept, rs_metrics = rejection_mask(log_ratio, response_mask, config)
     metrics |= rs_metrics
-    return Corrected(weights, kept, {f"rollout_corr/{name}": value for name, value in metrics.items()})
+    values = {f"rollout_corr/{name}": value for name, value in metrics.items()}
+    return Corrected(weights, kept, values, response_mask.any())
 
 
-def importance_weights(
-    log_ratio: Tensor, mask: Tensor, config: RolloutCorrectionConfig
-) -> tuple[Tensor, dict[str, float]]:
+def importance_weights(log_ratio: Tensor, mask: Tensor, config: RolloutCorrectionConfig) -> tuple[Tensor, Values]:
     """Weights rho (B, R) per token, or their product per row at each of its tokens, truncated or masked.
 
     With `rollout_is_batch_normalize` their mean, over tokens or over rows, is made 1.
@@ -59,53 +64,50 @@ def importance_weights(
     raw = torch.where(mask.bool(), exponent.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp(), 0.0)
     inside = raw <= high if low is None else (raw >= low) & (raw <= high)
     weights = raw.clamp(max=high) if low is None else torch.where(inside, raw, 0.0)
-    exponents = exponent[mask.bool().any(dim=1), 0] if by_row else exponent[mask.bool()]
-    metrics = _weight_metrics(weights, raw, exponents, mask, low, high)
+    rows = mask.bool().any(dim=1)
+    metrics = _weight_metrics(weights, raw, (exponent[:, 0], rows) if by_row else (exponent, mask), mask, low, high)
     if low is not None:
-        metrics["rollout_is_oob_ratio"] = masked_mean((~inside).double(), mask).item()
+        metrics["rollout_is_oob_ratio"] = _share(~inside, mask)
     if config.rollout_is_batch_normalize:
-        rows = mask.bool().any(dim=1)
         mean = masked_mean(masked_mean(weights, mask, dim=1), rows) if by_row else masked_mean(weights, mask)
-        factor = mean.item() if mean.item() > 1e-8 else 1.0
+        factor = torch.where(mean > 1e-8, mean, 1.0)
         weights = weights / factor
         metrics["rollout_is_batch_norm_factor"] = factor
     return weights, metrics
 
 
 def _weight_metrics(
-    weights: Tensor, raw: Tensor, exponents: Tensor, mask: Tensor, low: float | None, high: float
-) -> dict[str, float]:
+    weights: Tensor, raw: Tensor, exponents: tuple[Tensor, Tensor], mask: Tensor, low: float | None, high: float
+) -> Values:
     low = 1 / high if low is None else low
-    valid = mask.bool()
-    if not valid.any():
-        return {}
-    mean = masked_mean(weights, mask)
-    square = masked_mean(weights.square(), mask)
-    rows = masked_mean(weights, mask, dim=1)[valid.any(dim=1)]
-    raw_rows = masked_mean(raw, mask, dim=1)[valid.any(dim=1)]
-    applied = weights[valid]
-    values = {
+    mean, square = masked_mean(weights, mask), masked_mean(weights.square(), mask)
+    rows, raw_rows = (masked_mean(x, mask, dim=1) for x in (weights, raw))
+    (values, counted), has_tokens = exponents, mask.bool().any(dim=1)
+    return {
         "rollout_is_mean": mean,
-        "rollout_is_max": applied.max(),
-        "rollout_is_min": applied.min(),
+        "rollout_is_max": masked_max(weights, mask),
+        "rollout_is_min": -masked_max(-weights, mask),
         "rollout_is_std": (square - mean.square()).clamp(min=0).sqrt(),
         "rollout_is_eff_sample_size": mean.square() / square.clamp(min=1e-30),
-        "rollout_is_ratio_fraction_high": (exponents > math.log(high)).double().mean(),
-        "rollout_is_ratio_fraction_low": (exponents < (math.log(low) if low else -math.inf)).double().mean(),
-        **_spread("rollout_is_seq", rows),
-        "rollout_is_seq_max_deviation": (rows - 1).abs().max(),
-        "rollout_is_seq_fraction_high": (raw_rows > high).double().mean(),
-        "rollout_is_seq_fraction_low": (raw_rows < low).double().mean(),
+        "rollout_is_ratio_fraction_high": _share(values > math.log(high), counted),
+        "rollout_is_ratio_fraction_low": _share(values < (math.log(low) if low else -math.inf), counted),
+        **_spread("rollout_is_seq", rows, has_tokens),
+        "rollout_is_seq_max_deviation": masked_max((rows - 1).abs(), has_tokens),
+        "rollout_is_seq_fraction_high": _share(raw_rows > high, has_tokens),
+        "rollout_is_seq_fraction_low": _share(raw_rows < low, has_tokens),
     }
-    return {name: value.item() for name, value in values.items()}
 
 
-def _spread(name: str, rows: Tensor) -> dict[str, Tensor]:
-    std = rows.std() if len(rows) > 1 else torch.zeros(())
-    return {f"{name}_mean": rows.mean(), f"{name}_std": std, f"{name}_max": rows.max(), f"{name}_min": rows.min()}
+def _share(holds: Tensor, mask: Tensor) -> Tensor:
+    return masked_mean(holds.double(), mask)
 
 
-def rejection_mask(log_ratio: Tensor, mask: Tensor, config: RolloutCorrectionConfig) -> tuple[Tensor, dict[str, float]]:
+def _spread(name: str, rows: Tensor, mask: Tensor) -> Values:
+    values = {"mean": masked_mean(rows, mask), "std": masked_std(rows, mask), "max": masked_max(rows, mask)}
+    return {f"{name}_{kind}": value for kind, value in (values | {"min": -masked_max(-rows, mask)}).items()}
+
+
+def rejection_mask(log_ratio: Tensor, mask: Tensor, config: RolloutCorrectionConfig) -> tuple[Tensor, Values]:
     """The mask (B, R) without the tokens or rows whose divergence is out of bounds; a token must pass every mode.
 
     Statistics are of `-log rho` (k1), `(log rho)^2 / 2` (k2) and `rho - log rho - 1` (k3), per token or as the sum,
@@ -116,21 +118,21 @@ def rejection_mask(log_ratio: Tensor, mask: Tensor, config: RolloutCorrectionCon
     safe = log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND)
     valid = mask.bool()
     kept = torch.ones_like(valid)
-    metrics: dict[str, float] = {}
+    metrics: Values = {}
     rejections = rejection_bounds(config)
-    for mode, low, high in rejections:
+    for mode, low, limit in rejections:
         statistic = _statistic(mode, safe, valid)
-        high = _cut_for_mean(statistic[valid], high) if mode == "token_m2" else high
+        high: float | Tensor = _cut_for_mean(statistic, valid, limit) if mode == "token_m2" else limit
         inside = statistic <= high if low is None else (statistic >= low) & (statistic <= high)
         kept = kept & inside
         metrics |= _rejection_metrics(mode, statistic, inside, valid, low, high)
     if config.rollout_token_veto_threshold is not None:
         vetoed = ((log_ratio < math.log(config.rollout_token_veto_threshold)) & valid).any(dim=1, keepdim=True)
         kept = kept & ~vetoed
-        metrics["rollout_is_veto_fraction"] = vetoed.double().mean().item()
+        metrics["rollout_is_veto_fraction"] = vetoed.double().mean()
     if rejections:
-        metrics["rollout_rs_masked_fraction"] = masked_mean((~kept).double(), valid).item()
-        metrics["rollout_rs_seq_masked_fraction"] = (~kept & valid).any(dim=1).double().mean().item()
+        metrics["rollout_rs_masked_fraction"] = _share(~kept, valid)
+        metrics["rollout_rs_seq_masked_fraction"] = (~kept & valid).any(dim=1).double().mean()
     return torch.where(kept, mask, torch.zeros_like(mask)), metrics
 
 
@@ -152,35 +154,32 @@ def _statistic(mode: str, log_ratio: Tensor, valid: Tensor) -> Tensor:
     return by_row.unsqueeze(1).expand_as(log_ratio)
 
 
-def _cut_for_mean(values: Tensor, limit: float) -> float:
-    """The largest of the values such that the mean of all up to it is at most `limit`; 0 if there is none."""
-    values = values.double().sort().values
-    within = int((values.cumsum(0) / torch.arange(1, len(values) + 1, device=values.device) <= limit).sum())
-    return values[within - 1].item() if within else 0.0
+def _cut_for_mean(values: Tensor, mask: Tensor, limit: float) -> Tensor:
+    """The largest of the values, none negative, such that the mean of all up to it is at most `limit`; or 0."""
+    ordered = torch.where(mask, values.double(), torch.inf).flatten().sort().values
+    means = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1, device=values.device)
+    return torch.where(means <= limit, ordered, 0.0).amax()
 
 
 def _rejection_metrics(
-    mode: str, statistic: Tensor, inside: Tensor, valid: Tensor, low: float | None, high: float
-) -> dict[str, float]:
-    if not valid.any():
-        return {}
-    rows, tokens, floor = valid.any(dim=1), statistic[valid], 0.0 if low is None else low
-    by_row = not mode.startswith("token")
-    per_row = statistic[rows, 0] if by_row else masked_mean(statistic, valid, dim=1)[rows]
-    units = per_row if by_row else tokens
+    mode: str, statistic: Tensor, inside: Tensor, valid: Tensor, low: float | None, high: float | Tensor
+) -> Values:
+    rows, floor, by_row = valid.any(dim=1), 0.0 if low is None else low, not mode.startswith("token")
+    per_row = statistic[:, 0] if by_row else masked_mean(statistic, valid, dim=1)
+    units, counted = (per_row, rows) if by_row else (statistic, valid)
     values = {
-        "mean": tokens.mean(),
-        "std": tokens.clamp(floor, high).std(correction=0),
-        "max": units.max(),
-        "min": units.min(),
-        "fraction_high": (units > high).double().mean(),
-        "fraction_low": (units < floor).double().mean(),
-        "masked_fraction": (~inside[valid]).double().mean(),
-        **_spread("seq", per_row),
-        "seq_max_deviation": per_row.abs().max(),
-        "seq_fraction_high": (per_row > high).double().mean(),
-        "seq_masked_fraction": (~inside & valid).any(dim=1)[rows].double().mean(),
+        "mean": masked_mean(statistic, valid),
+        "std": masked_std(statistic.clamp(min=floor).clamp(max=high), valid, correction=0),
+        "max": masked_max(units, counted),
+        "min": -masked_max(-units, counted),
+        "fraction_high": _share(units > high, counted),
+        "fraction_low": _share(units < floor, counted),
+        "masked_fraction": _share(~inside, valid),
+        **_spread("seq", per_row, rows),
+        "seq_max_deviation": masked_max(per_row.abs(), rows),
+        "seq_fraction_high": _share(per_row > high, rows),
+        "seq_masked_fraction": _share((~inside & valid).any(dim=1), rows),
     }
     if low is not None:
-        values["seq_fraction_low"] = (per_row < low).double().mean()
-    return {f"rollout_rs_{mode}_{name}": value.item() for name, value in values.items()}
+        values["seq_fraction_low"] = _share(per_row < low, rows)
+    return {f"rollout_rs_{mode}_{name}": value for name, value in values.items()}

@@ -21,6 +21,17 @@ def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     return masked_sum(values, mask, dim) / mask.bool().sum(dim=dim).clamp(min=1)
 
 
+def masked_std(values: Tensor, mask: Tensor, *, correction: int = 1) -> Tensor:
+    """Standard deviation of `values` where `mask` is non-zero; 0 for a single one."""
+    squares = masked_sum((values - masked_mean(values, mask)).square(), mask)
+    return (squares / (mask.bool().sum() - correction).clamp(min=1)).sqrt()
+
+
+def masked_max(values: Tensor, mask: Tensor) -> Tensor:
+    """Largest of `values` where `mask` is non-zero, which it must be somewhere."""
+    return torch.where(mask.bool(), values, -torch.inf).amax()
+
+
 def masked_whiten(values: Tensor, mask: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
     """`(values - mean) / sqrt(unbiased variance + 1e-8)` over the mask, 0 outside; all 0 for a single element.
 

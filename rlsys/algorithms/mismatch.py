@@ -6,44 +6,42 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlsys.algorithms.masked import masked_mean, masked_sum
+from rlsys.algorithms.masked import masked_max, masked_mean, masked_sum
 
 SAFETY_BOUND = 20.0
+Values = dict[str, Tensor]
+"""Metrics on the device, for which the host need not wait."""
 
 
 @torch.no_grad()
-def mismatch_metrics(log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> dict[str, float]:
-    """KL(rollout || trainer), perplexities and chi-squared divergences over a batch (B, R); {} where nothing counts.
+def mismatch_metrics(log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> Values:
+    """KL(rollout || trainer), perplexities and chi-squared divergences over a batch (B, R), on its device.
 
     Rows without a counting token are left out. Names are verl's, without the prefix `rollout_corr/`.
     """
     valid = response_mask.bool()
     rows = valid.any(dim=1)
-    if not rows.any():
-        return {}
     ours, theirs = log_probs.double(), rollout_log_probs.double()
     log_ratio = ours - theirs
-    mean_ours = masked_mean(ours, valid, dim=1)[rows]
-    mean_theirs = masked_mean(theirs, valid, dim=1)[rows]
+    mean_ours, mean_theirs = masked_mean(ours, valid, dim=1), masked_mean(theirs, valid, dim=1)
     difference = mean_theirs - mean_ours
     safe = log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND)
-    row_sum = masked_sum(log_ratio, valid, dim=1)[rows].clamp(-SAFETY_BOUND, SAFETY_BOUND)
-    values = {
-        "training_ppl": (-mean_ours).exp().mean(),
-        "training_log_ppl": -mean_ours.mean(),
+    row_sum = masked_sum(log_ratio, valid, dim=1).clamp(-SAFETY_BOUND, SAFETY_BOUND)
+    return {
+        "training_ppl": masked_mean((-mean_ours).exp(), rows),
+        "training_log_ppl": -masked_mean(mean_ours, rows),
         "kl": masked_mean(-log_ratio, valid),
         "k3_kl": masked_mean(safe.exp() - safe - 1, valid),
-        "rollout_ppl": (-mean_theirs).exp().mean(),
-        "rollout_log_ppl": -mean_theirs.mean(),
-        "log_ppl_diff": difference.mean(),
-        "log_ppl_abs_diff": difference.abs().mean(),
-        "log_ppl_diff_max": difference.max(),
-        "log_ppl_diff_min": difference.min(),
-        "ppl_ratio": difference.exp().mean(),
+        "rollout_ppl": masked_mean((-mean_theirs).exp(), rows),
+        "rollout_log_ppl": -masked_mean(mean_theirs, rows),
+        "log_ppl_diff": masked_mean(difference, rows),
+        "log_ppl_abs_diff": masked_mean(difference.abs(), rows),
+        "log_ppl_diff_max": masked_max(difference, rows),
+        "log_ppl_diff_min": -masked_max(-difference, rows),
+        "ppl_ratio": masked_mean(difference.exp(), rows),
         "chi2_token": masked_mean((2 * safe).exp(), valid) - 1,
-        "chi2_seq": (2 * row_sum).exp().mean() - 1,
+        "chi2_seq": masked_mean((2 * row_sum).exp(), rows) - 1,
     }
-    return {name: value.item() for name, value in values.items()}
 
 
 @torch.no_grad()

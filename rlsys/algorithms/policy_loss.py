@@ -93,7 +93,7 @@ def adapt_verl_loss(function: Callable[..., Any]) -> Callable[..., Any]:
         names = ("actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower")
         metrics = rest[0] if len(rest) == 1 else dict(zip(names, rest, strict=True))
         tokens = response_mask.bool().sum().double()
-        pairs = {name: (float(value) * tokens, tokens) for name, value in metrics.items()}
+        pairs = {name: (tokens * value, tokens) for name, value in metrics.items()}
         return PolicyLoss(torch.zeros_like(log_prob), response_mask, pairs, mean=mean)
 
     return verl_loss

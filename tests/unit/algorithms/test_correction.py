@@ -100,7 +100,7 @@ def test_an_empty_mask_gives_no_weights_and_no_nan() -> None:
     empty = correct(mask=torch.zeros_like(MASK), rollout_is="token", rollout_rs="geometric", rollout_rs_threshold=2.0)
     assert empty.weights is not None
     assert (empty.weights == 0).all()
-    assert all(math.isfinite(value) for value in empty.metrics.values())
+    assert empty.metrics == {}
 
 
 def test_equal_policies_change_nothing() -> None:
@@ -174,7 +174,6 @@ def test_mismatch_by_hand() -> None:
     assert metrics["log_ppl_diff"] == pytest.approx((-0.25 + 1) / 2)
     assert metrics["chi2_token"] == pytest.approx((math.e + 1 + math.exp(-2)) / 3 - 1)
     assert metrics["chi2_seq"] == pytest.approx((math.e + math.exp(-2)) / 2 - 1)
-    assert mismatch_metrics(ours, theirs, torch.zeros(2, 2)) == {}
 
 
 def test_probs_diff_by_hand() -> None:
