@@ -44,7 +44,7 @@ from rlsys.planning.image_encoder import plan_facts  # noqa: E402
 from rlsys.planning.layouts import propose_layouts  # noqa: E402
 from rlsys.planning.memory import Lengths, Machine, MemoryPlan, PlanInputs, Stage, plan_memory  # noqa: E402
 from rlsys.planning.roles import together  # noqa: E402
-from rlsys.planning.sizes import compiled_roles  # noqa: E402
+from rlsys.planning.sizes import choose_sizes, compiled_roles  # noqa: E402
 from rlsys.planning.staleness_forecast import MeasuredRun, fitted_pace, staleness_advice  # noqa: E402
 from rlsys.planning.step_time import (  # noqa: E402
     GpuCluster,
@@ -61,6 +61,7 @@ from rlsys.utils.tables import aligned  # noqa: E402
 from rlsys.weights.plan import Plan, make_plan  # noqa: E402
 from scripts.model_shapes import SHAPES, sizes_of  # noqa: E402
 from scripts.weight_layouts import EngineSizes, bytes_by_link, engine_layouts, fsdp_layouts, megatron_layouts  # noqa: E402
+from trainer.machine import SERVING  # noqa: E402
 
 MOST_LINES, NODE = 40, 8
 GIB = 1 << 30
@@ -266,8 +267,13 @@ def machine_of(
         critic=hf_config_of(critic) if critic is not None and critic != path else None,
         reward_model=hf_config_of(grader.model_path) if grader.enable and grader.model_path else None,
     )
-    compiled = {key: works for key, works in compiled_roles(cfg, machine).items() if key not in loaded.settings}
-    return replaced(cfg, compiled), machine
+    works = compiled_roles(cfg, machine)
+    chosen: dict[str, Any] = {key: works[key] for key in works if key not in loaded.settings}
+    with suppress(ConfigError):  # the table shows what does not fit; layouts have sizes of their own
+        if not (args.gpus or args.layouts):
+            chosen, words = choose_sizes(cfg, loaded.settings, machine, engines=SERVING)
+            print("" if is_trial or not words else f"chosen: {words}\n", end="")
+    return replaced(cfg, chosen), machine
 
 
 def table(stages: Sequence[Stage], *, room_bytes: int) -> str:

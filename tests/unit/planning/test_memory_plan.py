@@ -390,3 +390,21 @@ def test_what_the_script_tries_leaves_no_notes(
     assert "ignored" not in printed.err
     assert "trainer.nnodes=2: " in printed.out
     assert "actor_rollout_ref.rollout.tensor_model_parallel_size=2: update_weights " in printed.out
+
+
+def test_the_plan_of_a_job_has_the_sizes_that_the_job_chooses(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At the defaults, half of the GPU for vLLM, 7B would not start beside what trains."""
+    job = ["plan.py", "--job", "smollm2", "--model", "7B", "--gpu", "H200", "trainer.n_gpus_per_node=1"]
+    monkeypatch.setattr(sys, "argv", job)
+    plan_job()
+    printed = capsys.readouterr().out
+    assert "chosen: rollout.name=vllm, " in printed
+    assert " rollout.gpu_memory_utilization=0.25 " in printed
+    monkeypatch.setattr(sys, "argv", [*job, "actor_rollout_ref.rollout.gpu_memory_utilization=0.5"])
+    with pytest.raises(SystemExit, match="1"):
+        plan_job()
+    printed = capsys.readouterr().out
+    assert "rollout.gpu_memory_utilization" not in printed.partition("\n")[0]
+    assert "actor_rollout_ref.rollout.gpu_memory_utilization=0.25: start 155.3 -> 120.2 GiB, everything fits" in printed
