@@ -1,9 +1,11 @@
 """Version tables: which row a version chooses, what a refusal says, and whether the rows are what wheels have."""
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from transformers import PretrainedConfig, Qwen2Config, Qwen2VLConfig, Qwen3MoeConfig
@@ -12,6 +14,7 @@ import rlsys
 from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.fleet.external.capabilities import ALL, SERVERS
 from rlsys.rollout.base import EngineContext
+from rlsys.rollout.sampling.hook import UNUSED, SampleSpec
 from rlsys.rollout.versions import SGLANG, VLLM, VersionRow, VersionTable
 from rlsys.rollout.vllm import engine_args
 from rlsys.rollout.vllm.engine import VLLMRollout
@@ -160,6 +163,28 @@ def test_dense_models_take_the_runner_that_needs_no_processor_unless_the_environ
     arguments = engine_args.runner_arguments(model, GenerationConfig(**settings), runs_ahead=runs_ahead)
     assert os.environ[engine_args.RUNNER] == runner
     assert ("logits_processors" in arguments) == (runner == "0")
+
+
+@pytest.mark.parametrize(("device", "stages", "ahead"), [("cuda", 1, True), ("cuda", 2, False), ("cpu", 1, False)])
+def test_vllm_schedules_ahead_on_a_gpu(
+    device: str, stages: int, ahead: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(VersionTable, "installed_features", lambda _: True)
+    monkeypatch.setenv(engine_args.RUNNER, "9")
+    Qwen2Config().save_pretrained(tmp_path)
+    config = GenerationConfig(pipeline_model_parallel_size=stages)
+    assert engine_args.engine_arguments(tmp_path, config, EngineContext(device))["async_scheduling"] == ahead
+
+
+def test_vllm_makes_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, stub = list[SimpleNamespace](), SimpleNamespace(SamplingParams=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "vllm", cast(Any, stub))
+    kinds = SimpleNamespace(RequestOutputKind=SimpleNamespace(FINAL_ONLY="final"))
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", cast(Any, kinds))
+    core = SimpleNamespace(add_request=lambda number, prompt, params: made.append(params))
+    engine = SimpleNamespace(engine=core, _salt="", hf_config=None)
+    VLLMRollout._add(cast(Any, engine), [1, 2], SampleSpec(3, 2, UNUSED))
+    assert (made[0].detokenize, made[0].output_kind, made[0].prompt_logprobs) == (False, "final", None)
 
 
 def test_newer_servers_are_taken_as_the_newest_and_older_ones_refused() -> None:

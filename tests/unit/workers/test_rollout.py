@@ -10,6 +10,7 @@ from rlsys.config.schema.rollout import RolloutConfig
 from rlsys.data.start_assets import START_MODEL
 from rlsys.interfaces import RolloutEngine
 from rlsys.protocol import DataProto
+from rlsys.rollout.hf.engine import HFRollout
 from rlsys.single_controller.base import ClassWithInitArgs
 from rlsys.single_controller.local import LocalWorkerGroup
 from rlsys.single_controller.resource_pool import ResourcePool
@@ -53,6 +54,18 @@ def test_an_engine_that_sleeps_spares_collections_what_was_compiled_since() -> N
         assert gc.get_freeze_count() == before, "a few are not worth it, and might be garbage one day"
     assert len(kept) + len(few) > MANY_OBJECTS
     assert gc.get_freeze_count() <= frozen, "what was frozen may be collected again"
+
+
+def test_what_training_has_freed_is_given_back_before_an_engine_wakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, run = PolicyModelConfig(path=str(START_MODEL)), EngineRun(device="cpu", nccl_timeout_s=60.0)
+    cls, done = ClassWithInitArgs(HFRolloutWorker, model, RolloutConfig(), run, "auto"), list[str]()
+    with LocalWorkerGroup(ResourcePool([1]), cls) as group:
+        group.init_model()
+        group.sleep(("kv_cache",))
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("freed"))
+        monkeypatch.setattr(HFRollout, "wake", lambda self, tags: done.append("awake"))
+        group.wake(("kv_cache",))
+    assert done[:2] == ["freed", "awake"]
 
 
 def test_garbage_is_collected_again_in_a_process_whose_engine_failed_to_start() -> None:
