@@ -1,6 +1,7 @@
 """The job of head_to_head.py by TRL's public API, with the seconds of its phases under verl's names.
 
-TRL's own profiling contexts report to trackers only, so their times are taken here, with the device synchronised.
+TRL's own profiling contexts report to trackers only, so their times are taken here. The device is synchronised around
+the parts of a prepared batch and at the end of a step, and never within an update, which is the rest of the step.
 """
 
 import argparse
@@ -28,8 +29,9 @@ preparing = [False]
 
 def enter(context: Any) -> Any:
     """Start the clock of one of TRL's profiling contexts; log-probs are old ones only while a batch is prepared."""
-    torch.cuda.synchronize()
     part = context.name.removeprefix("GRPOTrainer.")
+    if preparing[0]:
+        torch.cuda.synchronize()
     preparing[0] = preparing[0] or part == "_prepare_inputs"
     context.part = PARTS.get(part, part)
     if context.part == "old_log_prob" and not preparing[0]:
@@ -42,7 +44,8 @@ def enter(context: Any) -> Any:
 
 def leave(context: Any, *_: object) -> None:
     """Book its seconds."""
-    torch.cuda.synchronize()
+    if preparing[0] and context.part != "_prepare_inputs":
+        torch.cuda.synchronize()
     seconds = time.perf_counter() - context.started_s
     context.range.__exit__(None, None, None)
     if context.part == "_prepare_inputs":

@@ -2,12 +2,16 @@
 
 import ast
 import json
+import runpy
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
+import torch
 
 from rlsys.config import PPOConfig, load_config
 from scripts.bench.head_to_head import kernel_phases, kernel_table, read_steps, table
@@ -155,3 +159,27 @@ def test_the_table_has_lowest_median_and_highest_of_all_repeats_by_phase(tmp_pat
     lines = table([*runs, failed, ours]).splitlines()
     assert lines[0] == "| seconds | rlsys-vllm | trl |"
     assert "| wall | 4.25 / 4.25 / 4.25 | 7.00 / 8.50 / 11.00 = 2.00x |" in lines
+
+
+def test_nothing_waits_for_the_gpu_while_trl_updates_but_trl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRL enters these contexts in each micro-batch; waits there would hold back its update alone."""
+    names = ("trl", "trl.extras", "trl.extras.profiling", "datasets")
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, MagicMock())
+    job = runpy.run_path(str(ROOT / "scripts" / "bench" / "trl_job.py"), run_name="trl_job")
+    waits = list[str]()
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append("wait"))
+
+    def timed(name: str, *inside: str) -> None:
+        context = SimpleNamespace(name=f"GRPOTrainer.{name}")
+        job["enter"](context)
+        for one in inside:
+            timed(one)
+        job["leave"](context)
+
+    timed("_prepare_inputs", "vLLM.generate", "_get_per_token_logps_and_entropies")
+    assert (len(waits), {"gen", "old_log_prob", "prepare"} <= set(job["spent"])) == (4, True)
+    timed("compute_loss", "_get_per_token_logps_and_entropies")
+    timed("_prepare_inputs")
+    timed("compute_loss", "_get_per_token_logps_and_entropies")
+    assert (len(waits), "update_actor" in job["spent"]) == (4, False)
