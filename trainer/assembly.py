@@ -32,7 +32,7 @@ from trainer.epochs import EpochSource, check_repeatable
 from trainer.evaluation import OnValidation, Validation
 from trainer.generation import GradedRollout
 from trainer.groups import EngineGroup, Role, RolloutGroup, WorkerGroups
-from trainer.parity import ParityProbe, Scorer
+from trainer.parity import ParityProbe
 from trainer.prompt_groups import OpenAnswers, PromptGroups
 from trainer.prompts import num_steps, training_prompts
 from trainer.reporting import Reporter
@@ -86,7 +86,7 @@ def assemble(
         pool = stack.enter_context(reward_pool(cfg.reward, judge=judge))
         if pools.external:
             fleet, transfer = connect_servers(cfg, groups.actor)
-            scorer: Scorer = fleet
+            score = fleet.compute_log_prob
         else:
             assert groups.rollout is not None
             transfer = connect_weights(groups, cfg, colocated=pools.colocated)  # the workers hold its resources
@@ -101,7 +101,7 @@ def assemble(
                 num_rows=num_rows,
                 restartable=not pools.colocated,
             )
-            scorer = fleet if isinstance(fleet, ElasticFleet) else groups.rollout
+            score = (fleet if isinstance(fleet, ElasticFleet) else groups.rollout).compute_log_prob
         stack.callback(fleet.close)
         reporter.count("gen", lambda: (fleet.counts["answered"], fleet.counts["issued"]))
         graded = graded_rollout(cfg, fleet, inputs.tokenizer, pool, stack, reporter.stage)
@@ -118,7 +118,7 @@ def assemble(
             Steps(cfg, plan, groups, residency, reporter, kl_ctrl, reward_rows),
             weights,
             None if rows is None else Validation(cfg, rows, graded, on_validation, cfg.data.seed),
-            ParityProbe(rollout.parity, probed, graded, longest, scorer, groups.actor, residency),
+            ParityProbe(rollout.parity, probed, graded, longest, score, groups.actor, residency),
             None if pools.colocated else StalenessAdvisor(cfg, fleet),
             stack.pop_all().close,
         )

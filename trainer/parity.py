@@ -4,8 +4,8 @@ A few training prompts are completed by the rollout as in training (draws depend
 probe does not change those of the run), then scored by both sides at the sampling temperature.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from torch import Tensor
 
@@ -31,12 +31,6 @@ CAUSES = (
 )
 
 
-class Scorer(Protocol):
-    """Scores given tokens."""
-
-    def compute_log_prob(self, data: DataProto) -> DataProto: ...
-
-
 @dataclass(frozen=True)
 class ParityReport:
     """`scored`: given tokens scored by both; `sampled`: the actor against the log-probs recorded while sampling.
@@ -60,7 +54,7 @@ class ParityReport:
 
 @dataclass
 class ParityProbe:
-    """The first rows of `dataset` are completed by `graded` and scored by both `rollout` and `actor`.
+    """The first rows of `dataset` are completed by `graded` and scored by both the rollout (`score`) and `actor`.
 
     Where the rollout cannot score only the log-probs recorded while sampling are compared: from then on if its servers
     do not offer it, this time only after a worker was lost, which the fleet will replace.
@@ -70,7 +64,7 @@ class ParityProbe:
     dataset: PromptDataset
     graded: GradedRollout
     prompt_length: int
-    rollout: Scorer
+    score: Callable[[DataProto], DataProto]
     actor: ActorGroup
     residency: Residency
     cannot_score: bool = False
@@ -109,7 +103,7 @@ class ParityProbe:
         if self.cannot_score:
             return None
         try:
-            return self.rollout.compute_log_prob(rows).tensors["rollout_log_probs"]
+            return self.score(rows).tensors["rollout_log_probs"]
         except (RolloutError, ValueError, WorkerError, DeadlineError) as error:
             self.cannot_score = isinstance(error, RolloutError | ValueError)
             log.warning("parity probe: rollout cannot score given tokens; comparing sampled log-probs only: %s", error)

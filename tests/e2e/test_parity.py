@@ -110,7 +110,7 @@ def test_a_rollout_that_cannot_score_is_asked_once(toy: Toy, tmp_path: Path, cap
     with trainer.session():
         trainer.push_weights()
         servers = Servers()
-        probe = replace(trainer.parts.parity, rollout=servers)
+        probe = replace(trainer.parts.parity, score=servers.compute_log_prob)
         before = torch.get_rng_state()
         reports = [probe.run(0), probe.run(0)]
         assert torch.equal(before, torch.get_rng_state())
@@ -123,14 +123,14 @@ def test_a_rollout_that_cannot_score_is_asked_once(toy: Toy, tmp_path: Path, cap
 class LostOnce:
     """A rollout whose worker dies in the first probe and is replaced."""
 
-    rollout: Any
+    score: Any
     is_lost: bool = False
 
-    def compute_log_prob(self, data: Any) -> Any:
+    def __call__(self, data: Any) -> Any:
         if not self.is_lost:
             self.is_lost = True
             raise WorkerError(FailedWorker("rollout", 0, "host", "compute_log_prob", "the worker process died"))
-        return self.rollout.compute_log_prob(data)
+        return self.score(data)
 
 
 def test_a_rollout_lost_in_a_probe_is_asked_in_the_next_one(toy: Toy, tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_a_rollout_lost_in_a_probe_is_asked_in_the_next_one(toy: Toy, tmp_path: 
         trainer.push_weights()
         probe = trainer.parts.parity
         assert probe is not None
-        probe = replace(probe, rollout=LostOnce(probe.rollout))
+        probe = replace(probe, score=LostOnce(probe.score))
         reports = [probe.run(0), probe.run(0)]
     assert [report.metrics()["parity/skipped"] for report in reports] == [1, 0]
     assert reports[0].scored is None

@@ -26,10 +26,10 @@ def test_scores_beyond_the_limits_and_those_that_are_no_numbers_are_a_problem(sc
 
     drawn = DataProto.from_dict({**ROWS, "rollout_log_probs": torch.full((1, 2), -0.5)})
     graded: Any = SimpleNamespace(generate=lambda rows: (drawn, {}), sampling=SamplingParams(2), pad_token_id=0)
-    rollout: Any = SimpleNamespace(compute_log_prob=scores(scored, "rollout_log_probs"))
+    score = scores(scored, "rollout_log_probs")
     actor: Any = SimpleNamespace(compute_log_prob=scores(-0.5, "old_log_probs"))
     prompts: Any = [PromptRow("a", "sums", {}, {}, token_ids=(1, 2))]
     residency = Residency({}, StageTimer())
     residency.enter(SYNC)
-    report = ParityProbe(ParityConfig(), prompts, graded, 2, rollout, actor, residency).run(0)
+    report = ParityProbe(ParityConfig(), prompts, graded, 2, score, actor, residency).run(0)
     assert bool(report.problem) == is_wrong
