@@ -21,9 +21,7 @@ class ToolCall:
 
 
 def parse_tool_calls(text: str, format: str) -> tuple[str, list[ToolCall]]:
-    """The text without its calls, and the calls in their order. ValueError for an unknown format."""
-    if format not in PARSERS:
-        raise ValueError(f"multi_turn.format={format}: choose from {', '.join(PARSERS)}")
+    """The text without its calls, and the calls in their order; `format` is one of PARSERS."""
     calls: list[ToolCall] = []
     kept, end = "", 0
     for start, stop, call in PARSERS[format](text):
