@@ -71,13 +71,12 @@ def settings_of(rollout: RolloutConfig, deadlines: GradingDeadlinesConfig, *, ma
     )
 
 
-def server_urls(kind: str, given: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> tuple[str, ...]:
+def server_urls(kind: str, given: Sequence[str] = (), environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
     """Addresses without path, from `given` or else from the environment variables of `kind` (sglang or vllm).
 
     Takes `http://host:port`, `http://host:port/v1` and `host:port`, several separated by commas. ConfigError where
     there is none, or one has another scheme, a password or a path of its own.
     """
-    environment = os.environ if environment is None else environment
     names = ADDRESS_VARIABLES.get(kind, ())
     texts = list(given) or next(([environment[name]] for name in names if environment.get(name)), [])
     if not (parts := [part.strip() for text in texts for part in text.split(",") if part.strip()]):
