@@ -29,12 +29,12 @@ class Moves:
 class Residency:
     """Tracks the resident and runs the moves from one to the next as the stage `switch`, where there are any."""
 
-    def __init__(
-        self, moves: Mapping[Resident, Moves], stage: StageTimer, refill: Callable[[], object] | None = None
-    ) -> None:
-        """`refill` pushes the served weights again, for a rollout that drops them when it leaves."""
+    refill: Callable[[], object] | None = None
+    """Pushes the served weights again, for a rollout that drops them when it leaves."""
+
+    def __init__(self, moves: Mapping[Resident, Moves], stage: StageTimer) -> None:
         self._moves: dict[Resident | None, Moves] = {**moves}
-        self._stage, self.refill = stage, refill
+        self._stage = stage
         self._lost = False
         self.resident: Resident | None = None
 

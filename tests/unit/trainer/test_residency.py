@@ -56,7 +56,8 @@ def test_only_a_role_with_parts_on_the_host_enters_to_be_saved() -> None:
 def test_a_rollout_without_weights_gets_them_again_before_it_serves_unless_new_ones_came() -> None:
     done: list[str] = []
     moves = {h: Moves([partial(done.append, f"enter {h}")]) for h in (Role.Actor, Role.Rollout, SYNC)}
-    residency = Residency(moves, StageTimer(), partial(done.append, "push again"))
+    residency = Residency(moves, StageTimer())
+    residency.refill = partial(done.append, "push again")
     for resident in (SYNC, Role.Rollout, Role.Actor, SYNC, Role.Rollout):
         residency.enter(resident)
     assert done == ["enter sync", "enter rollout", "enter actor", "enter sync", "enter rollout"]
