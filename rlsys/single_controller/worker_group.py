@@ -1,7 +1,7 @@
 """A group of workers that is called like one object: the registered methods of its class are bound to the group."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any, Self
 
 from rlsys.single_controller import dispatch
@@ -59,14 +59,6 @@ class WorkerGroup:
 
     execute_all = execute_all_async
 
-    def execute_rank_zero_async(self, method: str, *args: object, **kwargs: Any) -> Future:
-        return self.execute_rank_async(0, method, *args, **kwargs)
-
-    def execute_rank_zero_sync(self, method: str, *args: object, **kwargs: Any) -> Any:
-        return self.execute_rank(0, method, *args, **kwargs)
-
-    execute_rank_zero = execute_rank_zero_async
-
     def execute_rank_async(self, rank: int, method: str, *args: object, **kwargs: Any) -> Future:
         """Start a method on one rank, registered or not; other ranks do not matter to it."""
         if not 0 <= rank < self.world_size:
@@ -79,6 +71,9 @@ class WorkerGroup:
     ) -> Any:
         """Run a method on one rank and return its result."""
         return self.execute_rank_async(rank, method, *args, **kwargs).get(deadline_s)
+
+    execute_rank_zero_sync = partialmethod(execute_rank, 0)
+    execute_rank_zero = execute_rank_zero_async = partialmethod(execute_rank_async, 0)
 
     def dispatch_info(self, mesh_name: str) -> list[dispatch.MeshRank]:
         """Where every rank stands on a mesh; asked once."""
