@@ -85,7 +85,8 @@ class PlanInputs:
     cfg: PPOConfig
     machine: Machine
     lengths: Lengths
-    pp_rank: int = 0
+    stage: tuple[int, int] = (0, 1)
+    """The planned stage and their number in the role that has most; other roles have a smaller one on its ranks."""
 
     @cached_property
     def plan(self) -> BatchPlan:
@@ -144,10 +145,9 @@ def plan_memory(cfg: PPOConfig, machine: Machine, *, lengths: Lengths | None = N
     free when it starts. ConfigError for a model without a table.
     """
     job = PlanInputs(cfg, machine, lengths or Lengths.longest(cfg))
-    policy, pools = cfg.actor_rollout_ref.actor, job.plan.pools
-    by_stage = []
-    for pp_rank in range(policy.megatron.pipeline_model_parallel_size if policy.strategy == "megatron" else 1):
-        at_stage = replace(job, pp_rank=pp_rank)
+    pools, by_stage = job.plan.pools, list[tuple[Stage, ...]]()
+    stages = max(getattr(one.role, "sizes", ParallelSizes()).pp for one in device_roles(job))
+    for at_stage in (replace(job, stage=(stage, stages)) for stage in range(stages)):
         roles = device_roles(at_stage)
         engine = _engine(at_stage, ro.together([role.waiting() for role in roles])) if pools.colocated else {}
         by_stage.append(_training_stages(at_stage, roles, engine))
@@ -200,8 +200,8 @@ def _float8_bytes(role: ro.Role, job: PlanInputs) -> int:
 def _rollout_stages(engine: ro.Bytes) -> tuple[Stage, ...]:
     """A device that only generates."""
     weights = {ROLLOUT_WEIGHTS: engine[ROLLOUT_WEIGHTS]}
-    pushed = ro.together([weights, {STAGING: CHECKSUM_WORDS_BYTES}])
-    return Stage("start", weights), Stage("rollout", engine), Stage("update_weights", pushed)
+    pushed = Stage("update_weights", weights | {STAGING: CHECKSUM_WORDS_BYTES})
+    return Stage("start", weights), Stage("rollout", engine), pushed
 
 
 def _engine(job: PlanInputs, beside: ro.Bytes) -> ro.Bytes:
@@ -346,7 +346,8 @@ def _role(
     if isinstance(settings, MegatronRoleConfig):
         sizes, fused = ParallelSizes.from_config(settings), job.device == "cuda"
         moments = 0 if optim.override_optimizer_config.optimizer_cpu_offload else 2
-        return ro.MegatronRole(facts, how, sizes, ranks, job.pp_rank, head, trained is not None, fused, lora, moments)
+        pp_rank = job.stage[0] * sizes.pp // job.stage[1]
+        return ro.MegatronRole(facts, how, sizes, ranks, pp_rank, head, trained is not None, fused, lora, moments)
     return ro.FsdpRole(
         fp.decoder_of(facts, head=head),
         replace(how, compiled=settings.use_torch_compile),

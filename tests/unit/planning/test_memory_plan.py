@@ -132,6 +132,21 @@ def test_what_a_megatron_rank_holds_by_hand() -> None:
     assert (held["parameters"], held["gradients"], held["masters"], held["optimizer"]) == (2 * N, 4 * N, 2 * N, 4 * N)
 
 
+@pytest.mark.parametrize(("of_actor", "of_critic"), [(2, 1), (1, 2), (2, 4)])
+def test_roles_with_other_numbers_of_stages_are_planned_on_the_ranks_that_they_share(
+    of_actor: int, of_critic: int
+) -> None:
+    def held(*settings: str) -> Stage:
+        sizes = ("algorithm.adv_estimator=gae", f"{ACTOR}.strategy=megatron", "trainer.n_gpus_per_node=4", *settings)
+        return stages(planned(config(*sizes), {**SHAPES["tiny"], "num_hidden_layers": 4}))["update_weights"]
+
+    actor = f"{ACTOR}.megatron.pipeline_model_parallel_size"
+    unlike = held(f"{actor}={of_actor}", f"critic.megatron.pipeline_model_parallel_size={of_critic}")
+    alike = [held(f"{actor}={size}", f"critic.megatron.pipeline_model_parallel_size={size}") for size in (1, 2, 4)]
+    assert alike[2].total < alike[1].total < alike[0].total
+    assert alike[2].total < unlike.total < alike[0].total
+
+
 def test_ranks_that_share_sequences_share_their_activations_and_one_optimizer() -> None:
     rows = (f"{ACTOR}.use_dynamic_bsz=false", f"{ACTOR}.ppo_micro_batch_size_per_gpu=2")
     megatron = (f"{ACTOR}.strategy=megatron", "trainer.n_gpus_per_node=2", *rows)
