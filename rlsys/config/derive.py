@@ -41,7 +41,7 @@ def derived_settings(
     longest, budget = values.get("data.max_length", 0), values.get(BUDGET, 0)
     if BUDGET not in given and is_count(longest) and longest > budget:
         settings[BUDGET] = Given(longest, "follows data.max_length", BUDGET)
-    settings |= _expert_tensor(values) | _micro_batches(values, given)
+    settings |= _expert_tensor(values, settings) | _micro_batches(values, given)
     settings |= _old_answers(values, given) or _quantised_answers(values, given)
     problems += [
         f"{key} = {shown(values[key])}: conflicts with {rule.origin.removeprefix('from ')}; "
@@ -88,10 +88,10 @@ def _quantised_answers(values: Mapping[str, object], given: Mapping[str, Given])
     return {key: Given("token", f"follows {cause}", key)} if key in values and values[cause] and not is_chosen else {}
 
 
-def _expert_tensor(values: Mapping[str, Any]) -> dict[str, Given]:
+def _expert_tensor(values: Mapping[str, Any], allocated: Mapping[str, Given]) -> dict[str, Given]:
     """Whole experts on each rank where matrices of tensor_model_parallel_size parts do not divide the ranks."""
-    ranks = [values["trainer.nnodes"], values["trainer.n_gpus_per_node"]]
-    made = {}
+    values = {**values, **{key: one.value for key, one in allocated.items()}}
+    ranks, made = [values[_NODES], values[RANKS]], dict[str, Given]()
     for key in (key for key in values if key.endswith("megatron.expert_tensor_parallel_size")):
         names = ("tensor_model_parallel_size", "expert_model_parallel_size", "pipeline_model_parallel_size")
         sizes = [values[f"{key.rpartition('.')[0]}.{name}"] for name in names]
@@ -128,4 +128,5 @@ def _from_allocation(
         counts = (allocation_settings if MODE in values else supervised_settings)(text, nnodes, node_size)
     except ConfigError as error:
         return {}, [f"{MODE}: {error}"]
-    return {key: Given(count, f"from {MODE}={text}", key) for key, count in counts.items()}, []
+    # the engine is as good as set: a job does not choose another
+    return {key: Given(count, f"{'from ' * (key != ENGINE)}{MODE}={text}", key) for key, count in counts.items()}, []

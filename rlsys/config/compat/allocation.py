@@ -52,8 +52,8 @@ def allocation_settings(text: str, nnodes: int, node_size: int = 0) -> dict[str,
         raise ConfigError(f"'{text}' needs {total} processes, and cluster.n_nodes x cluster.n_gpus_per_node are {room}")
     settings = _nodes(trains, nnodes, node_size)
     settings["trainer.rollout_workers"] = 0 if is_shared else generates.world
+    settings[f"{_ROLLOUT}.name"] = generates.engine
     if generates.engine != "hf":
-        settings[f"{_ROLLOUT}.name"] = generates.engine
         settings[f"{_ROLLOUT}.tensor_model_parallel_size"] = generates.sizes.get("t", 1)
         more = {"e": "expert_parallel_size", "p": "pipeline_model_parallel_size"}
         settings |= {f"{_ROLLOUT}.{more[of]}": size for of, size in generates.sizes.items() if of in more}

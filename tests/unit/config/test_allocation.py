@@ -121,3 +121,10 @@ def test_an_allocation_is_spread_over_nodes_and_says_the_parallel_sizes() -> Non
     assert cfg.actor_rollout_ref.actor.megatron.context_parallel_size == 2
     assert cfg.actor_rollout_ref.ref.megatron.context_parallel_size == 2
     assert plan_batches(cfg).actor.dp_size == 2
+
+
+def test_experts_stay_whole_where_parts_of_them_would_not_divide_the_ranks_of_an_allocation() -> None:
+    cfg = load_config(["trainer.allocation_mode=hf:d4+megatron:d2t4e4", "trainer.max_staleness=1"])
+    assert cfg.actor_rollout_ref.actor.megatron.expert_tensor_parallel_size == 1
+    cfg = load_config(["trainer.allocation_mode=hf:d4+megatron:d4t4e4", "trainer.max_staleness=1"])
+    assert cfg.actor_rollout_ref.actor.megatron.expert_tensor_parallel_size is None

@@ -249,3 +249,13 @@ def test_the_engine_is_the_first_on_a_gpu_that_works_with_the_settings(
     # a model of the hub before its first download, and a login node
     for unplanned in (Machine("cuda", int(79.2 * GIB), {}), Machine("cuda", 0, SHAPES["135M"])) * (device == "cuda"):
         assert choose_sizes(job.config, job.settings.keys(), unplanned, engines=("vllm",)) == only_engine
+
+
+@pytest.mark.parametrize("engine", ["sglang", "hf"])
+@pytest.mark.parametrize("agrees", [False, True])
+def test_the_engine_of_an_allocation_is_kept(engine: str, agrees: bool) -> None:
+    mode = (f"trainer.allocation_mode={engine}:d2+fsdp:d2", *[f"{ENGINE}={engine}"] * agrees)
+    job, machine = loaded(*mode, preset="smollm2"), Machine("cuda", int(79.2 * GIB), SHAPES["135M"])
+    sizes, _ = choose_sizes(job.config, job.settings.keys(), machine, engines=("vllm", "sglang"))
+    after = loaded(*mode, preset="smollm2", chosen=sizes)
+    assert after.config.actor_rollout_ref.rollout.name == engine
