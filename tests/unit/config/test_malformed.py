@@ -320,6 +320,23 @@ FOREIGN = [
     bad(f"{R}.engine_kwargs.sglang.preferred_sampling_params={{a: 1}}", "preferred_sampling_params", "temperature"),
     bad(f"{R}.engine_kwargs.vllm.override_generation_config={{a: 1}}", "override_generation_config", "temperature"),
     bad(f"{R}.engine_kwargs.vllm.quantization=fp8", "engine_kwargs.vllm.quantization", "rollout.quantization=fp8"),
+    *(
+        bad(f"{R}.engine_kwargs.{key}", f"engine_kwargs.{key.partition('=')[0]}", why)
+        for key, why in {
+            "vllm.logits_processors=[mine]": "samples the tokens itself",
+            "vllm.worker_cls=mine": "a worker of the job",
+            "vllm.enable_eplb=true": "where it was at the start",
+            "vllm.prefill_context_parallel_size=2": "does not place",
+            "sglang.enable_eplb=true": "where it was at the start",
+            "sglang.init_expert_location=a.json": "where it was at the start",
+            "sglang.ep_num_redundant_experts=2": "to one place",
+            "sglang.attn_cp_size=2": "does not place",
+            "sglang.moe_dp_size=2": "does not place",
+            "sglang.disaggregation_mode=prefill": "disaggregation",
+            "sglang.quantization=fp8": "rollout.quantization=fp8",
+            "sglang.torchao_config=int8wo": "rollout.quantization=fp8",
+        }.items()
+    ),
     bad([f"{R}.quantization=fp8", f"{R}.name=hf"], f"{R}.quantization", "only vllm serves it"),
     bad([f"{R}.quantization=fp8", f"{R}.name=sglang"], "sglang beside a trainer", schema=EvalConfig),
     bad([f"{R}.quantization=fp8", f"{R}.name=vllm", "trainer.device=cpu"], f"{R}.quantization", "on GPUs"),
