@@ -76,6 +76,16 @@ def test_the_same_bits_through_ranks_and_back(layout: str, models: dict[str, Pat
         assert read_config(back) == read_config(model)
 
 
+@pytest.mark.parametrize("name", ["glm4-moe", "gemma3", "gpt-oss", "mistral", "qwen3-next", "qwen3.5", "qwen3.5-moe"])
+def test_newer_families_have_the_same_bits_after_split_and_merge(name: str, tmp_path: Path) -> None:
+    write_model(name, tmp_path / "model")
+    experts = 2 if "moe" in name or name in ("gpt-oss", "qwen3-next") else 1
+    split(tmp_path / "model", tmp_path / "ranks", SplitLayout(tp=2, pp=2, ep=experts, etp=1))
+    merge(tmp_path / "ranks", tmp_path / "back", file_bytes=100_000)
+    assert same(tensors_of(tmp_path / "back"), tensors_of(tmp_path / "model"))
+    assert compare(tmp_path / "ranks", tmp_path / "model") == []
+
+
 def test_a_merged_model_is_loaded_by_transformers(models: dict[str, Path], tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
