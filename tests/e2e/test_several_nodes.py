@@ -114,14 +114,14 @@ def test_a_job_on_several_nodes(
     assert (crossed == {0.0}) == ("rollout_workers" in settings)
 
 
-def serves_on_two_hosts(toy: Toy, folder: Path, nodes: Nodes, tp: int) -> list[str]:
-    """Two ranks of FSDP, each on a host of its own, beside an engine of vLLM on each or on both, stopped by parity."""
+def serves_on_two_hosts(toy: Toy, folder: Path, nodes: Nodes, engine: str, tp: int) -> list[str]:
+    """Two ranks of FSDP, each on a host of its own, beside an engine on each or one on both, stopped by parity."""
     sizes = {"hidden_size": 256, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     wide = with_model(toy, folder / "model", Qwen2Config, num_key_value_heads=2, **sizes)
     rollout = "actor_rollout_ref.rollout"
     return wide.overrides(
         folder / "out",
-        *(*JOB, "trainer.nnodes=2", f"ray_kwargs.ray_init.address={nodes.address}", f"{rollout}.name=vllm"),
+        *(*JOB, "trainer.nnodes=2", f"ray_kwargs.ray_init.address={nodes.address}", f"{rollout}.name={engine}"),
         *(f"{rollout}.enforce_eager=true", f"{rollout}.tensor_model_parallel_size={tp}"),
         *(f"{rollout}.checkpoint_engine.backend=ipc", f"{rollout}.parity.freq=1", f"{rollout}.parity.policy=stop"),
         f"reward.custom_reward_function.path={wide.grader}",
@@ -136,14 +136,22 @@ def check_pushes(folder: Path) -> list[dict[str, float]]:
     return lines
 
 
+ENGINES = pytest.mark.parametrize(
+    "engine",
+    [
+        pytest.param(name, marks=(getattr(pytest.mark, name), pytest.mark.skipif(find_spec(name) is None, reason=name)))
+        for name in ("vllm", "sglang")
+    ],
+)
 ENGINES_OF_TWO_HOSTS = pytest.mark.parametrize("tp", [1, 2], ids=["an engine on each", "an engine on both"])
 
 
-@pytest.mark.vllm
-@pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
+@ENGINES
 @ENGINES_OF_TWO_HOSTS
-def test_vllm_serves_on_two_hosts(nodes: Nodes, server: ForkServer, toy: Toy, tmp_path: Path, tp: int) -> None:
+def test_engines_serve_on_two_hosts(
+    nodes: Nodes, server: ForkServer, toy: Toy, tmp_path: Path, engine: str, tp: int
+) -> None:
     nodes.grow(2)
-    ended = server.run(serves_on_two_hosts(toy, tmp_path, nodes, tp), tmp_path / "log", deadline_s=200)
+    ended = server.run(serves_on_two_hosts(toy, tmp_path, nodes, engine, tp), tmp_path / "log", deadline_s=200)
     assert ended.status == 0, ended.log
     assert all(line["parity/max_abs"] < 1e-4 for line in check_pushes(tmp_path))
