@@ -20,11 +20,11 @@ def seed_all(seed: int) -> None:
 def capture() -> dict[str, Any]:
     """States of torch (CPU and the current CUDA device), python's random and numpy's legacy generator."""
     version, internal, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # type: ignore[misc]
+    name, keys, *rest = np.random.get_state()
     state = {
         "torch": _text(torch.get_rng_state()),
         "python": [version, list(internal), gauss],
-        "numpy": [str(name), np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
+        "numpy": [name, np.asarray(keys).tolist(), *rest],
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = _text(torch.cuda.get_rng_state())
@@ -36,8 +36,7 @@ def restore(state: dict[str, Any]) -> None:
     torch.set_rng_state(_tensor(state["torch"]))
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
-    name, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((name, np.asarray(keys, dtype=np.uint32), position, has_gauss, cached))
+    np.random.set_state(tuple(state["numpy"]))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(_tensor(state["cuda"]))
 
