@@ -3,14 +3,13 @@
 Everything here is arithmetic on a model's config.json; nothing imports Megatron. Families are tables in `families/`.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from importlib.metadata import distributions
 from importlib.util import find_spec
 from math import ceil
-from operator import add
 from pathlib import Path
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Literal
@@ -19,7 +18,7 @@ from packaging.specifiers import SpecifierSet
 
 from rlsys.models.megatron import blocks
 from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
-from rlsys.models.megatron.rules import Dims, Rule, ShardFn, ShardIndex, extents, padded_rows, whole
+from rlsys.models.megatron.rules import Dims, Rule, ShardFn, ShardIndex, extents, padded_rows, whole, whole_shapes
 from rlsys.types import Box, HFConfig, Shard
 from rlsys.utils.errors import ConfigError
 
@@ -281,15 +280,6 @@ def known_families() -> dict[str, Family]:
     modules = [import_module(f"{package.__name__}.{info.name}") for info in iter_modules(package.__path__)]
     families = [value for module in modules for value in vars(module).values() if isinstance(value, Family)]
     return {model_type: family for family in families for model_type in family.model_types}
-
-
-def whole_shapes(shards: Iterable[Shard]) -> dict[str, tuple[int, ...]]:
-    """The full shape of each HF tensor that the shards make up, in their order."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for box in (shard.box for shard in shards):
-        end = map(add, box.start, box.shape)
-        shapes[box.tensor] = tuple(map(max, end, shapes[box.tensor])) if box.tensor in shapes else tuple(end)
-    return shapes
 
 
 def _rule_shards(rule: Rule, local: str, hf: str, index: ShardIndex, te: bool) -> Iterator[Shard]:

@@ -167,11 +167,21 @@ def by_local(shards: Iterable[Shard]) -> dict[str, list[Shard]]:
 
 def extents(shards: Iterable[Shard]) -> dict[str, tuple[int, ...]]:
     """How far the shards reach in each local tensor."""
-    reach: dict[str, tuple[int, ...]] = {}
-    for shard in shards:
-        end = [at + n for at, n in zip(shard.local_start, shard.box.shape, strict=True)]
-        reach[shard.local] = tuple(map(max, reach.get(shard.local, (0,) * len(end)), end))
-    return reach
+    return _farthest((shard.local, shard.local_start, shard.box.shape) for shard in shards)
+
+
+def whole_shapes(shards: Iterable[Shard]) -> dict[str, tuple[int, ...]]:
+    """The full shape of each HF tensor that the shards make up, in their order."""
+    return _farthest((shard.box.tensor, shard.box.start, shard.box.shape) for shard in shards)
+
+
+def _farthest(boxes: Iterable[tuple[str, Sequence[int], Sequence[int]]]) -> dict[str, tuple[int, ...]]:
+    """The farthest ends of boxes (tensor, start, shape) by tensor."""
+    ends: dict[str, tuple[int, ...]] = {}
+    for tensor, start, shape in boxes:
+        end = tuple(at + n for at, n in zip(start, shape, strict=True))
+        ends[tensor] = tuple(map(max, end, ends.get(tensor, end)))
+    return ends
 
 
 def _part(name: str, shape: tuple[int, ...], dim: int, index: ShardIndex) -> Box:
