@@ -20,6 +20,9 @@ results lie in `--out`, so that a call may make one run; one that is cut at its 
 `--profile` has rlsys and TRL make one more step, under torch.profiler and not counted, and prints a second table: the
 seconds of kernels in each phase of that step, its seconds, and the share of them in which no kernel runs. Profiles slow
 launches, so that idle shares are upper bounds. verl has no profile of the process that generates, and is left out.
+
+`--alone` then has each engine of rlsys draw as many rows of these lengths in a process of its own, without weights,
+training or a job around it, with and without log-probabilities: what generation in the job is of that rate.
 """
 
 import argparse
@@ -46,6 +49,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scripts.bench.kernels import by_range, read_trace
+from scripts.bench.step import offline, read_rate, roofline
 from scripts.model_shapes import SHAPES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -330,6 +334,25 @@ def table(results: list[dict[str, Any]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
+def alone_lines(results: list[dict[str, Any]], args: argparse.Namespace) -> Iterator[str]:
+    """The generation of each system of rlsys beside its engine alone, and beside what reading memory allows."""
+    rows, prompt = args.prompts * ANSWERS, 128
+    work = {"model": str(args.model), "tp": 1, "rows": rows, "prompts": args.prompts, "max_num_seqs": rows}
+    work |= {"prompt_tokens": prompt, "answer_tokens": args.new, "cuda": shutil.which("nvidia-smi") is not None}
+    for system in sorted({result["system"] for result in results if result["steps"] and not is_peer(result["system"])}):
+        if (engine := system.rpartition("-")[2]) == "hf":
+            continue
+        steps = [step["gen"] for result in results if result["system"] == system for step in result["steps"]]
+        rate = rows * args.new / statistics.median(steps)
+        for kind, alone in offline(engine, work, args.deadline_s).items():
+            job = f"{rate:,.0f} tokens/s in the job"
+            yield f"{system}: {job}; {engine} alone, {kind}: {alone:,.0f}; job / alone {rate / alone:.2f}"
+        with ProcessPoolExecutor(1, get_context("spawn")) as reader:
+            read = reader.submit(read_rate, "cuda" if work["cuda"] else "cpu").result()
+        limit = roofline(work["model"], 1, rows, prompt, args.new, read)
+        yield f"{system}: roofline {limit:,.0f} tokens/s at {read / 1e9:,.0f} GB/s; job / roofline {rate / limit:.2f}"
+
+
 def _listed(value: Any) -> list[float]:
     return value if isinstance(value, list) else [value]
 
@@ -347,6 +370,7 @@ def main() -> int:
     parser.add_argument("--new", type=int, default=256, help="tokens of an answer")
     parser.add_argument("--natural", action="store_true", help="answers end where the model ends them")
     parser.add_argument("--profile", action="store_true", help="one more step, for a table of kernels by phase")
+    parser.add_argument("--alone", action="store_true", help="measure the engines of rlsys alone, too")
     parser.add_argument("--python", action="append", default=[], metavar="PEER=PATH")
     parser.add_argument("--deadline-s", type=float, default=400.0, help="longest one run may take")
     parser.add_argument("--seconds", type=float, default=86400.0, help="longest all runs may take")
@@ -393,6 +417,8 @@ def main() -> int:
     print(table(results))
     if args.profile:
         print(f"\n{kernel_table(results)}")
+    for line in alone_lines(results, args) if args.alone else ():
+        print(line, flush=True)
     return 0 if all(result["steps"] for result in results) else 1
 
 
