@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from rlsys.batching import TOO_LONG, micro_batches
+from rlsys.batching import micro_batches
 from rlsys.config.schema.types import MicroBatches as MicroBatches
 from rlsys.models.packing import TokenRows, empty_rows, token_rows
 from rlsys.models.vision import VisionModel, pack_images
@@ -29,14 +29,11 @@ def split_rows(
     `num_sharing` ranks compute each row together, so a token budget counts for each. ValueError on all ranks if a row
     alone is over the budget.
     """
-    if size.max_tokens is not None and lengths:
+    if size.max_tokens is not None:
         return [part.tolist() for part in micro_batches(lengths, size.max_tokens * num_sharing, agree=agree)]
     step = size.rows or max(1, len(lengths))
     fixed = [list(range(at, min(at + step, len(lengths)))) for at in range(0, len(lengths), step)]
-    agreed = agree(len(fixed))
-    if agreed >= TOO_LONG:
-        raise ValueError(f"a row on another rank exceeds the budget of {size.max_tokens} tokens a micro-batch")
-    return fixed + [[]] * (agreed - len(fixed))
+    return fixed + [[]] * (agree(len(fixed)) - len(fixed))
 
 
 def packs_of(batch: DataProto, parts: Sequence[Sequence[int]], vision: VisionModel | None) -> Iterator[Pack]:
