@@ -155,13 +155,19 @@ class OpenEpisodes(OpenAnswers):
     def advance(self, limits: Mapping[PromptGroup, float]) -> list[PromptGroup]:
         self.submit([group for group in limits if group.graded is None and group not in self.running], limits)
         self._rollout.runner.end_epoch().result()
-        return [group for group in limits if self.has_ended(group)]
+        ended = [group for group in limits if self.has_ended(group)]
+        for future in (future for group in ended for future in self.running[group].values()):
+            future.result()  # an engine that fails ends the run: one without its prompts is not the same
+        return ended
 
     def grade(self, groups: Sequence[PromptGroup]) -> list[Mapping[str, float]]:
         metrics = list[Mapping[str, float]]()
         for group in groups:
             futures = self.running.get(group, {}).values()
             if not futures or any(future.cancelled() for future in futures):
+                continue
+            if failed := next((e for one in futures if isinstance(e := one.exception(), RolloutError)), None):
+                group.failure = failed
                 continue
             results: list[EpisodeResult] = [future.result() for future in futures]
             step = group.number // self.groups.window.groups_per_step + 1

@@ -176,8 +176,9 @@ class PromptGroups:
         if saved["groups_per_step"] != self.window.groups_per_step:
             why = "set data.train_batch_size to the value of the run that is resumed"
             raise ConfigError(f"{folder} has open prompts of steps of {saved['groups_per_step']} prompts; {why}")
-        if saved["max_staleness"] > self.window.max_staleness:
-            why = f"set trainer.max_staleness={saved['max_staleness']} or more"
+        more = max(0, self.window.lookahead - saved.get("lookahead", self.window.lookahead))
+        if (least := saved["max_staleness"] + more) > self.window.max_staleness:
+            why = f"set trainer.max_staleness={least} or more"
             raise ConfigError(f"{folder} has prompts that started under older weights; {why}")
         self.window.load_state_dict(saved)
         self._num_batches = state["batches"] - bool(state["used"])

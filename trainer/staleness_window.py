@@ -128,6 +128,7 @@ class StalenessWindow:
         return {
             "groups_per_step": self.groups_per_step,
             "max_staleness": self.max_staleness,
+            "lookahead": self.lookahead,
             "issued": self.issued,
             "trained": self.trained,
             "skipped": dict(self.skipped),

@@ -34,8 +34,7 @@ def response(completion: JsonObject, body: JsonObject) -> JsonObject:
     message, usage = choice["message"], completion["usage"]
     content: list[dict[str, object]] = [{"type": "text", "text": message["content"]}] if message["content"] else []
     for call in message.get("tool_calls") or []:
-        function = call["function"]
-        called = {"name": function["name"], "input": json.loads(function["arguments"])}
+        called = {"name": call["function"]["name"], "input": json.loads(call["function"]["arguments"])}
         content.append({"type": "tool_use", "id": call["id"], **called})
     return {
         "id": completion["id"].replace("chatcmpl-", "msg_"),

@@ -23,6 +23,7 @@ from rlsys.agent.session import Answer, EpisodeEnd, Session
 from rlsys.agent.template import with_arguments
 from rlsys.telemetry.jsonl import JsonObject
 from rlsys.types import refuse_penalties
+from rlsys.utils.errors import DeadlineError, RolloutError, WeightTransferError
 
 MAX_BODY_BYTES = 64 << 20
 MAX_CHOICES = 16
@@ -62,9 +63,14 @@ class Endpoint:
         self._episodes[name] = episode
         return episode
 
-    def end(self, episode: OpenEpisode) -> None:
-        """Answer no more requests of an episode."""
+    async def end(self, episode: OpenEpisode) -> None:
+        """Answer no more requests of an episode and give up its draws; raises what an engine that failed raised."""
         self._episodes = {name: one for name, one in self._episodes.items() if one is not episode}
+        for draw in episode.answers.values():
+            draw.cancel()
+        for drawn in await asyncio.gather(*episode.answers.values(), return_exceptions=True):
+            if isinstance(drawn, (RolloutError, WeightTransferError, DeadlineError)):
+                raise drawn
 
     async def close(self) -> None:
         """Stop the server."""

@@ -31,7 +31,7 @@ def _workflow(call: Callable[[Row, OpenEpisode], Awaitable[float | None]]) -> Wo
         try:
             reward = await call(row, episode)
         finally:
-            endpoint.end(episode)
+            await endpoint.end(episode)
         reward = episode.reward if reward is None else reward
         if reward is not None:
             return reward

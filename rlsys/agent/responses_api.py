@@ -12,9 +12,8 @@ def chat_request(body: JsonObject) -> JsonObject:
     if body.get("previous_response_id") or body.get("conversation"):
         raise ValueError("responses are not stored; send the whole conversation as input")
     given = body["input"]
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     messages = [{"role": "system", "content": body["instructions"]}] if body.get("instructions") else []
-    for item in items:
+    for item in [{"role": "user", "content": given}] if isinstance(given, str) else given:
         _append(messages, item)
     tools = [_tool(tool) for tool in body.get("tools") or []]
     asked = {name: body.get(name) for name in ("model", "tool_choice")}
@@ -85,8 +84,8 @@ def _append(messages: list[dict[str, Any]], item: JsonObject) -> None:
     elif kind == "function_call":
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": ""})
-        calls = messages[-1].setdefault("tool_calls", [])
-        calls.append(tool_call(item["call_id"], item["name"], item["arguments"]))
+        call = tool_call(item["call_id"], item["name"], item["arguments"])
+        messages[-1].setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
         messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]})
     else:

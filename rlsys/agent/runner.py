@@ -108,7 +108,12 @@ class Rounds:
         response: asyncio.Future[ModelResponse] = asyncio.get_running_loop().create_future()
         self._waiting.append((request, response))
         self._start()
-        return await response
+        try:
+            return await response
+        except asyncio.CancelledError:  # an episode that is given up ends with its round, behind which engines idle
+            if self._running is not None:
+                await asyncio.wait([self._running])
+            raise
 
     def _start(self) -> None:
         self._waiting = [(request, response) for request, response in self._waiting if not response.done()]

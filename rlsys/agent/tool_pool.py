@@ -58,14 +58,16 @@ class ToolObject:
     name: str
     _calls: list[tuple[str, Mapping[str, object]]] = field(default_factory=list)
     _is_made: bool = False
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def call(self, method: str, arguments: Mapping[str, object] | None = None) -> RewardResult:
         """The pool's result of a call of `create` or a method."""
         arguments = arguments or {}
         request = {"tool": self.name, "method": method, "arguments": arguments}
-        result = await self.log.result(request, partial(self._call, method, arguments), RewardResult)
-        if result.status == "ok":
-            self._calls.append((method, arguments))
+        async with self._lock:  # calls that are repeated must not mix with others
+            result = await self.log.result(request, partial(self._call, method, arguments), RewardResult)
+            if result.status == "ok":
+                self._calls.append((method, arguments))
         return result
 
     async def _call(self, method: str, arguments: Mapping[str, object]) -> RewardResult:

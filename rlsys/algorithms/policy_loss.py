@@ -93,7 +93,7 @@ def adapt_verl_loss(function: Callable[..., Any]) -> Callable[..., Any]:
         names = ("actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower")
         metrics = rest[0] if len(rest) == 1 else dict(zip(names, rest, strict=True))
         tokens = response_mask.bool().sum().double()
-        pairs = {name: (tokens * value, tokens) for name, value in metrics.items()}
+        pairs = {name: (tokens * torch.as_tensor(value).detach(), tokens) for name, value in metrics.items()}
         return PolicyLoss(torch.zeros_like(log_prob), response_mask, pairs, mean=mean)
 
     return verl_loss
@@ -232,8 +232,7 @@ def geo_mean(
     log_ratio = clamped_log_ratio(log_prob, old_log_prob)
     clipped = log_ratio.clamp(min=-config.clip_ratio_low, max=config.clip_ratio_high)
     sign = torch.sign(advantages)
-    pessimistic = sign * torch.minimum(sign * log_ratio, sign * clipped)
-    ratio = masked_mean(pessimistic, response_mask, dim=1).exp()
+    ratio = masked_mean(sign * torch.minimum(sign * log_ratio, sign * clipped), response_mask, dim=1).exp()
     row = -masked_mean(advantages, response_mask, dim=1) * ratio
     if rollout_is_weights is not None:
         row = row * masked_mean((rollout_is_weights + 1e-10).log(), response_mask, dim=1).exp()

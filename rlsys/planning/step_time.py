@@ -161,8 +161,8 @@ def _collectives(role: MegatronRole, size: Pass, cluster: GpuCluster, *, passes:
     yield layers * passes * cluster.ring_s(2 * size.tokens * c * d.kv * s.cp / s.tp, s.cp, s.tp)
     yield passes * cluster.all_to_all_s(d.num_sparse / s.pp * 2 * d.routed * rows / s.tp, s.ep * s.expert_tp)
     if s.pp > 1:
-        far = role.dp * s.tp >= cluster.node_size  # the ranks of a stage fill a node
-        yield (1 + trains) * cluster.all_to_all_s(rows / s.tp, 1 << 30 if far else 2)
+        # the ranks of a stage may fill a node
+        yield (1 + trains) * cluster.all_to_all_s(rows / s.tp, 1 << 30 if role.dp * s.tp >= cluster.node_size else 2)
 
 
 def _reduction(job: PlanInputs, role: Role, cluster: GpuCluster) -> Iterator[float]:

@@ -349,7 +349,7 @@ def alone_lines(results: list[dict[str, Any]], args: argparse.Namespace) -> Iter
             yield f"{system}: {job}; {engine} alone, {kind}: {alone:,.0f}; job / alone {rate / alone:.2f}"
         with ProcessPoolExecutor(1, get_context("spawn")) as reader:
             read = reader.submit(read_rate, "cuda" if work["cuda"] else "cpu").result()
-        limit = roofline(work["model"], 1, rows, prompt, args.new, read)
+        limit = roofline(str(args.model), 1, rows, prompt, args.new, read)
         yield f"{system}: roofline {limit:,.0f} tokens/s at {read / 1e9:,.0f} GB/s; job / roofline {rate / limit:.2f}"
 
 

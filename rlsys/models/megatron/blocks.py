@@ -134,9 +134,8 @@ def expert_settings(hf_config: HFConfig, dims: Mapping[str, int], *, normalised:
 
 def rope_of(hf_config: HFConfig) -> Settings:
     """The rotary settings, "rope_theta" and "rope_type" among them, from `rope_parameters` or the older keys."""
-    own = hf_config.get("rope_parameters") or {}
-    scaling = hf_config.get("rope_scaling") or {}
-    merged = {"rope_theta": hf_config.get("rope_theta") or 10000.0, **scaling, **own}
+    theta = hf_config.get("rope_theta") or 10000.0
+    merged = {"rope_theta": theta, **(hf_config.get("rope_scaling") or {}), **(hf_config.get("rope_parameters") or {})}
     merged["rope_type"] = merged.get("rope_type") or merged.get("type") or "default"
     return merged
 

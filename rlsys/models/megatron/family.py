@@ -152,8 +152,7 @@ class Family:
         ConfigError where Megatron cannot split the layers so.
         """
         each = [n // place.sizes.vp for n in _stage_layers(self.dims(hf_config)["layers"], place.sizes)]
-        before = sum(each[: place.pp_rank])
-        starts = [chunk * sum(each) + before for chunk in range(place.sizes.vp)]
+        starts = [chunk * sum(each) + sum(each[: place.pp_rank]) for chunk in range(place.sizes.vp)]
         return [list(range(start, start + each[place.pp_rank])) for start in starts]
 
     def shards(

@@ -59,9 +59,13 @@ class GridRotary(nn.Module):
         super().__init__()
         self.rotary = rotary
 
-    def forward(self, position_ids: Tensor, section: object, cp_group: object = None) -> Tensor:
-        angles = position_ids[0, :, :, None].float() * self.rotary.inv_freq
-        return self.rotary.recomposition_frequencies(angles)[:, None, None]
+    def forward(self, position_ids: Tensor, section: Sequence[int], cp_group: object = None) -> Tensor:
+        cos, sin = self.rotary(position_ids.float(), position_ids[0, :, None])
+        angles = torch.atan2(sin, cos)  # (1, N, D), or (3, 1, N, D) where Qwen2-VL's attention joined the axes itself
+        if angles.dim() == 4:
+            parts = angles.split([*section, *section], dim=-1)
+            angles = torch.cat([part[number % 3] for number, part in enumerate(parts)], dim=-1)
+        return angles[0, :, None, None]
 
 
 class ImageTower(nn.Module):

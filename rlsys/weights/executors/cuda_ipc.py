@@ -266,6 +266,11 @@ class IpcImporter(PlanReceiver):
         synchronize(self.device)
         return copy.num_bytes
 
+    def finish(self, version: int, sent: np.ndarray) -> None:
+        super().finish(version, sent)
+        if self.update.layout.loader:
+            self._unmap(())  # copies hold the staging of what the loader takes
+
     def release(self) -> None:
         """Unmap the trainer's memory."""
         self._unmap(self._imported)

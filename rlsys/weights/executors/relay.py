@@ -60,8 +60,7 @@ def plan_relays(plan: Plan, sources: Layouts, destinations: Layouts, *, staging_
     numbers = {host: number for number, host in enumerate(hosts)}
     given, taken = (np.array([numbers[layout.host] for layout in side]) for side in (sources, destinations))
     taking = plan.moves[:, 4]
-    crosses = given[plan.moves[:, 3]] != taken[taking]
-    keys = np.where(crosses, plan.checksum_ids[0] * len(hosts) + taken[taking], -1)
+    keys = np.where(given[plan.moves[:, 3]] != taken[taking], plan.checksum_ids[0] * len(hosts) + taken[taking], -1)
     keys, first, piece = np.unique(np.append(-1, keys), return_index=True, return_inverse=True)
     piece = piece.reshape(-1)[1:] - 1
     staged, pieces = Counter[int](), list[Copy]()

@@ -18,6 +18,7 @@ from rlsys.agent.runner import EpisodeRunner, EpisodeStart
 from rlsys.agent.session import Score, Session
 from rlsys.agent.template import ChatTemplate
 from rlsys.types import SamplingParams
+from rlsys.utils.errors import RolloutError
 from tests.timing import scaled_s, wait_until
 from tests.unit.agent.engine import RandomEngine, settings_for, tool_pool
 from tests.unit.agent.templates import HERMES, tokenizer_with
@@ -190,8 +191,9 @@ async def test_a_budget_that_is_used_up_is_an_error_that_is_not_retried(episode)
     assert (status, answer["error"]["code"], session.end) == (400, "episode_end", "context")
 
 
-def run_program(workflow, **changes):
+def run_program(workflow, *, sample=None, **changes):
     engine = RandomEngine(TEMPLATE.tokenizer, lambda _: "ok")
+    engine.sample = sample or engine.sample
     settings = settings_for(engine, TEMPLATE, grade=grade)
     runner = EpisodeRunner(settings, workflow, tool_pool(), **changes)
     try:
@@ -229,6 +231,16 @@ def test_a_program_that_fails_or_hangs_is_an_episode_that_failed(tmp_path):
     (tmp_path / "mine.py").write_text("from threading import Event\ndef run(row):\n    Event().wait()\n")
     assert run_program(function_workflow(f"{tmp_path}/mine.py:run"), deadline_s=0.5).end == "deadline"
     assert [thread.daemon for thread in threading.enumerate() if thread.name.startswith("agent")] == [True]
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+@pytest.mark.parametrize("then", ["", " || true"])
+def test_an_engine_that_fails_is_not_a_program_that_fails(then):
+    async def broken(request):
+        raise RolloutError("all replicas are gone")
+
+    with pytest.raises(RolloutError, match="gone"):
+        run_program(command_workflow(f"bash {Path(__file__).with_name('bash_agent.sh')}{then}"), sample=broken)
 
 
 def test_a_function_gets_what_it_names(tmp_path):

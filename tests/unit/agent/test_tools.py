@@ -110,6 +110,19 @@ async def test_an_environment_keeps_its_state_when_its_process_is_replaced(pool)
     assert (await two.call("get_reward")).extra["value"] == 0.0
 
 
+async def test_an_object_that_is_made_again_gets_every_parallel_call_once():
+    pool = tool_pool(num_workers=1, timeout_s=scaled_s(3.0))
+    tools = tools_of_class(user_tools.Counter)
+    one, other = (EpisodeTools(pool, tools, environment=tools[0].target) for _ in range(2))
+    for each in (one, other):
+        await each.environment.call("create", {})
+        await each.call("step", {"by": 2})
+    assert (await other.call("step", {"by": 13})).status == "timeout"  # the process of both is killed
+    await asyncio.gather(*(one.call("step", {"by": by}) for by in (3, 4)))
+    assert result_text(await one.call("step", {"by": 0})) == "now 9"
+    pool.close()
+
+
 async def test_verls_tool_classes_and_tools_yaml(pool, tmp_path):
     released = tmp_path / "released"
     path = tmp_path / "tools.yaml"

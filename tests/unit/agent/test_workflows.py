@@ -5,6 +5,8 @@ import json
 import math
 import random
 import re
+import threading
+import time
 from concurrent.futures import wait
 from dataclasses import replace
 
@@ -325,6 +327,25 @@ def test_a_timeout_of_the_workflow_itself_is_its_error(episode, deadline_s):
 
     result = episode(searches, lambda _: "42", deadline_s=deadline_s)
     assert (result.end, "the search does not answer" in result.error) == ("error", True)
+
+
+def test_nothing_is_decoded_behind_episodes_that_have_ended(pool):
+    engine, is_open = RandomEngine(TOKENIZER), threading.Event()
+
+    def generate(requests):
+        is_open.set()
+        time.sleep(0.5)
+        answers = [asyncio.run(engine.sample(r)) for r in requests]
+        is_open.clear()
+        return answers
+
+    rounds = Rounds(generate, max_concurrent=5)
+    settings = replace(settings_for(engine, TEMPLATE), sample=rounds.sample)
+    runner = EpisodeRunner(settings, load_workflow("RLVRWorkflow"), pool, rounds=rounds, deadline_s=0.1)
+    futures = runner.submit([EpisodeStart(ROW, seed, f"{seed}") for seed in range(2)], SamplingParams(64))
+    assert [future.result(scaled_s(20.0)).end for future in futures] == ["deadline", "deadline"]
+    assert not is_open.is_set()
+    runner.close()
 
 
 def test_an_engine_that_fails_is_not_an_episode_that_fails(episode):

@@ -263,6 +263,18 @@ def test_a_checkpoint_takes_answers_with_and_without_routes_of_experts(tmp_path:
     assert routes[1:] == [None] * (len(routes) - 1)
 
 
+def test_a_resume_with_more_lookahead_needs_as_much_more_staleness(tmp_path: Path) -> None:
+    def groups_of(max_staleness: int, lookahead: int) -> PromptGroups:
+        window = StalenessWindow(groups_per_step=2, max_staleness=max_staleness, lookahead=lookahead)
+        return prompt_groups(window, max_tokens=8)
+
+    state = json.loads(json.dumps(groups_of(2, 1).save(tmp_path)))
+    with pytest.raises(ConfigError, match=r"set trainer\.max_staleness=3 or more"):
+        groups_of(2, 2).load(state, tmp_path)
+    groups_of(3, 2).load(state, tmp_path)
+    groups_of(2, 0).load(state, tmp_path)
+
+
 class HeldManager(LengthManager):
     """Grades once it is released."""
 

@@ -61,6 +61,29 @@ def test_an_episode_whose_workflow_raises_cancelled_error_has_failed() -> None:
     assert set(runs.values()) == {1}
 
 
+def test_an_episode_whose_request_fails_is_skipped_and_counted() -> None:
+    replica, sampling, nothing = LengthReplica("replica", lambda n: 8 * (n != 1)), SamplingParams(8), cast(Any, None)
+
+    async def draws(row: Row, session: Session) -> float:
+        await session.draw_ids((2, int(row["uid"][1:]) + 3))
+        return 1.0
+
+    with fleet_over([replica]) as fleet:
+        runner = EpisodeRunner(SessionSettings(fleet.sample, nothing, sampling, 8, 8), Workflow(draws), tool_pool())
+        collate = partial(collate_episodes, pad_token_id=0, prompt_length=8, response_length=8)
+        parts = {"runner": runner, "sampling": sampling, "keep": lambda *_: None, "collate": collate}
+        rollout = cast(EpisodeRollout, SimpleNamespace(**parts, cfg=load_config([])))
+        window = StalenessWindow(groups_per_step=2, max_staleness=1)
+        groups = prompt_groups(window, max_tokens=8, prompts=Conversations())
+        source = AsyncSource(OpenEpisodes(groups, fleet, rollout), deadline_s=scaled_s(20.0))
+        source.published(0)
+        batch = source.next()
+        assert batch.non_tensor_batch["uid"].tolist() == ["p0", "p2"]
+        assert batch.meta_info["source_metrics"]["rollout/groups_skipped_failed"] == 1
+        source.close()
+        runner.close()
+
+
 def test_more_failed_episodes_of_a_step_than_allowed_end_the_run() -> None:
     runs, sampling, nothing = Counter[str](), SamplingParams(8), cast(Any, None)
 

@@ -159,6 +159,30 @@ def test_megatron_to_a_learned_engine(
     manager.close()
 
 
+def test_an_importer_frees_staging_for_a_loader_after_each_push(
+    sides: tuple[list[Trainer], list[Engine]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainers, engines = sides
+    staged = list[Any]()
+    load = Engine.load
+
+    def noted(engine: Engine, bucket: Sequence[tuple[str, Tensor]]) -> None:
+        staged.extend(tensor.untyped_storage()._weak_ref() for _, tensor in bucket)
+        load(engine, bucket)
+
+    monkeypatch.setattr(Engine, "load", noted)
+    ends = [ThreadGroup([*map(WeightSender, trainers)]), ThreadGroup([*map(WeightReceiver, engines)])]
+    manager = MegatronSGLangShardingManager(*ends, executor="ipc", deadline_s=scaled_s(30.0))
+    for trainer in trainers:
+        trainer.take(model(0))
+    manager.connect()
+    for version in (1, 2):
+        manager.push(version)
+        assert len(staged) == version * len(engines)
+        assert all(map(torch.UntypedStorage._expired, staged))
+    manager.close()
+
+
 def test_gathering_needs_a_trainer_rank_on_every_host(sides: tuple[list[Trainer], list[Engine]]) -> None:
     trainers, engines = sides
     engines[1].secret = replace(engines[1].secret, host="there")
