@@ -29,13 +29,12 @@ NAMES = (*WITH_WEIGHTS, "tokenizer_path", "lora_adapter_path")
 
 
 def with_start_assets(config: PPOConfig) -> PPOConfig:
-    """The configuration with the start model and its rows where it names none."""
-    if config.actor_rollout_ref.model.path is not None:
-        return config
-    model, val_files = str(START_MODEL), config.data.val_files
-    settings = {"actor_rollout_ref.model.path": model, "critic.model.path": config.critic.model.path or model}
-    if config.data.train_files is None:
-        settings |= {"data.train_files": (str(TRAIN_ROWS),), "data.val_files": val_files or (str(HELD_OUT_ROWS),)}
+    """The configuration with the start model where it names none, and with that model's rows where it names none."""
+    settings, model, data = dict[str, object](), str(START_MODEL), config.data
+    if config.actor_rollout_ref.model.path is None:
+        settings = {"actor_rollout_ref.model.path": model, "critic.model.path": config.critic.model.path or model}
+    if data.train_files is None:
+        settings |= {"data.train_files": (str(TRAIN_ROWS),), "data.val_files": data.val_files or (str(HELD_OUT_ROWS),)}
     return replaced(config, settings)
 
 

@@ -16,19 +16,7 @@ from transformers import PretrainedConfig
 from rlsys.config.vocabulary import EXPERTS
 from rlsys.models.hf import auto_model
 from rlsys.models.vision import is_tower
-from rlsys.utils.gpus import GPUS, find_by_name
-
-DENSE_PEAK = {name: gpu.flops for name, gpu in GPUS.items()} | {
-    "H100 PCIE": 756e12,
-    "A800": 312e12,
-    "L40S": 362e12,
-    "L40": 181e12,
-    "L4": 121e12,
-    "A10": 125e12,
-    "V100": 125e12,
-    "RTX 4090": 165e12,
-}
-"""Dense bf16 FLOP/s (V100: fp16) from the makers' data sheets, by words of the device name; most words win."""
+from rlsys.utils.gpus import DENSE_PEAK, find_by_name
 
 
 class ModelFlops:
@@ -57,10 +45,8 @@ class ModelFlops:
             and not name.endswith("bias")
         )
         """Weights of all blocks that multiply a token."""
-        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        query = text.qk_nope_head_dim + text.qk_rope_head_dim if getattr(text, "kv_lora_rank", None) else head_dim
-        value = getattr(text, "v_head_dim", None) or head_dim
-        self.attended = text.num_hidden_layers * text.num_attention_heads * (query + value)
+        layers = getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers
+        self.attended = sum(map(_attended, layers))
         """Multiplications of a token with one that it attends to."""
 
     def forward(self, lengths: Iterable[int], *, num_head_tokens: int | None = None) -> float:
@@ -72,6 +58,13 @@ class ModelFlops:
         tokens, pairs = sum(lengths), sum(n * (n + 1) // 2 for n in lengths)
         head_tokens = tokens if num_head_tokens is None else num_head_tokens
         return 2.0 * (tokens * self.blocks + pairs * self.attended + head_tokens * self.head)
+
+
+def _attended(text: PretrainedConfig) -> int:
+    """Multiplications of a token with one that it attends to in a layer of these settings."""
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    query = text.qk_nope_head_dim + text.qk_rope_head_dim if getattr(text, "kv_lora_rank", None) else head_dim
+    return text.num_attention_heads * (query + (getattr(text, "v_head_dim", None) or head_dim))
 
 
 def data_sheet_flops(device_name: str) -> float | None:

@@ -27,7 +27,7 @@ from rlsys.utils.errors import CheckpointError, ConfigError, raised_as
 from rlsys.utils.safetensors_header import DTYPES
 
 Head = Literal["lm", "scalar"]
-LOGIT_CHANGERS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "final_logit_scale")
+LOGIT_CHANGERS = ("logits_scaling", "logit_scale", "final_logit_scale")
 ROUTER_NOISE = ("router_jitter_noise", "input_jitter_noise")
 PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 NOT_PACKED = "cannot take packed rows: set use_remove_padding=false"
@@ -93,7 +93,8 @@ def build(config: PretrainedConfig, *, head: Head, packed: bool, trust_remote_co
         raise ConfigError("packed rows do not go with attention_dropout: set use_remove_padding=false or dropout 0")
     if noise := [name for name in ROUTER_NOISE if getattr(config, name, None)]:
         raise ConfigError(f"{config.model_type} adds noise to its router: set override_config.{noise[0]}=0")
-    attention: Any = ATTENTION if packed else None
+    # transformers leaves out a cap of attention's logits in all but its eager attention
+    attention: Any = ATTENTION if packed else "eager" if getattr(text, "attn_logit_softcapping", None) else None
     if packed and has_images(config):
         attention = {"text_config": ATTENTION, "vision_config": "sdpa"}
     options = {"attn_implementation": attention, "trust_remote_code": trust_remote_code}
@@ -109,7 +110,7 @@ def build(config: PretrainedConfig, *, head: Head, packed: bool, trust_remote_co
         raise ConfigError(f"{config.model_type} {NOT_PACKED}")
     if head == "lm" and getattr(model.get_output_embeddings(), "bias", None) is not None:
         raise ConfigError(f"{config.model_type} adds a bias to its logits, which this engine does not do")
-    _fill_buffers(model)
+    _fill_buffers(model, model)
     return model
 
 
@@ -136,26 +137,30 @@ def _construct(config: PretrainedConfig, head: Head, options: Mapping[str, Any])
 
 def auto_model(config: PretrainedConfig, head: Head = "lm") -> Any:
     """transformers' auto class of a model; ConfigError for a scalar head on a vision-language model."""
+    images, text = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    if head == "lm" and (has_images(config) or (type(config) in images and type(config) not in text)):
+        return transformers.AutoModelForImageTextToText
     if head == "lm":
-        return transformers.AutoModelForImageTextToText if has_images(config) else transformers.AutoModelForCausalLM
+        return transformers.AutoModelForCausalLM
     if has_images(config):
         raise ConfigError(f"{config.model_type} has no scalar head: use a text model, or an estimator without a critic")
     return transformers.AutoModelForTokenClassification
 
 
-def _fill_buffers(model: PreTrainedModel) -> None:
-    """Give buffers their values off the meta device through the model's own initialiser; ConfigError if it has none."""
-    for module in model.modules():
-        own = [(name, buffer) for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
-        if not own:
-            continue
-        for name, buffer in own:
-            if not buffer.is_floating_point():
-                raise ConfigError(f"{type(module).__name__}.{name}: a buffer whose value is not known")
-            module._buffers[name] = torch.full(buffer.shape, math.nan, dtype=buffer.dtype)
+def _fill_buffers(module: nn.Module, model: PreTrainedModel) -> None:
+    """Give buffers their values off the meta device by the initialiser of the innermost model that a module belongs
+    to; ConfigError if it has none."""
+    for child in module.children():
+        _fill_buffers(child, child if isinstance(child, PreTrainedModel) else model)
+    unknown = {name: buffer for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
+    for name, buffer in unknown.items():
+        value = math.nan if buffer.is_floating_point() else -1
+        module._buffers[name] = torch.full(buffer.shape, value, dtype=buffer.dtype)
+    if unknown:
         model._init_weights(module)
-        if bad := [name for name, _ in own if module.get_buffer(name).isnan().any()]:
-            raise ConfigError(f"{type(module).__name__}.{bad[0]}: a buffer whose value is not known")
+    for name, buffer in ((name, module.get_buffer(name)) for name in unknown):
+        if (buffer.isnan() if buffer.is_floating_point() else buffer == -1).any():
+            raise ConfigError(f"{type(module).__name__}.{name}: a buffer whose value is not known")
 
 
 def open_weights(model: ModelConfig, config: PretrainedConfig, *, head: Head, seed: int = 0) -> TensorSource:

@@ -40,8 +40,10 @@ def token_stats(
     part: VocabularyPart | None = None,
     topk_ids: Tensor | None = None,
     topk: int = 0,
+    softcap: float | None = None,
 ) -> dict[str, Tensor]:
-    """Statistics (M,) of softmax(hidden @ weight.T / temperature), differentiable in `hidden` and `weight`.
+    """Statistics (M,) of softmax(logits / temperature), differentiable in `hidden` and `weight`, of which logits are
+    the product, with `softcap` c bent to c tanh(logits / c) (Gemma 2, arXiv:2408.00118).
 
     hidden (M, H), weight (V, H), targets (M,) int64. `outputs` picks among `log_probs` (of the targets, always there),
     `entropy` (-sum_v p_v log p_v, nats), `sum_pi_squared` (sum_v p_v^2) and, both (M, K), `topk_log_probs` of
@@ -56,7 +58,9 @@ def token_stats(
     if topk_ids is None:
         topk_ids = _most_likely(hidden, weight, rows, topk, part)
     columns = torch.cat([targets[:, None], topk_ids], dim=1)
-    log_probs, entropy, squares = _TokenStats.apply(hidden, weight, columns, 1.0 / temperature, rows, *wanted, part)
+    log_probs, entropy, squares = _TokenStats.apply(
+        hidden, weight, columns, 1.0 / temperature, softcap, rows, *wanted, part
+    )
     stats = {"log_probs": log_probs[:, 0], "entropy": entropy, "sum_pi_squared": squares}
     if "topk_log_probs" in outputs:
         stats |= {"topk_log_probs": log_probs[:, 1:], "topk_ids": topk_ids.to(log_probs)}
@@ -69,7 +73,7 @@ def _most_likely(hidden: Tensor, weight: Tensor, rows: int, topk: int, part: Voc
     ids = torch.zeros(len(hidden), topk, dtype=torch.long, device=hidden.device)
     if not topk:
         return ids
-    scores_of = _Scores(hidden, weight, 1.0, rows)
+    scores_of = _Scores(hidden, weight, 1.0, None, rows)
     best = torch.full(ids.shape, -torch.inf, dtype=scores_of.dtype, device=hidden.device)
     own = min(topk, len(weight))
     for chunk in scores_of.parts():
@@ -118,13 +122,13 @@ def log_prob_slope(
 
 
 class _Scores:
-    """Scaled logits of one chunk after another, float32 at least.
+    """Logits of one chunk after another, bent where they have a cap, and scaled; float32 at least.
 
     Half-precision factors are multiplied straight into float32 on CUDA; otherwise one buffer serves all chunks.
     """
 
-    def __init__(self, hidden: Tensor, weight: Tensor, scale: float, rows: int) -> None:
-        self.hidden, self.weight, self.scale, self.rows = hidden, weight, scale, rows
+    def __init__(self, hidden: Tensor, weight: Tensor, scale: float, cap: float | None, rows: int) -> None:
+        self.hidden, self.weight, self.scale, self.cap, self.rows = hidden, weight, scale, cap, rows
         self.dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         self.same = hidden.dtype == self.dtype
         self.buffer = hidden.new_empty(min(rows, len(hidden)) if self.same else 0, weight.shape[0], dtype=self.dtype)
@@ -138,6 +142,8 @@ class _Scores:
             scores = torch.mm(hidden, vocabulary, out=self.buffer[: part.stop - part.start])
         else:
             scores = wide_product(hidden, vocabulary)
+        if self.cap is not None:
+            scores = scores.div_(self.cap).tanh_().mul_(self.cap)
         return scores if self.scale == 1.0 else scores.mul_(self.scale)
 
 
@@ -154,12 +160,13 @@ class _TokenStats(torch.autograd.Function):
         weight: Tensor,
         targets: Tensor,
         scale: float,
+        cap: float | None,
         rows: int,
         entropy: bool,
         squares: bool,
         vocabulary: VocabularyPart | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        scores_of = _Scores(hidden, weight, scale, rows)
+        scores_of = _Scores(hidden, weight, scale, cap, rows)
         reduced = _fused(moments_of) if hidden.is_cuda and len(weight) >= FUSED_FROM else moments_of
         target_of = _Targets(targets, vocabulary, len(weight))
         log_norm, mean, square_sum = hidden.new_zeros(3, len(hidden), dtype=scores_of.dtype)
@@ -175,7 +182,7 @@ class _TokenStats(torch.autograd.Function):
         if vocabulary is not None:
             _combine(vocabulary.group, log_norm, log_probs, mean, square_sum, moments=entropy or squares)
         ctx.save_for_backward(hidden, weight, log_norm, mean, square_sum)
-        ctx.scale, ctx.rows, ctx.target_of = scale, rows, target_of
+        ctx.scale, ctx.cap, ctx.rows, ctx.target_of = scale, cap, rows, target_of
         ctx.set_materialize_grads(False)
         return log_probs, log_norm - mean if entropy else None, square_sum.clone() if squares else None
 
@@ -185,13 +192,14 @@ class _TokenStats(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, log_norm, mean, square_sum = ctx.saved_tensors
         need_hidden, need_weight = ctx.needs_input_grad[:2]
-        scores_of = _Scores(hidden, weight, ctx.scale, ctx.rows)
+        scores_of = _Scores(hidden, weight, ctx.scale, ctx.cap, ctx.rows)
         is_alone = d_log_probs is not None and d_log_probs.shape[1] == 1 and d_entropy is None and d_squares is None
         is_fused = hidden.is_cuda and len(weight) >= FUSED_FROM and is_alone
         d_hidden = torch.empty_like(hidden) if need_hidden else None
         d_weight = torch.zeros_like(weight, dtype=scores_of.dtype) if need_weight else None
         for part in scores_of.parts():
             scores = scores_of.of(part)
+            bend = None if ctx.cap is None else 1 - (scores / (ctx.scale * ctx.cap)).square()
             if d_log_probs is not None and is_fused:
                 slope = ctx.target_of.slope(scores, log_norm, part, ctx.scale * d_log_probs, hidden.dtype)
             else:
@@ -199,11 +207,13 @@ class _TokenStats(torch.autograd.Function):
                 if d_log_probs is not None:
                     ctx.target_of.add(slope, part, d_log_probs)
                 slope = (slope if ctx.scale == 1.0 else slope.mul_(ctx.scale)).to(hidden.dtype)
+            if bend is not None:
+                slope = (slope * bend).to(hidden.dtype)
             if d_hidden is not None:
                 torch.mm(slope, weight, out=d_hidden[part])
             if d_weight is not None:
                 _add_product(d_weight, slope.t(), hidden[part])
-        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), *(None,) * 6
+        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), *(None,) * 7
 
 
 class _Targets:

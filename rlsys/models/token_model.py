@@ -54,6 +54,7 @@ class TokenModel(nn.Module):
 
         head = self.model.get_output_embeddings().weight if self.is_lm else lambda x: self.model.score(x).sum(dim=-1)
         options: dict[str, object] = {"temperature": temperature, "topk": topk, "chunk_elements": self.chunk_elements}
+        options["softcap"] = getattr(self.model.config.get_text_config(), "final_logit_softcapping", None)
         if isinstance(head, DTensor):
             mesh, head = head.device_mesh, head.to_local()
             options["part"] = VocabularyPart(mesh.get_local_rank() * len(head), mesh.get_group())

@@ -1,7 +1,9 @@
 """Data sheets of GPUs: what the planner and the FLOPs utilisation know of a device by its name."""
 
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -24,17 +26,11 @@ class Gpu:
         return int(self.memory_gib * (1 << 30))
 
 
-GPUS = {
-    "GB200": Gpu(2500e12, 5000e12, 185.0, 8.0e12, 900e9),
-    "B200": Gpu(2250e12, 4500e12, 179.0, 7.7e12, 900e9),
-    "H200": Gpu(989e12, 1979e12, 140.4, 4.8e12, 450e9),
-    "H100": Gpu(989e12, 1979e12, 79.6, 3.35e12, 450e9),
-    "H800": Gpu(989e12, 1979e12, 79.6, 3.35e12, 200e9),
-    "H20": Gpu(148e12, 296e12, 95.6, 4.0e12, 450e9),
-    "A100": Gpu(312e12, 312e12, 80.0, 2.04e12, 300e9, 25e9),
-    "MI300X": Gpu(1307e12, 2615e12, 192.0, 5.3e12, 448e9),
-}
-"""GPUs of servers, by the makers' data sheets."""
+_SHEETS = tomllib.loads(Path(__file__).with_name("gpus.toml").read_text())
+DENSE_PEAK: dict[str, float] = {name: sheet["flops"] for name, sheet in _SHEETS.items()}
+"""Dense bf16 FLOP/s by words of the device name; most words win."""
+GPUS = {name: Gpu(**sheet) for name, sheet in _SHEETS.items() if len(sheet) > 1}
+"""GPUs of servers, for which jobs are planned."""
 OTHER_GPUS = "to plan for GPUs that are not here add --dry-run --gpu=H100"
 
 

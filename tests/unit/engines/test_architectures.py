@@ -22,12 +22,13 @@ NAMES = (
     "glm4-moe",
     "gpt-oss",
     "gemma3",
+    "gemma4",
     "mistral",
     "phi3",
     "olmo2",
     "granite",
 )
-GATED_DELTA = ("qwen3-next", "qwen3.5")
+PADDED = ("qwen3-next", "qwen3.5", "gemma2")
 CASES = [Case(rows=3), Case(max_tokens=15, packed=False)]
 
 
@@ -37,7 +38,7 @@ def steps() -> dict[str, dict[Case, dict[str, Any]]]:
 
 
 def _every_step() -> dict[str, dict[Case, dict[str, Any]]]:
-    cases = {**dict.fromkeys(NAMES, CASES), **dict.fromkeys(GATED_DELTA, CASES[1:])}
+    cases = {**dict.fromkeys(NAMES, CASES), **dict.fromkeys(PADDED, CASES[1:])}
     return {name: all_steps(ENGINES["fsdp"], name, "lm", own) for name, own in cases.items()}
 
 
@@ -57,8 +58,10 @@ def test_a_packed_step_equals_an_unpacked_one(name: str, steps: dict[str, dict[C
         torch.testing.assert_close(weight, padded["weights"][key], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", GATED_DELTA)
-def test_gated_delta_layers_are_trained_on_padded_rows(name: str, steps: dict[str, dict[Case, dict[str, Any]]]) -> None:
+@pytest.mark.parametrize("name", PADDED)
+def test_what_packs_do_not_go_with_is_trained_on_padded_rows(
+    name: str, steps: dict[str, dict[Case, dict[str, Any]]]
+) -> None:
     outputs, loss, gradients = reference(name, "lm")
     made = steps[name][CASES[1]]
     for output, expected in outputs.items():

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen2Config
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from rlsys.config.schema.model import ModelConfig
@@ -68,11 +68,25 @@ def test_structure_has_no_memory_but_true_buffers() -> None:
         assert torch.equal(buffer, expected[name])
 
 
+@pytest.mark.parametrize(("model_type", "vision"), [("gemma3", "siglip_vision_model"), ("mistral3", "pixtral")])
+def test_text_trains_models_whose_images_are_not_read(model_type: str, vision: str) -> None:
+    text = {**QWEN, "model_type": {"gemma3": "gemma3_text", "mistral3": "mistral"}[model_type]}
+    tower = {"model_type": vision, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "image_size": 28}
+    tower |= {"num_attention_heads": 2, "patch_size": 14}
+    settings = {"model_type": model_type, "text_config": text, "vision_config": tower}
+    config = read_config(ModelConfig(override_config=settings))
+    model = build(config, head="lm", packed=True)
+    expected = dict(AutoModelForImageTextToText.from_config(config).named_buffers())
+    assert {name for name, _ in model.named_buffers()} == set(expected)
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, expected[name])
+
+
 @pytest.mark.parametrize(
     ("setting", "packed", "message"),
     [
         ({"attention_dropout": 0.1}, True, "attention_dropout"),
-        ({"model_type": "gemma2", "head_dim": 4}, False, "final_logit_softcapping"),
+        ({"model_type": "cohere"}, False, "logit_scale"),
         ({"model_type": "lfm2", "layer_types": ["conv", "full_attention"]}, True, "conv layers"),
     ],
 )

@@ -13,8 +13,12 @@ from tests.ranks import run_ranks
 OUTPUTS = ("log_probs", "entropy", "sum_pi_squared")
 
 
-def plain(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> dict[str, Tensor]:
-    scores = torch.log_softmax(hidden @ weight.t() / temperature, dim=-1)
+def plain(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, softcap: float | None = None
+) -> dict[str, Tensor]:
+    logits = hidden @ weight.t()
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    scores = torch.log_softmax(logits / temperature, dim=-1)
     probs = scores.exp()
     picked = scores.gather(1, targets[:, None])[:, 0]
     return {"log_probs": picked, "entropy": -(probs * scores).sum(-1), "sum_pi_squared": (probs**2).sum(-1)}
@@ -35,15 +39,17 @@ def case(num: int, hidden_size: int, vocab: int, seed: int, dtype: torch.dtype =
     temperature=st.floats(0.2, 3.0),
     seed=st.integers(0, 999),
     wanted=st.sets(st.sampled_from(OUTPUTS[1:])),
+    softcap=st.sampled_from([None, 0.5, 3.0]),
 )
 @settings(max_examples=60, deadline=None)
 def test_values_and_gradients_equal_the_unchunked_ones(
-    num: int, vocab: int, chunk: int, temperature: float, seed: int, wanted: set[str]
+    num: int, vocab: int, chunk: int, temperature: float, seed: int, wanted: set[str], softcap: float | None
 ) -> None:
     hidden, weight, targets = case(num, 4, vocab, seed)
     names = ("log_probs", *sorted(wanted))
-    stats = token_stats(hidden, weight, targets, temperature=temperature, outputs=names, chunk_elements=chunk)
-    expected = plain(hidden, weight, targets, temperature)
+    options = {"temperature": temperature, "softcap": softcap}
+    stats = token_stats(hidden, weight, targets, outputs=names, chunk_elements=chunk, **options)
+    expected = plain(hidden, weight, targets, **options)
     assert set(stats) == set(names)
     for name in names:
         torch.testing.assert_close(stats[name], expected[name], rtol=1e-9, atol=1e-12)

@@ -1,4 +1,4 @@
-"""A job that names no model gets the start model and its rows, and only where it names none."""
+"""A job that names no model gets the start model, and one that names no rows those of that model."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ def test_rows_that_the_job_names_stay(tmp_path: Path) -> None:
     assert cfg.data.val_files != (str(HELD_OUT_ROWS),)
 
 
-def test_a_job_with_a_model_is_left_alone(tmp_path: Path) -> None:
+def test_another_model_trains_on_these_rows_where_the_job_names_none(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    cfg = load_config(["--config-name=quickstart", f"actor_rollout_ref.model.path={tmp_path}", "data.train_files=null"])
-    assert with_start_assets(cfg) is cfg
+    cfg = with_start_assets(load_config(["--config-name=quickstart", f"actor_rollout_ref.model.path={tmp_path}"]))
+    assert (cfg.actor_rollout_ref.model.path, cfg.data.train_files) == (str(tmp_path), (str(TRAIN_ROWS),))
