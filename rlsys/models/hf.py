@@ -138,10 +138,9 @@ def _construct(config: PretrainedConfig, head: Head, options: Mapping[str, Any])
 def auto_model(config: PretrainedConfig, head: Head = "lm") -> Any:
     """transformers' auto class of a model; ConfigError for a scalar head on a vision-language model."""
     images, text = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-    if head == "lm" and (has_images(config) or (type(config) in images and type(config) not in text)):
-        return transformers.AutoModelForImageTextToText
+    reads_images = has_images(config) or (type(config) in images and type(config) not in text)
     if head == "lm":
-        return transformers.AutoModelForCausalLM
+        return transformers.AutoModelForImageTextToText if reads_images else transformers.AutoModelForCausalLM
     if has_images(config):
         raise ConfigError(f"{config.model_type} has no scalar head: use a text model, or an estimator without a critic")
     return transformers.AutoModelForTokenClassification
