@@ -80,8 +80,7 @@ class CheckpointStore:
     def __init__(self, root: Path, *, keep: Mapping[str, int | None], remote: str | None = None) -> None:
         """`keep` maps a role's folder name to how many of its latest checkpoints stay (None: all); `remote` is where
         their copies are."""
-        self.root = root
-        self._keep = dict(keep)
+        self.root, self._keep = root, dict(keep)
         self.remote = None if remote is None else RemoteCheckpoints(remote)
 
     def latest(self) -> Path | None:
@@ -124,18 +123,19 @@ class CheckpointStore:
 
     @contextmanager
     def writing(self, step: int) -> Iterator[Path]:
-        """A folder to fill; on leaving without error it becomes checkpoint `step` and the pointer names it."""
+        """A folder that each role fills too; left without error it is checkpoint `step`, which the pointer names."""
         final = self.path(step)
         try:
             with written_dir(final) as staging:
                 yield staging
+                if unseen := [role for role in self._keep if not (staging / role).is_dir()]:
+                    raise OSError(f"{unseen[0]} is not visible here: all nodes need one shared directory")
             self._point_at(step)
         except DeadlineError:
             raise
         except OSError as error:
-            raise CheckpointError(
-                f"checkpoint {final} could not be written: {error}; earlier checkpoints are untouched"
-            ) from error
+            why = f"checkpoint {final} could not be written: {error}; earlier checkpoints are untouched"
+            raise CheckpointError(why) from error
         self.prune(step)
 
     def prune(self, newest: int) -> None:

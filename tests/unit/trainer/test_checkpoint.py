@@ -85,6 +85,15 @@ def test_a_failed_save_leaves_the_earlier_checkpoint(tmp_path: Path) -> None:
     assert list(folders(tmp_path)) == ["global_step_1"]
 
 
+def test_without_the_files_of_a_role_that_another_node_wrote_there_is_no_checkpoint(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep={"actor": None, "critic": None})
+    save(store, 1)
+    with pytest.raises(CheckpointError, match="critic is not visible here"), store.writing(2) as folder:
+        (folder / "actor").mkdir()
+    assert store.latest() == store.path(1)
+    assert list(folders(tmp_path)) == ["global_step_1"]
+
+
 def test_sweeping_cleans_up_after_interrupted_saves(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep={"actor": 1})
     save(store, 1)
