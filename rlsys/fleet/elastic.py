@@ -69,9 +69,7 @@ class ElasticFleet(RolloutFleet):
                 with self._change:
                     self._give_up(entry, RolloutError("its node is drained"))
                     self.counts["left"] += 1
-                    entry.state = "away"
-                    self._place()
-                self._announce()
+                self._set(entry, "away")
         with ExitStack() as until_served:
             with super().pushing(version):
                 self._wait_for_replicas()  # one may have been lost in its last exchange
@@ -101,6 +99,10 @@ class ElasticFleet(RolloutFleet):
     def _exchange(self, entry: ReplicaState) -> bool:
         if entry.state == "away" and not self._closed:
             self._start(entry)
+        while entry.state == "joining" and not self._closed:
+            self._fail_if_all_are_down()
+            with self._change:
+                self._change.wait_for(lambda: self._closed or entry.state != "joining", POLL_S)
         return super()._exchange(entry)
 
     def _start(self, entry: ReplicaState) -> None:

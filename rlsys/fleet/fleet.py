@@ -74,12 +74,10 @@ class RolloutFleet:
         self._waiting: list[RequestBatch] = []
         self._ended: list[tuple[Future[ModelResponse], ModelResponse | Exception]] = []
         self._sessions: dict[str, ReplicaState] = {}
-        self.counts = Counter(dict.fromkeys(COUNTS, 0))
         self._pending: dict[int, FleetRequest] = {}
-        self._ids = itertools.count()
+        self.counts, self._ids = Counter(dict.fromkeys(COUNTS, 0)), itertools.count()
         self.pace: dict[int, tuple[float, ...]] = {}
-        self._closed = self._is_pushing = False
-        self._down_from_s = 0.0
+        self._closed, self._is_pushing, self._down_from_s = False, False, 0.0
         self._change = threading.Condition()
         sys.setswitchinterval(TURN_S)
         self._pumps = [in_daemon_thread(partial(self._pump, e), name=f"fleet-{e.replica.name}") for e in self._replicas]
@@ -396,10 +394,11 @@ class RolloutFleet:
         return "gone"
 
     def _fail_if_all_are_down(self) -> None:
-        """End the waiting requests when all replicas are given up, or none has served for `generate_s`."""
-        limit_s = self.deadlines.generate_s
+        """End the waiting requests when all replicas are given up, or none has served for `generate_s`; where none can
+        serve after the next push either, for `restart_s`."""
         with self._change:
             states = {entry.state for entry in self._replicas}
+            limit_s = self.deadlines.restart_s if states == {"away"} else self.deadlines.generate_s
             is_late = "ready" not in states and time.monotonic() - self._down_from_s > limit_s
             if states == {"gone"} or is_late:
                 what = self._all_gone() if states == {"gone"} else f"no replica was ready for {limit_s:g} s"

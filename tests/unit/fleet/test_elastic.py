@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from rlsys.fleet.elastic import ElasticFleet
+from rlsys.fleet.fleet import FleetDeadlines
 from rlsys.utils.errors import RolloutError, WeightTransferError
 from tests.timing import scaled_s, wait_until
 from tests.unit.fleet.test_fleet import Scripted, assert_answered, quick, requests_of, results
@@ -270,6 +271,22 @@ def test_too_few_replicas_end_the_push() -> None:
         replicas[1].alive = False
         with pytest.raises(RolloutError, match=r"min_replicas=2, and no node with room for replica 1 for 0\.2 s"):
             weights.push(fleet, 2)
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_requests_fail_when_no_replica_serves_for_long(joins: bool) -> None:
+    """Also where a newcomer waits for a push, which the trainer does not make while it waits for answers."""
+    here, weights = Elastic(0), Weights()
+    with elastic([here], weights, max_attempts=9) as fleet:
+        weights.push(fleet, 1)
+        long, short = scaled_s(60), scaled_s(0.5)
+        limits = {"generate_s": short, "restart_s": long} if joins else {"generate_s": long, "restart_s": short}
+        fleet.deadlines = FleetDeadlines(health_s=scaled_s(1.0), **limits)
+        here.placed, dying = joins, iter(["die"])
+        here.plan = lambda call: next(dying, "ok")
+        with pytest.raises(RolloutError, match="no replica was ready for"):
+            fleet.submit(requests_of(3, num_tokens=30))[0].result(scaled_s(10))
+        assert here.restarts == joins
 
 
 def test_a_push_after_one_that_failed_connects_those_that_live() -> None:
