@@ -34,12 +34,14 @@ def read_hosts(path: Path) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         raise SystemExit(f"{path} cannot be read ({error}): name a text file with a host on each line") from None
     hosts = [host for line in text.splitlines() if (host := line.partition("#")[0].strip())]
-    names = [host.rpartition("@")[2] for host in hosts]
+    names = [host.rpartition("@")[2].lower() for host in hosts]
     if not hosts:
         raise SystemExit(f"{path} names no host: write one on each line, the head first")
     for host, name in zip(hosts, names, strict=True):
         if names.count(name) > 1 or not HOST.fullmatch(host):
             raise SystemExit(f"{path}: '{host}' is not a host that is there once: write host or user@host on a line")
+    if len(hosts) > 1 and (names[0] == "localhost" or names[0].startswith("127.")):
+        raise SystemExit(f"{path}: '{hosts[0]}' is another machine on every host: write the name by which all reach it")
     return hosts
 
 
@@ -56,7 +58,7 @@ def ray_commands(hosts: Sequence[str], action: str, *, port: int, setup: str) ->
 
 def auth_token() -> str:
     """The token of the environment or of its file, or a new one that is written there."""
-    if token := os.environ.get("RAY_AUTH_TOKEN"):
+    if token := os.environ.get("RAY_AUTH_TOKEN", "").strip():
         return token
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token").expanduser()
     try:
@@ -82,6 +84,8 @@ def run_on(command: tuple[str, str], *, token: str, timeout_s: float) -> str:
         )
     except subprocess.TimeoutExpired:
         return f"{host} did not answer within {timeout_s:g} s"
+    except OSError as error:
+        return f"{host} cannot be reached: {error}"
     lines = (done.stderr or done.stdout).strip().splitlines() or [""]
     return f"{host} failed with exit code {done.returncode}: {lines[-1]}" if done.returncode else ""
 
@@ -96,8 +100,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--port", type=int, default=6379, help="port of the head")
     parser.add_argument("--timeout-s", type=float, default=120.0, help="seconds that a host may take")
     options = parser.parse_args(argv)
-    if not (0 < options.port < 65536 and options.timeout_s > 0):
-        parser.error("--port must be 1 to 65535, and --timeout-s above 0")
+    if not (0 < options.port < 65536 and 0 < options.timeout_s < 1e6):
+        parser.error("--port must be 1 to 65535, and --timeout-s above 0 and below 1e6")
     hosts = read_hosts(options.hosts)
     commands = ray_commands(hosts, options.action, port=options.port, setup=options.setup)
     for host, text in commands:

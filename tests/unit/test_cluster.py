@@ -74,7 +74,22 @@ def test_a_host_that_fails_is_named(calls: Path, tmp_path: Path) -> None:
     assert "names no host" in cluster(tmp_path, "# nothing", "up").stderr
 
 
-@pytest.mark.parametrize("host", ["me@", "node0:22", "ssh://node0", "-oProxyCommand=x", "::1", "me@node1\nnode1"])
+def test_a_head_that_the_others_cannot_reach_by_its_name_and_a_missing_ssh_are_errors(
+    calls: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for head in ("localhost", "me@127.0.0.1"):
+        assert f"'{head}' is another machine on every host" in cluster(tmp_path, f"{head}\nnode1", "up", "--run").stderr
+    assert cluster(tmp_path, "localhost", "up").returncode == 0
+    assert "--timeout-s above 0 and below" in cluster(tmp_path, "node0", "up", "--timeout-s", "inf").stderr
+    monkeypatch.setenv("RAY_AUTH_TOKEN", " ")
+    assert cluster(tmp_path, "node0", "up", "--run").returncode == 0
+    assert "token= " not in calls.read_text()
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    done = cluster(tmp_path, "node0\nnode1", "down", "--run")
+    assert (done.returncode, done.stderr.count("cannot be reached")) == (1, 2)
+
+
+@pytest.mark.parametrize("host", ["me@", "node0:22", "ssh://node0", "-oProxyCommand=x", "::1", "me@node1\nNode1"])
 def test_what_is_no_host_is_refused(host: str, tmp_path: Path) -> None:
     done = cluster(tmp_path, host, "up")
     assert (done.returncode, done.stdout) == (1, "")
