@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
-from transformers import AutoImageProcessor
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from rlsys.config.checks.files import model_facts
 from rlsys.config.vocabulary import GRIDS, TILES, TIMESTAMPS
