@@ -61,8 +61,8 @@ def _offered(server: str) -> list[Any]:
 
 def _client(server: JsonObject) -> Any:
     """A client of a server that `command` starts, or that listens at `url`."""
-    from mcp import Client, StdioServerParameters
+    from mcp import Client, StdioServerParameters, stdio_client
 
     if "url" in server:
         return Client(server["url"])
-    return Client(StdioServerParameters(command=server["command"], args=server.get("args", []), env=server.get("env")))
+    return Client(stdio_client(StdioServerParameters.model_validate(server)))
