@@ -2,13 +2,16 @@
 
 import io
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 import torch
+from packaging.version import Version
 from PIL import Image
 from transformers import AutoConfig
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -223,6 +226,8 @@ def reference(model: Any, rows: DataProto) -> torch.Tensor:
         for token, twin in TWINS.items():
             read[len(own) - count :][own[len(own) - count :] == token] = twin
         if videos := [one for one in images if one.seconds]:
+            if model.config.model_type == "qwen2_5_vl" and Version(version("transformers")) < Version("5.18"):
+                pytest.skip("transformers before 5.18 counts the seconds of a video's grid as whole ones")
             grids = [one.tensors["image_grid_thw"] for one in videos]
             given["pixel_values_videos"] = torch.cat([one.tensors["pixel_values"] for one in videos])
             given["video_grid_thw"] = torch.stack([torch.cat([grid[:, 0].sum()[None], grid[0, 1:]]) for grid in grids])

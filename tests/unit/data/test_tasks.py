@@ -7,8 +7,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
 from rlsys.data.dataset import PromptDataset
 from rlsys.data.images import load_image
@@ -151,13 +153,17 @@ def test_smollm2_is_converted_once_and_answers(tmp_path: Path) -> None:
         assert expected in answer, answer
 
 
+def pixels_of(image: Image.Image) -> list[tuple[int, ...]]:
+    return [tuple(pixel) for pixel in np.asarray(image).reshape(-1, 3).tolist()]
+
+
 def cells_of(row: dict[str, Any]) -> list[set[str]]:
     """The colours in each cell of a row's picture, read from its pixels."""
     shapes = script("shapes")
     names = {value: name for name, value in shapes.COLOURS.items()}
     image = load_image(row["images"][0])
     boxes = [(x, y, x + shapes.CELL, y + shapes.CELL) for y in (0, 28) for x in (0, 28, 56)]
-    return [{names[p] for p in image.crop(box).get_flattened_data() if p in names} for box in boxes]
+    return [{names[p] for p in pixels_of(image.crop(box)) if p in names} for box in boxes]
 
 
 def test_questions_about_shapes_have_the_answer_that_their_pixels_give(tmp_path: Path) -> None:
@@ -170,7 +176,7 @@ def test_questions_about_shapes_have_the_answer_that_their_pixels_give(tmp_path:
     for row in train + val:
         question, answer = row["extra_info"]["question"], row["reward_model"]["ground_truth"]
         assert row["prompt"] == [{"role": "user", "content": f"<image>{question}"}]
-        cells, pixels = cells_of(row), list(load_image(row["images"][0]).get_flattened_data())
+        cells, pixels = cells_of(row), pixels_of(load_image(row["images"][0]))
         words = question.rstrip("?").replace(",", "").split()
         if words[0] == "Where":
             right = next(place for place, colours in zip(places, cells) if words[3] in colours)

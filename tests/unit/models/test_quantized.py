@@ -191,7 +191,7 @@ def test_both_engines_train_mxfp4_experts(tmp_path: Path, megatron: bool) -> Non
     sizes = {**SIZES, "num_local_experts": 4, "hidden_size": 32, "intermediate_size": 64, "head_dim": 8}
     config = AutoConfig.for_model("gpt_oss", **sizes, num_key_value_heads=1, dtype="bfloat16")
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    expected = load_file(tmp_path / "model.safetensors")
+    expected = {name: tensor.clone() for name, tensor in load_file(tmp_path / "model.safetensors").items()}
     stored = dict(expected)
     for name in [name for name in stored if name.endswith(("up_proj", "down_proj"))]:
         experts, rows, columns = stored.pop(name).shape
