@@ -45,8 +45,7 @@ class ModelFlops:
             and not name.endswith("bias")
         )
         """Weights of all blocks that multiply a token."""
-        layers = getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers
-        self.attended = sum(map(_attended, layers))
+        self.attended = sum(map(_attended, getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers))
         """Multiplications of a token with one that it attends to."""
 
     def forward(self, lengths: Iterable[int], *, num_head_tokens: int | None = None) -> float:

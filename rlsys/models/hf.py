@@ -153,8 +153,7 @@ def _fill_buffers(module: nn.Module, model: PreTrainedModel) -> None:
         _fill_buffers(child, child if isinstance(child, PreTrainedModel) else model)
     unknown = {name: buffer for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
     for name, buffer in unknown.items():
-        value = math.nan if buffer.is_floating_point() else -1
-        module._buffers[name] = torch.full(buffer.shape, value, dtype=buffer.dtype)
+        module._buffers[name] = torch.full_like(buffer, math.nan if buffer.is_floating_point() else -1, device="cpu")
     if unknown:
         model._init_weights(module)
     for name, buffer in ((name, module.get_buffer(name)) for name in unknown):

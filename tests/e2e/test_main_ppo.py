@@ -92,6 +92,15 @@ def test_a_run_leaves_metrics_checkpoint_timeline_and_rollouts(
     assert 0 < whole["perf/mfu/actor_infer"] < 1
 
 
+def test_a_run_whose_workers_do_not_see_its_folder_ends_before_it_trains(
+    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exists, here = Path.exists, iter([True])  # the controller sees the log, the worker, asked next, does not
+    monkeypatch.setattr(Path, "exists", lambda path: next(here, False) if path.name == "train.log" else exists(path))
+    assert main(toy.overrides(tmp_path / "out", LOCAL)) == 2
+    assert f"trainer.default_local_dir={tmp_path}/out: actor does not see this folder" in capsys.readouterr().err
+
+
 def test_processes_that_only_generate_have_profiles_too(
     toy: Toy, server: ForkServer, head: Head, tmp_path: Path
 ) -> None:

@@ -112,8 +112,7 @@ class MegatronAdamW(BaseOptimizer):
             masters = chain(*part.shard_fp32_from_float16_groups, *part.shard_fp32_groups)
             for parameter, master in zip(parameters, masters, strict=True):
                 span = part._get_model_param_range_map(parameter)["param"]
-                state = part.optimizer.state[master]
-                tensors = {"master": master.detach(), **{name: state[name] for name in MOMENTS}}
+                tensors = {"master": master.detach(), **{name: part.optimizer.state[master][name] for name in MOMENTS}}
                 ranges.append(OptimizerRange(names[parameter], span.start, span.end, tensors))
         return ranges
 
