@@ -8,11 +8,11 @@ from pathlib import Path
 
 from rlsys.config.schema.trainer import ProfilerConfig, TrainingConfig
 from rlsys.telemetry.log import get_logger
-from rlsys.utils.errors import CheckpointError, DeadlineError, WorkerError, raised_as
+from rlsys.utils.errors import CheckpointError, ConfigError, DeadlineError, WorkerError, raised_as
 from trainer.checkpoint import CheckpointStore, TrainerState, load_failure, load_state, save_state
 from trainer.groups import EngineGroup, Group
 from trainer.reporting import Reporter
-from trainer.run_folder import Begin
+from trainer.run_folder import LOG, Begin
 
 log = get_logger(__name__)
 
@@ -60,6 +60,13 @@ class CheckpointedLoop(ABC):
     @abstractmethod
     def load_parts(self, folder: Path, state: TrainerState) -> None:
         """Take up what `save_parts` wrote and returned."""
+
+    def check_folder(self, groups: Mapping[str, EngineGroup]) -> None:
+        """ConfigError for a role whose node does not see the folder of the run."""
+        root = self.store.root.absolute()
+        for role, group in groups.items():
+            if (root / LOG).exists() and not group.execute_func_rank_zero(Path.exists, root / LOG):
+                raise ConfigError(f"trainer.default_local_dir={root}: {role} does not see this folder; share it")
 
     def save(self) -> Path:
         """Write checkpoint `global_step`; the pointer names it only when it is complete.

@@ -35,7 +35,7 @@ from trainer.parity import ParityReport
 from trainer.prompts import num_steps
 from trainer.reporting import Reporter
 from trainer.residency import SYNC
-from trainer.run_folder import LOG, run_folder
+from trainer.run_folder import run_folder
 from trainer.source import Prompts
 
 log = get_logger(__name__)
@@ -113,10 +113,7 @@ class RayPPOTrainer(CheckpointedLoop):
         self.begin = self.folder.enter_context(run_folder(self.cfg))
         with self.stage("start_workers"):
             self._groups = WorkerGroups(**self._start_groups())
-        root = self.store.root.absolute()
-        for role, group in self._groups.trained.items():
-            if (root / LOG).exists() and not group.execute_func_rank_zero(Path.exists, root / LOG):
-                raise ConfigError(f"trainer.default_local_dir={root}: {role} does not see this folder; share it")
+        self.check_folder(self._groups.trained)
         with self.stage("connect"):
             self._parts = assemble(
                 self.cfg, self._groups, self.inputs, reporter=self.reporter, on_validation=self.dump_validation

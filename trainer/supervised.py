@@ -100,6 +100,7 @@ class SupervisedTrainer(CheckpointedLoop):
         )
         with self.stage("start_workers"):
             self.group = start_group(backend, self.run, "train", SupervisedWorker, self.cfg, engine_run)
+        self.check_folder({"model": self.group})
 
     @property
     def workers(self) -> SupervisedGroup:

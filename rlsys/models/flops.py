@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 from rlsys.config.vocabulary import EXPERTS
 from rlsys.models.hf import auto_model
 from rlsys.models.vision import is_tower
-from rlsys.utils.gpus import DENSE_PEAK, find_by_name
+from rlsys.utils.gpus import data_sheet_flops
 
 
 class ModelFlops:
@@ -64,11 +64,6 @@ def _attended(text: PretrainedConfig) -> int:
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     query = text.qk_nope_head_dim + text.qk_rope_head_dim if getattr(text, "kv_lora_rank", None) else head_dim
     return text.num_attention_heads * (query + (getattr(text, "v_head_dim", None) or head_dim))
-
-
-def data_sheet_flops(device_name: str) -> float | None:
-    """Dense half-precision FLOP/s of a device by its marketing name, None when it is not in the table."""
-    return find_by_name(DENSE_PEAK, device_name)
 
 
 @cache

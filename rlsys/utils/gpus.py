@@ -1,12 +1,8 @@
 """Data sheets of GPUs: what the planner and the FLOPs utilisation know of a device by its name."""
 
 import tomllib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -27,15 +23,14 @@ class Gpu:
 
 
 _SHEETS = tomllib.loads(Path(__file__).with_name("gpus.toml").read_text())
-DENSE_PEAK: dict[str, float] = {name: sheet["flops"] for name, sheet in _SHEETS.items()}
-"""Dense bf16 FLOP/s by words of the device name; most words win."""
 GPUS = {name: Gpu(**sheet) for name, sheet in _SHEETS.items() if len(sheet) > 1}
 """GPUs of servers, for which jobs are planned."""
 OTHER_GPUS = "to plan for GPUs that are not here add --dry-run --gpu=H100"
 
 
-def find_by_name(table: Mapping[str, T], device_name: str) -> T | None:
-    """The entry whose words are all in a device's marketing name; the one of most words wins."""
+def data_sheet_flops(device_name: str) -> float | None:
+    """Dense half-precision FLOP/s of the GPU whose words are all in a device's marketing name, of several the one of
+    most words; None for others."""
     words = set(device_name.upper().replace("-", " ").split())
-    known = [name for name in table if set(name.split()) <= words]
-    return table[max(known, key=len)] if known else None
+    known = [name for name in _SHEETS if set(name.split()) <= words]
+    return _SHEETS[max(known, key=len)]["flops"] if known else None

@@ -36,10 +36,11 @@ from rlsys.config.schema.megatron import MegatronConfig
 from rlsys.config.schema.model import ModelConfig, OptimConfig, ShardConfig
 from rlsys.engines.micro_batches import MicroBatches
 from rlsys.interfaces import LossSum, TrainEngine
-from rlsys.models.flops import ModelFlops, data_sheet_flops, measured_flops
+from rlsys.models.flops import ModelFlops, measured_flops
 from rlsys.models.hf import read_config
 from rlsys.models.megatron.family import family_of
 from rlsys.protocol import DataProto
+from rlsys.utils.gpus import data_sheet_flops
 from scripts.bench.kernels import profile_call
 from scripts.model_shapes import SHAPES
 

@@ -50,6 +50,22 @@ def run(toy: Toy, job: str, rows: Path, out: Path, num_steps: int, *more: str) -
     return [{k: v for k, v in line.items() if not k.startswith(("timing", "perf/"))} for line in lines]
 
 
+def test_a_run_whose_workers_do_not_see_its_folder_ends_before_it_trains(
+    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS["sft"])))
+    exists, here = Path.exists, iter([True])  # the controller sees the log, the worker, asked next, does not
+    monkeypatch.setattr(Path, "exists", lambda path: next(here, False) if path.name == "train.log" else exists(path))
+    more = [
+        f"model.path={toy.model}",
+        f"data.train_files={tmp_path}/rows.jsonl",
+        "data.max_length=32",
+        "data.train_batch_size=4",
+    ]
+    assert main_sft.main(["trainer.backend=local", f"trainer.default_local_dir={tmp_path}/out", *more]) == 2
+    assert f"trainer.default_local_dir={tmp_path}/out: model does not see this folder" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("job", ROWS)
 def test_a_resumed_run_is_the_uninterrupted_one(
     toy: Toy, job: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
