@@ -272,7 +272,8 @@ def machine_of(
     with suppress(ConfigError):  # the table shows what does not fit; layouts have sizes of their own
         if not (args.gpus or args.layouts):
             chosen, words = choose_sizes(cfg, loaded.settings, machine, engines=SERVING)
-            print("" if is_trial or not words else f"chosen: {words}\n", end="")
+            if words and not is_trial:
+                print(f"chosen: {words}")
     return replaced(cfg, chosen), machine
 
 

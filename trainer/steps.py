@@ -134,7 +134,8 @@ def teacher_numbers(cfg: PPOConfig, keys: Sequence[object]) -> list[int]:
 
 def _only(batch: DataProto, names: Sequence[str], optional: Sequence[str] = ()) -> DataProto:
     """The columns that a role needs, so that no others travel, those of `optional` that the batch has, and images."""
-    columns = [*names, *(name for name in optional if name in set(batch.tensors.keys()))]
+    present = set(batch.tensors.keys())
+    columns = [*names, *(name for name in optional if name in present)]
     return batch.select(batch_keys=columns, non_tensor_batch_keys=[IMAGES])
 
 

@@ -112,8 +112,8 @@ class ChatTemplate:
             ids, images = self._encode_images(text, urls)
         else:
             ids = self._encode_appended(text) if last else self._encode(text, start=True)
-        # the end of the turn may have been drawn
-        return (ids[1:] if last is not None and ids and last.ids[-1:] == ids[:1] else ids), images
+        is_ended = last is not None and ids and last.ids[-1:] == ids[:1]  # the end of the turn was drawn
+        return (ids[1:] if is_ended else ids), images
 
     def _read_images(self, text: str, urls: tuple[str, ...]) -> "tuple[tuple[int, ...], tuple[ImageInputs, ...]]":
         if self.processor is None:

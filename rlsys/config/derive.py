@@ -129,4 +129,4 @@ def _from_allocation(
     except ConfigError as error:
         return {}, [f"{MODE}: {error}"]
     # the engine is as good as set: a job does not choose another
-    return {key: Given(count, f"{'from ' * (key != ENGINE)}{MODE}={text}", key) for key, count in counts.items()}, []
+    return {key: Given(n, f"{'' if key == ENGINE else 'from '}{MODE}={text}", key) for key, n in counts.items()}, []

@@ -185,6 +185,8 @@ def usage_error(args: argparse.Namespace) -> str:
     pairs = [pair.partition("=")[::2] for pair in args.python]
     if odd := [peer for peer, path in pairs if not path or not (args.dry_run or shutil.which(path))]:
         return f"--python: {odd[0]}: set {odd[0]}=PATH of an interpreter that exists, e.g. verl=/venv/bin/python"
+    if args.alone and args.natural:
+        return "--alone: the engine alone draws answers of one length; remove --natural"
     if args.model and not args.dry_run and not (args.model / "config.json").is_file():
         return f"--model: {args.model}: no folder with a config.json; leave it out for random weights of --shape"
     return ""
@@ -335,21 +337,23 @@ def table(results: list[dict[str, Any]]) -> str:
 
 
 def alone_lines(results: list[dict[str, Any]], args: argparse.Namespace) -> Iterator[str]:
-    """The generation of each system of rlsys beside its engine alone, and beside what reading memory allows."""
+    """The generation of each system of rlsys beside its engine alone and what reading memory allows, measured once."""
     rows, prompt = args.prompts * ANSWERS, 128
     work = {"model": str(args.model), "tp": 1, "rows": rows, "prompts": args.prompts, "max_num_seqs": rows}
     work |= {"prompt_tokens": prompt, "answer_tokens": args.new, "cuda": shutil.which("nvidia-smi") is not None}
+    with ProcessPoolExecutor(1, get_context("spawn")) as reader:
+        read = reader.submit(read_rate, "cuda" if work["cuda"] else "cpu").result()
+    limit, rates = roofline(str(args.model), 1, rows, prompt, args.new, read), dict[str, dict[str, float]]()
     for system in sorted({result["system"] for result in results if result["steps"] and not is_peer(result["system"])}):
         if (engine := system.rpartition("-")[2]) == "hf":
             continue
+        if engine not in rates:
+            rates[engine] = offline(engine, work, args.deadline_s)
         steps = [step["gen"] for result in results if result["system"] == system for step in result["steps"]]
         rate = rows * args.new / statistics.median(steps)
-        for kind, alone in offline(engine, work, args.deadline_s).items():
+        for kind, alone in rates[engine].items():
             job = f"{rate:,.0f} tokens/s in the job"
             yield f"{system}: {job}; {engine} alone, {kind}: {alone:,.0f}; job / alone {rate / alone:.2f}"
-        with ProcessPoolExecutor(1, get_context("spawn")) as reader:
-            read = reader.submit(read_rate, "cuda" if work["cuda"] else "cpu").result()
-        limit = roofline(str(args.model), 1, rows, prompt, args.new, read)
         yield f"{system}: roofline {limit:,.0f} tokens/s at {read / 1e9:,.0f} GB/s; job / roofline {rate / limit:.2f}"
 
 

@@ -6,6 +6,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from rlsys.config import PPOConfig, load_config
+from scripts.bench import head_to_head
 from scripts.bench.head_to_head import kernel_phases, kernel_table, read_steps, table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,6 +69,7 @@ def test_every_system_gets_the_same_job_under_its_own_names(tmp_path: Path) -> N
         (("--repeats", "0"), "--repeats: must be at least 1"),
         (("--model", "mistyped"), "--model: mistyped: no folder with a config.json"),
         (("--python", "verl=/missing"), "--python: verl: set verl=PATH"),
+        (("--alone", "--natural"), "--alone: the engine alone draws answers of one length; remove --natural"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_anything_is_written(
@@ -76,6 +79,22 @@ def test_what_cannot_be_measured_is_refused_before_anything_is_written(
     done = subprocess.run(bench, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, list(tmp_path.iterdir())) == (2, [])
     assert message in done.stderr
+
+
+def test_each_engine_is_measured_alone_once_and_set_beside_every_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    rates = {"plain": 2048.0, "with_logprobs": 1024.0}
+    monkeypatch.setattr(head_to_head, "offline", lambda engine, *_: asked.append(engine) or rates)
+    monkeypatch.setattr(head_to_head, "roofline", lambda *_: 4096.0)
+    monkeypatch.setattr(head_to_head, "ProcessPoolExecutor", lambda *_: ThreadPoolExecutor(1))
+    monkeypatch.setattr(head_to_head, "read_rate", lambda _: 1e9)
+    runs = [("rlsys-vllm", 1.0), ("rlsys-auto-vllm", 2.0), ("rlsys-hf", 1.0), ("trl", 1.0)]
+    results = [{"system": system, "steps": [{"gen": seconds}]} for system, seconds in runs]
+    args = SimpleNamespace(prompts=16, new=16, model=Path("model"), deadline_s=1.0)
+    lines = list(head_to_head.alone_lines(results, args))
+    assert asked == ["vllm"]
+    assert [line.rpartition(" ")[2] for line in lines] == ["0.50", "1.00", "0.25", "1.00", "2.00", "0.50"]
+    assert lines[0] == "rlsys-auto-vllm: 1,024 tokens/s in the job; vllm alone, plain: 2,048; job / alone 0.50"
 
 
 def test_all_systems_take_a_model_with_its_own_tokenizer(tmp_path: Path) -> None:
