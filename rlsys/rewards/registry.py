@@ -1,8 +1,10 @@
 """Which built-in grader a data source gets; graders are imported when first needed."""
 
+import tomllib
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
+from pathlib import Path
 from pkgutil import resolve_name
 
 from rlsys.rewards.sandbox.run import GUARANTEES, ISOLATION, available_guarantees
@@ -11,19 +13,7 @@ from rlsys.utils.errors import ConfigError
 
 log = get_logger(__name__)
 
-_REASONING_GYM = tuple(f"reasoning_gym/{task}" for task in ("products", "gcd", "chain_sum"))
-_SOURCES = {
-    "gsm8k:compute_score": ["openai/gsm8k"],
-    "math:compute_score": ["lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"],
-    "math:compute_score_dapo": ["math_dapo", "math", "math_dapo_reasoning", "aime*"],
-    "math:compute_score_anywhere": ["numina_*"],
-    "math:compute_score_geometry": ["hiyouga/geometry3k"],
-    "code:compute_score": ["codecontests", "apps", "codeforces", "taco"],
-    "text:exact_match": ["searchR1_*"],
-    "text:numeric": ["rlsys/arithmetic*", "text/number", *_REASONING_GYM],
-    "text:exact": ["rlsys/shapes*", "text/exact"],
-    "text:regex": ["text/regex"],
-}
+_SOURCES = tomllib.loads(Path(__file__).with_name("sources.toml").read_text())
 ROUTES: dict[str, str] = {source: target for target, sources in _SOURCES.items() for source in sources}
 """Data source -> module:function; a trailing * stands for any ending."""
 
