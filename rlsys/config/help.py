@@ -6,7 +6,9 @@ use_attribute_docstrings parses the source of every class at import.
 
 import inspect
 import textwrap
+import tomllib
 from functools import cache, partial
+from pathlib import Path
 
 from pydantic._internal._docs_extraction import extract_docstrings_from_cls
 
@@ -19,19 +21,7 @@ from rlsys.utils.errors import ConfigError
 
 _WIDTH = 110
 _descriptions = cache(partial(extract_docstrings_from_cls, use_inspect=True))
-_ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-_USUAL = {
-    "Model and data": "actor_rollout_ref.model.path model.path data.train_files data.val_files data.prompt_key "
-    "data.answer_key data.messages_key data.response_key data.train_batch_size data.max_prompt_length "
-    "data.max_response_length data.max_length reward.custom_reward_function.path actor_rollout_ref.model.lora_rank "
-    "model.lora_rank",
-    "Learning": f"algorithm.adv_estimator {_ACTOR}.ppo_mini_batch_size {_ACTOR}.ppo_max_token_len_per_gpu "
-    f"{_ACTOR}.optim.lr optim.lr {_ACTOR}.clip_ratio {_ACTOR}.use_kl_loss {_ACTOR}.strategy",
-    "Generation": f"{_ROLLOUT}.name {_ROLLOUT}.n {_ROLLOUT}.temperature {_ROLLOUT}.val_kwargs.n "
-    f"{_ROLLOUT}.tensor_model_parallel_size {_ROLLOUT}.gpu_memory_utilization",
-    "Run": "trainer.nnodes trainer.n_gpus_per_node trainer.device trainer.total_epochs trainer.total_training_steps "
-    "trainer.save_freq trainer.test_freq trainer.logger trainer.experiment_name trainer.default_local_dir",
-}
+_USUAL: dict[str, list[str]] = tomllib.loads(Path(__file__).with_name("usual_keys.toml").read_text())
 
 
 def help_text(schema: type[Section], *words: str) -> str:
@@ -43,7 +33,7 @@ def help_text(schema: type[Section], *words: str) -> str:
         f"{arguments.__doc__}\nPresets in {presets_folder()}\n  {', '.join(preset_names())}\n",
     ]
     for title, keys in _USUAL.items():
-        parts += [title, *(_short(schema, key, with_type=False) for key in keys.split() if key in leaves(schema)), ""]
+        parts += [title, *(_short(schema, key, with_type=False) for key in keys if key in leaves(schema)), ""]
     outer = ", ".join(path for path in sections(schema) if path and path.count(".") < 2)
     more = f"There are {len(leaves(schema))} keys; --help WORD shows those of a section: {outer}"
     return "\n".join([*parts, textwrap.fill(more, _WIDTH, break_on_hyphens=False)])
