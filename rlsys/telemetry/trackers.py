@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -65,20 +66,7 @@ class ConsoleTracker(Tracker):
     KL that was always 0, as with one update a step, has no column. A step without headline metrics prints its others.
     """
 
-    _HEADLINES = (
-        ("reward", "critic/score/mean", ".3f"),
-        ("loss", "train/loss", ".4f"),
-        ("val_loss", "val/loss", ".4f"),
-        ("pg_loss", "actor/pg_loss", ".4f"),
-        ("kl", "actor/ppo_kl", ".2e"),
-        ("entropy", "actor/entropy", ".3f"),
-        ("vf_loss", "critic/vf_loss", ".4f"),
-        ("grad", "actor/grad_norm", ".3f"),
-        ("grad", "train/grad_norm", ".3f"),
-        ("length", "response_length/mean", ".1f"),
-        ("tok/s", "perf/throughput", ",.0f"),
-        ("s/step", "perf/time_per_step", ".2f"),
-    )
+    _HEADLINES = tomllib.loads(Path(__file__).with_name("console.toml").read_text())["columns"]
     _ROWS_PER_HEAD = 25
     _WIDTH = 8
 
