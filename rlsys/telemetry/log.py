@@ -8,6 +8,7 @@ import os
 import re
 import socket
 import sys
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -22,22 +23,10 @@ FILE_ONLY = "rlsys_file"
 """A logger whose lines only go to the file of `log_to_file`: people have seen them in another form."""
 _HANDLER_NAME = "rlsys"
 _SHORTEST_SECRET = 8
-_SECRET_NAME = re.compile(
-    r"(?i)(^|[_\-.])(secret|passwd|password|credential|api_?key|access_?key|secret_?key|private_?key|auth|token)s?$"
-)
-_TEXT_TOKEN_NAME = re.compile(r"(?i)(pad|eos|bos|unk|sep|cls|mask|stop|image|video|audio|special|added)_tokens?$")
-_SECRET_FORMATS = (
-    re.compile(r"\b(?:hf_|ghp_|gho_|github_pat_|glpat-|xox[abpr]-)[A-Za-z0-9_\-]{10,}"),
-    re.compile(r"\bsk-[A-Za-z0-9_\-]{16,}"),
-    re.compile(r"\bAKIA[0-9A-Z]{16}\b"),
-    re.compile(r"\beyJ[A-Za-z0-9_\-]{8,}\.[A-Za-z0-9_\-]{8,}\.[A-Za-z0-9_\-]{8,}"),
-    re.compile(r"(?i)(?<=bearer )\s*[A-Za-z0-9_\-.=+/]{8,}"),
-    re.compile(r"(?<=://)[^\s/:@]+:[^\s/@]+(?=@)"),
-)
-_ASSIGNED_SECRET = re.compile(
-    r"(?i)((?:secret|passwd|password|api_?key|access_?key|private_?key|(?:auth|access|hub|hf|api)_?token)"
-    r"[\"']?\s*[=:]\s*[\"']?)([^\s\"',;}]+)"
-)
+_PATTERNS = tomllib.loads(Path(__file__).with_name("redaction.toml").read_text())
+_SECRET_NAME, _TEXT_TOKEN_NAME = re.compile(_PATTERNS["secret_name"]), re.compile(_PATTERNS["text_token_name"])
+_ASSIGNED_SECRET = re.compile(_PATTERNS["assigned_secret"])
+_SECRET_FORMATS = [re.compile(pattern) for pattern in _PATTERNS["formats"]]
 _MASK = "[redacted]"
 
 
