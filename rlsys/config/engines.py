@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 ENGINE_SETTINGS = (
     *("gpu_memory_utilization", "kv_cache_gib", "enforce_eager", "enable_chunked_prefill", "enable_prefix_caching"),
-    *("cuda_graph_max_bs", "cudagraph_capture_sizes", "disable_log_stats", "free_cache_engine"),
+    *("cuda_graph_max_bs", "cudagraph_capture_sizes", "disable_log_stats", "free_cache_engine", "num_scheduler_steps"),
 )
 """Keys of the rollout section that only some engines read."""
 QUANTIZATION = "actor_rollout_ref.rollout.quantization"
@@ -46,14 +46,18 @@ class RolloutBackend:
         return self.weights_in == "server"
 
 
-_serving = partial(RolloutBackend, dims="dtep", settings=ENGINE_SETTINGS, batch_invariant=True, drops_weights=True)
+_serving = partial(RolloutBackend, dims="dtep", batch_invariant=True, drops_weights=True)
 _external = partial(RolloutBackend, weights_in="server", settings=())
 _BACKENDS = {
     backend.name: backend
     for backend in (
         RolloutBackend("hf", "workers.rollout:HFRolloutWorker"),
-        _serving("sglang", "workers.rollout:SGLangRolloutWorker", weights_in="child", cache_share_of="free"),
-        _serving("vllm", "workers.rollout:VLLMRolloutWorker", cache_share_of="device"),
+        _serving(
+            *("sglang", "workers.rollout:SGLangRolloutWorker", "child"),
+            settings=ENGINE_SETTINGS[:-1],
+            cache_share_of="free",
+        ),
+        _serving("vllm", "workers.rollout:VLLMRolloutWorker", settings=ENGINE_SETTINGS, cache_share_of="device"),
         _external("sglang_remote", "rlsys.fleet.external.engine:SGLangRemoteEngine"),
         _external("vllm_remote", "rlsys.fleet.external.engine:VLLMRemoteEngine"),
     )

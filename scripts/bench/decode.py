@@ -15,13 +15,13 @@ import argparse
 import os
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Literal
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
@@ -59,6 +59,9 @@ def main() -> int:
     parser.add_argument("--deadline-s", type=float, default=300.0, help="longest that an engine may take")
     parser.add_argument("--fp8", action="store_true", help="ours with rollout.quantization=fp8 too (vllm on a GPU)")
     parser.add_argument("--cases", nargs="+", default=["ours", "alone"], choices=["ours", "ours-2", *ALONE])
+    parser.add_argument(
+        "--scheduler-steps", type=int, nargs="+", help="num_scheduler_steps of ours-2, one after another"
+    )
     parser.add_argument("--host-profile", action="store_true", help="where our host's time of a step goes (vllm)")
     parser.add_argument("--out", type=Path, default=Path("runs/decode"), help="where random weights are written")
     args = parser.parse_args()
@@ -73,19 +76,21 @@ def main() -> int:
     counts = sorted(args.rows)
     prompts = [tuple(draw.randrange(3, vocab_size) for _ in range(PROMPT_TOKENS)) for _ in range(counts[-1] // ANSWERS)]
     rows, rates = [prompt for prompt in prompts for _ in range(ANSWERS)], dict[str, float]()
-    engines: list[tuple[str, str, Literal["fp8"] | None]] = []
-    for name, runner in [case for case in (("ours", "0"), ("ours-2", "1")) if case[0] in args.cases]:
-        engines.append((name, runner, None))
+    cases = [("ours", "0", None), *(("ours-2", "1", steps) for steps in args.scheduler_steps or [None])]
+    engines: list[tuple[str, str, dict[str, Any]]] = []
+    for case, runner, steps in [one for one in cases if one[0] in args.cases]:
+        name = f"{case}, {steps} steps a schedule" if steps else case
+        engines.append((name, runner, {"num_scheduler_steps": steps}))
         if args.fp8:
-            engines.append((f"{name} in FP8", runner, "fp8"))
-    for name, runner, quantization in engines:
+            engines.append((f"{name} in FP8", runner, {"num_scheduler_steps": steps, "quantization": "fp8"}))
+    for name, runner, settings in engines:
         os.environ[RUNNER] = runner
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-            sizes = (counts, args.tokens, quantization)
-            measured = pool.submit(ours, name, args.engine, path, rows, sizes, args.host_profile)
+            work = partial(ours, name, args.engine, path, rows, (counts, args.tokens))
+            measured = pool.submit(work, settings, host_profile=args.host_profile)
             rates |= measured.result(args.deadline_s)
     os.environ.pop(RUNNER, None)
-    for name in [f"{name}, {count} rows" for name, _, fp8 in engines if fp8 for count in counts]:
+    for name in [f"{name}, {count} rows" for name, _, one in engines if "quantization" in one for count in counts]:
         plain = rates[name.replace(" in FP8", "")]
         print(f"{name}: {rates[name]:,.0f}, bfloat16 {plain:,.0f} tokens/s, {rates[name] / plain:.2f}", flush=True)
     work = {"model": str(path), "tp": 1, "rows": len(rows), "prompts": len(prompts), "cuda": cuda}
@@ -96,7 +101,7 @@ def main() -> int:
         asked = {"options": options, "logprobs": case == "alone"}
         alone = offline(args.engine, work | asked, args.deadline_s, env=env)
         rates |= {f"{case}, {name}": rate for name, rate in alone.items()}
-    first = next((rates[f"{case}, {len(rows)} rows"] for case in ("ours-2", "ours") if case in args.cases), 0.0)
+    first = rates[f"{engines[-1][0]}, {len(rows)} rows"] if engines else 0.0
     for name, rate in rates.items():
         print(f"{args.engine} {name}: {rate:,.0f} tokens/s; ours / this {first / rate:.2f}")
     return 0
@@ -119,14 +124,16 @@ def ours(
     kind: str,
     model: Path,
     rows: Sequence[tuple[int, ...]],
-    sizes: tuple[Sequence[int], int, Literal["fp8"] | None],
+    sizes: tuple[Sequence[int], int],
+    settings: Mapping[str, Any],
+    *,
     host_profile: bool,
 ) -> dict[str, float]:
-    """Rates of our engine, and of the same SGLang; `sizes` are numbers of rows, tokens, and the quantization."""
+    """Rates of our engine with these settings, and of the same SGLang; `sizes` are numbers of rows, and tokens."""
     from rlsys.types import ModelRequest, SamplingParams
 
-    counts, num_tokens, quantization = sizes
-    engine = _engine(kind, model, len(rows), PROMPT_TOKENS + num_tokens, quantization)
+    counts, num_tokens = sizes
+    engine = _engine(kind, model, len(rows), PROMPT_TOKENS + num_tokens, settings)
 
     def work(count: int, turn: int) -> None:
         engine.generate(
@@ -137,7 +144,7 @@ def ours(
         )
 
     rates = {f"{name}, {count} rows": best_rate(count * num_tokens, partial(work, count)) for count in counts}
-    if kind == "sglang" and not quantization:
+    if kind == "sglang" and "quantization" not in settings:
         for name, logprob in (("directly", False), ("directly, with log-probabilities", True)):
             rates[name] = best_rate(len(rows) * num_tokens, _asked_directly(engine, rows, num_tokens, logprob))
     if host_profile:
@@ -172,19 +179,17 @@ def _timed(call: Any, name: str, took: dict[str, float], *args: Any, **kwargs: A
         return call(*args, **kwargs)
     finally:
         took[name] += perf_counter() - started_s
-        took["steps"] += name == "step_fn"
+        took["steps"] += name == "force"
 
 
-def _engine(kind: str, model: Path, num_rows: int, length: int, quantization: Literal["fp8"] | None) -> Any:
+def _engine(kind: str, model: Path, num_rows: int, length: int, settings: Mapping[str, Any]) -> Any:
     import torch
 
     from rlsys.config.schema.rollout import GenerationConfig
     from rlsys.rollout.base import EngineContext
 
     cuda = torch.cuda.is_available()
-    config = GenerationConfig(
-        max_num_seqs=num_rows, max_model_len=length, enforce_eager=not cuda, quantization=quantization
-    )
+    config = GenerationConfig(max_num_seqs=num_rows, max_model_len=length, enforce_eager=not cuda, **settings)
     context = EngineContext(device="cuda" if cuda else "cpu")
     if kind == "vllm":
         from rlsys.rollout.vllm.engine import VLLMRollout

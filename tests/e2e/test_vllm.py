@@ -2,9 +2,12 @@
 
 import json
 import os
+from concurrent.futures import ProcessPoolExecutor
 from importlib.util import find_spec
+from multiprocessing import get_context
 from pathlib import Path
 from shutil import copytree
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +18,8 @@ from rlsys.config import load_config
 from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.rollout.base import EngineContext
 from rlsys.rollout.vllm.engine import VLLMRollout
+from rlsys.types import Finish, ModelRequest, SamplingParams
+from rlsys.utils.errors import ConfigError
 from tests.e2e.conftest import Toy, with_model
 from tests.ranks import run_ranks
 from trainer.main_ppo import main
@@ -143,3 +148,64 @@ def test_the_engine_of_an_fp8_checkpoint_waits_for_bfloat16(wide: Toy, tmp_path:
         assert {parameter.dtype for parameter in engine._model().parameters()} == {torch.float32}
     finally:
         engine.close()
+
+
+Answer = tuple[tuple[int, ...], tuple[float, ...], Finish | None]
+
+
+def answers_by_steps(path: Path, counts: tuple[int, ...]) -> list[dict[str, Answer]]:
+    """What an engine answers with model runner 2 and so many steps a schedule, while weights are pushed to it again.
+
+    On CPUs runner 2 has its kernels interpreted by Triton, which has vLLM think that it has a backend for them.
+    """
+    from triton.backends import backends
+
+    backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config
+
+    def run_ahead(config: Any) -> None:
+        check(config)
+        config.scheduler_config.async_scheduling = True
+
+    CpuPlatform.check_and_update_config = staticmethod(run_ahead)  # type: ignore[method-assign]
+    answers = []
+    for steps in counts:
+        config = GenerationConfig(
+            enforce_eager=True, max_num_seqs=8, max_num_batched_tokens=24, max_model_len=64, num_scheduler_steps=steps
+        )
+        engine, drawn = VLLMRollout(path, config, EngineContext()), dict[str, Answer]()
+        new = [request_of(row) for row in range(20)]
+        while len(drawn) < 20 or not all(reason for *_, reason in drawn.values()):
+            for delta in engine.exchange(new, wait_s=0.1):
+                tokens, logprobs, _ = drawn.get(delta.rid, ((), (), None))
+                drawn[delta.rid] = tokens + delta.tokens, logprobs + delta.logprobs, delta.finish
+            new = []
+            engine.begin_update()
+            engine.finish_update(0)
+        engine.close()
+        answers.append(drawn)
+    return answers
+
+
+def request_of(row: int) -> ModelRequest:
+    params = SamplingParams(1 + 7 * row % 31, seed=row, ignore_eos=row % 2 > 0, stop_token_ids=(7, 8, 9))
+    return ModelRequest(tuple(range(3, 4 + 5 * row % 37)), params, rid=str(row))
+
+
+def test_several_steps_a_schedule_draw_the_same_tokens(wide: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    for switch in ("VLLM_USE_V2_MODEL_RUNNER", "TRITON_INTERPRET"):
+        monkeypatch.setenv(switch, "1")
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        first, *others = pool.submit(answers_by_steps, wide.model, (1, 3, 8)).result(300)
+    assert {why for *_, why in first.values()} == {Finish.STOP, Finish.LENGTH}
+    assert others == [first, first]
+
+
+def test_an_engine_that_cannot_make_several_steps_a_schedule_says_so(wide: Toy) -> None:
+    config = GenerationConfig(enforce_eager=True, max_model_len=64, num_scheduler_steps=2)
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        started = pool.submit(VLLMRollout, wide.model, config, EngineContext())
+        with pytest.raises(ConfigError, match="num_scheduler_steps=2: only vLLM's model runner 2"):
+            started.result(300)

@@ -5,7 +5,15 @@ from math import gcd
 
 from rlsys.config.checks.files import model_facts
 from rlsys.config.checks.findings import note, wrong
-from rlsys.config.engines import ENGINE_SETTINGS, QUANTIZATION, decoder_sizes, float8_block, is_dense, rollout_backend
+from rlsys.config.engines import (
+    ENGINE_SETTINGS,
+    QUANTIZATION,
+    decoder_sizes,
+    float8_block,
+    is_dense,
+    rollout_backend,
+    rollout_backends,
+)
 from rlsys.config.introspect import leaves
 from rlsys.config.schema.jobs import EvalConfig, GradedJob, PPOConfig
 from rlsys.config.vocabulary import EXPERTS
@@ -38,7 +46,8 @@ def _idle(cfg: GradedJob, name: str) -> Iterator[str]:
     rollout, backend, fields = cfg.actor_rollout_ref.rollout, rollout_backend(name), leaves(type(cfg))
     names = [key for key in ENGINE_SETTINGS if key not in backend.settings and f"{KEY}.{key}" in fields]
     if changed := [key for key in names if getattr(rollout, key) != fields[f"{KEY}.{key}"].default]:
-        why = f"{', '.join(changed)} only apply to {KEY}.name=vllm and sglang; ignored for {name}"
+        readers = " and ".join(sorted(one.name for one in rollout_backends() if changed[0] in one.settings))
+        why = f"{', '.join(changed)} only apply to {KEY}.name={readers}; ignored for {name}"
         if backend.is_external:
             why = f"{', '.join(changed)} cannot be changed on external servers; set them when starting the server"
         yield note(cfg, f"{KEY}.{changed[0]}", why)

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import PretrainedConfig
 
 from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.models.hf import dtype_name, saved_config
@@ -62,7 +61,7 @@ class VLLMRollout(BaseRolloutEngine):
         if config.pipeline_model_parallel_size > 1:
             share_cache_plans()
         with restored_torch(), names, rank_within_replica(self._place):
-            self.engine = _start(arguments, self.hf_config, kv_cache_gib=config.kv_cache_gib)
+            self.engine = self._start(arguments)
         self._stream = None if on_cpu else torch.cuda.current_stream()
         self._sampling = self._rpc("rlsys_start_sampling")
         self._rpc("rlsys_share_gpu")
@@ -76,6 +75,25 @@ class VLLMRollout(BaseRolloutEngine):
         expected = hf_tensors(path, dtype=dtype, has_values=loads, has_memory=on_cpu)
         reload, derive = partial(self._rpc, "rlsys_reload"), partial(self._rpc, "rlsys_derive")
         self.weights = HostWeights(*expected, reload) if on_cpu else EngineWeights(*expected, self._model, derive)
+
+    def _start(self, arguments: Mapping[str, Any]) -> Any:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(self.config.kv_cache_gib))
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR" if arguments["disable_log_stats"] else "INFO")
+        from vllm import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        from rlsys.rollout.vllm.multi_step import start_multi_step
+
+        if has_images(self.hf_config):
+            arguments = take_given_images(self.hf_config, max_model_len=self.max_model_len) | {**arguments}
+        extension = "rlsys.rollout.vllm.extension.RolloutExtension"
+        settings = EngineArgs(skip_tokenizer_init=True, worker_extension_cls=extension, **arguments)
+        engine = LLMEngine.from_engine_args(settings)
+        # ranks that serve together stop at the same step
+        start_multi_step(engine, self.config.num_scheduler_steps, self._stopped if self._group is None else bool)
+        return engine
 
     def _decode(self) -> bool:
         try:
@@ -277,17 +295,3 @@ class VLLMRollout(BaseRolloutEngine):
     def _rpc(self, method: str, *args: object) -> Any:
         """The first worker's result of a method of `RolloutExtension`."""
         return self.engine.collective_rpc(method, args=args)[0]
-
-
-def _start(arguments: Mapping[str, Any], hf_config: PretrainedConfig, *, kv_cache_gib: int) -> Any:
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(kv_cache_gib))
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR" if arguments["disable_log_stats"] else "INFO")
-    from vllm import EngineArgs
-    from vllm.v1.engine.llm_engine import LLMEngine
-
-    if has_images(hf_config):
-        arguments = take_given_images(hf_config, max_model_len=arguments["max_model_len"]) | {**arguments}
-    extension = "rlsys.rollout.vllm.extension.RolloutExtension"
-    return LLMEngine.from_engine_args(EngineArgs(skip_tokenizer_init=True, worker_extension_cls=extension, **arguments))

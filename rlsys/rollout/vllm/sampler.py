@@ -78,7 +78,7 @@ class RunnerSampling:
 
     def __init__(self, runner: "GPUModelRunner") -> None:
         self.sampler = RowSampler(runner.model_config.seed, runner.device)
-        self.take, self._prompt_ends = self.sampler.log.take, runner.req_states.prefill_len
+        self.take, self._states = self.sampler.log.take, runner.req_states
         self._specs, self._rows = dict[int, SampleSpec](), np.zeros(0, np.int32)
         names = list(signature(runner.sampler.sample).parameters)[2:]
         self._places = names.index("idx_mapping_np"), names.index("pos")
@@ -94,5 +94,7 @@ class RunnerSampling:
         if not np.array_equal(self._rows, rows):
             self._rows = rows
             self.sampler.set_rows([self._specs[row] for row in self._rows.tolist()])
-        is_dropped = positions < self._prompt_ends.gpu[index]  # vLLM drops what is sampled within a prompt
-        return self.sampler.force(logits, positions.masked_fill(is_dropped, -1))[:, 1].long(), logits
+        ends = self._states.prefill_len
+        if np.any(self._states.num_computed_prefill_tokens[rows] < ends.np[rows]):
+            positions.masked_fill_(positions < ends.gpu[index], -1)  # vLLM drops what is sampled within a prompt
+        return self.sampler.force(logits, positions)[:, 1].long(), logits

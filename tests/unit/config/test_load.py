@@ -462,8 +462,9 @@ def test_what_only_changes_memory_and_speed_is_noted(argv: tuple[str, ...], says
 
 def test_settings_of_another_engine_are_noted() -> None:
     printed = notes([f"{R}.gpu_memory_utilization=0.6", f"{R}.enforce_eager=true"])
-    assert "gpu_memory_utilization, enforce_eager only apply to" in printed
-    assert f"{R}.name=vllm" in printed
+    assert f"gpu_memory_utilization, enforce_eager only apply to {R}.name=sglang and vllm; ignored for hf" in printed
+    steps = [f"{R}.name=sglang", f"{R}.num_scheduler_steps=4"]
+    assert f"num_scheduler_steps only apply to {R}.name=vllm; ignored for sglang" in notes(steps)
     assert not notes([f"{R}.name=vllm", f"{R}.gpu_memory_utilization=0.6", f"{R}.enforce_eager=true"])
     servers = [f"{R}.name=vllm_remote", f"{R}.servers.urls=[http://127.0.0.1:1]", f"{R}.free_cache_engine=false"]
     assert "gpu_memory_utilization, free_cache_engine cannot be changed on external servers" in notes(
