@@ -47,11 +47,13 @@ class Measured:
 
 
 def job(prompts: int, answers: int, *more: str, tokens: int = 16384, kept: bool = False) -> tuple[str, ...]:
-    """Settings of a job; with `kept` activations are not computed again."""
+    """Settings of a job, in most runs with one step a schedule; with `kept` activations are not computed again."""
     rows = (f"data.train_batch_size={prompts}", f"{ACTOR}.ppo_mini_batch_size={prompts}", f"{ROLLOUT}.n={answers}")
     micro = (f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu={tokens}")
     recompute = f"{MODEL}.enable_gradient_checkpointing={str(not kept).lower()}"
-    return (*rows, *micro, recompute, f"{ROLLOUT}.max_num_seqs=512", *more)
+    settings = (*rows, *micro, recompute, f"{ROLLOUT}.max_num_seqs=512", *more)
+    names = " ".join(settings)
+    return (*settings, ONE_STEP) if "vllm" in names and "num_scheduler_steps" not in names else settings
 
 
 def layout(text: str) -> str:
@@ -59,6 +61,7 @@ def layout(text: str) -> str:
 
 
 VLLM, SGLANG, HF = (f"{ROLLOUT}.name={name}" for name in ("vllm", "sglang", "hf"))
+ONE_STEP = f"{ROLLOUT}.num_scheduler_steps=1"
 COMPILED = f"{ACTOR}.fsdp_config.use_torch_compile=true"
 MEGATRON, TWO = f"{ACTOR}.strategy=megatron", "trainer.n_gpus_per_node=2"
 FULL, FORCED, SHORT = (55, 512, 512), (128, 256, 256), (40, 27, 64)
@@ -157,7 +160,7 @@ class Published:
         sizes = [f"{ACTOR}.megatron.{name}={size}" for name, size in zip(names, (*self.training, 1), strict=True)]
         last = f"{ACTOR}.megatron.override_transformer_config.num_layers_in_last_pipeline_stage={self.last_layers}"
         return (
-            *(VLLM, MEGATRON, *sizes, *([last] if self.last_layers else [])),
+            *(VLLM, ONE_STEP, MEGATRON, *sizes, *([last] if self.last_layers else [])),
             f"{MODEL}.enable_gradient_checkpointing={str(self.recompute).lower()}",
             *(f"{ROLLOUT}.tensor_model_parallel_size={self.rollout}", f"{ROLLOUT}.max_num_seqs=1024"),
             *(f"{ROLLOUT}.gpu_memory_utilization=0.6", f"{ROLLOUT}.n=16", f"data.train_batch_size={self.rows // 16}"),

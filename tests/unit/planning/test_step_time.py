@@ -201,10 +201,14 @@ def test_a_decode_step_reads_the_experts_that_some_answer_is_sent_to() -> None:
 def test_the_host_needs_its_time_for_every_answer_of_a_decode_step() -> None:
     """On a GPU that needs no time for 64 answers of 3,072 tokens nothing else is left."""
     free = GpuCluster(Gpu(1e30, 1e30, 1e6, 1e30, 1e30), 8)
-    for name, (step_s, answer_s) in steps.DECODE_S.items():
-        cfg = config("trainer.n_gpus_per_node=8", f"{ROLLOUT}.name={name}")
-        job = PlanInputs(cfg, machine("7B"), Lengths(1024, 3072, 1024, 3072))
-        assert steps.rollout_phase(job, free, 0.0).total == pytest.approx(3072 * (step_s + 64 * answer_s))
+    for name, (step_s, answer_s, scheduled_s) in steps.DECODE_S.items():
+        for scheduler_steps, share in (("null", 1 / 8), ("1", 1), ("4", 1 / 4)):
+            settings = (f"{ROLLOUT}.name={name}", f"{ROLLOUT}.num_scheduler_steps={scheduler_steps}")
+            job = PlanInputs(
+                config("trainer.n_gpus_per_node=8", *settings), machine("7B"), Lengths(1024, 3072, 1024, 3072)
+            )
+            took = 3072 * (step_s + 64 * (answer_s + share * scheduled_s))
+            assert steps.rollout_phase(job, free, 0.0).total == pytest.approx(took)
 
 
 @given(st.integers(10, 4000), st.integers(1, 8), st.floats(0, 1.5))
