@@ -66,6 +66,7 @@ COMPILED = f"{ACTOR}.fsdp_config.use_torch_compile=true"
 MEGATRON, TWO = f"{ACTOR}.strategy=megatron", "trainer.n_gpus_per_node=2"
 FULL, FORCED, SHORT = (55, 512, 512), (128, 256, 256), (40, 27, 64)
 LONG = {"tokens": 4096, "kept": True}
+CHOSEN_JOB = job(64, 8, VLLM, COMPILED, f"{ROLLOUT}.num_scheduler_steps=8", tokens=65536, kept=True)
 COMPILED_JOB, COMPILED_SGLANG = (job(64, 8, engine, COMPILED, kept=True) for engine in (VLLM, SGLANG))
 RUNS = (
     Measured(
@@ -97,6 +98,8 @@ RUNS = (
     Measured("the same, another host", "1.5B H200", FORCED, COMPILED_JOB, (3.36, 1.37, 4.01, 0.109, 9.16)),
     Measured("compiled FSDP, vLLM", "0.5B H200", FORCED, COMPILED_JOB, (2.99, 0.59, 1.58, 0.04, 5.28)),
     Measured("the same, another host", "0.5B H200", FORCED, COMPILED_JOB, (3.48, 0.66, 1.85, 0.056, 6.20)),
+    Measured("the same, sizes chosen, 8 steps", "0.5B H200", FORCED, CHOSEN_JOB, (2.04, 0.57, 1.54, 0.03, 4.43)),
+    Measured("the same, another host", "0.5B H200", FORCED, CHOSEN_JOB, (2.69, 0.62, 1.61, 0.03, 5.17)),
     Measured("compiled FSDP, SGLang", "0.5B H200", FORCED, COMPILED_SGLANG, (2.33, 1.01, 2.43, 0.054, 6.03)),
     Measured("FSDP", "0.5B H100", FORCED, job(64, 8, VLLM, kept=True), (0, 1.01, 3.12, 0, 0)),
     Measured("compiled FSDP", "0.5B H100", FORCED, COMPILED_JOB, (0, 0.79, 2.29, 0, 0)),
