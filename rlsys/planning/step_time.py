@@ -30,7 +30,7 @@ LAYER_S = {"fsdp": 1.9e-3, "compiled": 1.1e-3, "megatron": 1.3e-3}
 """Seconds in which the host launches a layer's forward pass; a backward pass counts as two."""
 MEMORY, LINK, NETWORK = 0.87, 0.85, 0.8
 """Shares of the rates of memory and of NVLink, as plain copies reach them, and of the network, which is assumed."""
-DECODE_S = {"vllm": (3.0e-3, 5e-6, 10e-6), "sglang": (5.1e-3, 0.6e-6, 0.0)}
+DECODE_S = {"vllm": (3.0e-3, 7e-6, 8e-6), "sglang": (5.1e-3, 0.6e-6, 0.0)}
 """What the host needs for a decode step, each answer in it and to schedule each, in part while the GPU computes."""
 DENSE_STEPS = 8
 """Decode steps for each of vLLM's scheduler, which it makes with dense models."""
