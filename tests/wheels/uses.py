@@ -58,6 +58,8 @@ Found = dict[str, dict[str, list[str]]]
 """What `names_of` returns."""
 
 _RUNNER, _ENGINE = "vllm.v1.worker.gpu_model_runner:GPUModelRunner", "vllm.v1.engine.llm_engine:LLMEngine"
+_RUNNER_2, _SCHEDULED = "vllm.v1.worker.gpu.model_runner:GPUModelRunner", "vllm.v1.core.sched.output"
+_SCHEDULER_READS = ("num_spec_tokens", "use_v2_model_runner", "log_stats", "connector", "has_mamba_layers")
 _PROCESSORS = "vllm.v1.sample.logits_processor"
 _INVARIANT = "model_executor.layers.batch_invariant|vllm.model_executor.determinism.batch_invariant"
 _BATCH_INVARIANT = f"vllm.{_INVARIANT}:init_batch_invariance"
@@ -126,6 +128,23 @@ VLLM: Uses = {
     f"{_RUNNER}.get_model": (),
     f"{_RUNNER}.reload_weights": ("weights_iterator",),
     "vllm.v1.sample.sampler:Sampler.compute_logprobs": ("logits",),
+    f"{_RUNNER_2}.execute_model": ("scheduler_output",),
+    f"{_RUNNER_2}.sample_tokens": ("grammar_output",),
+    f"{_RUNNER_2}.req_states": (),
+    "vllm.v1.worker.gpu.states:RequestState.prefill_len": (),
+    "vllm.v1.worker.gpu.states:RequestState.num_computed_prefill_tokens": (),
+    "vllm.v1.core.sched.async_scheduler:AsyncScheduler": (),
+    **{f"vllm.v1.core.sched.scheduler:Scheduler.{name}": () for name in _SCHEDULER_READS},
+    f"{_SCHEDULED}:SchedulerOutput": (
+        *("scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens", "total_num_scheduled_tokens"),
+        "scheduled_spec_decode_tokens",
+    ),
+    f"{_SCHEDULED}:SchedulerOutput.make_empty": (),
+    f"{_SCHEDULED}:CachedRequestData": ("req_ids", "new_block_ids", "num_computed_tokens"),
+    f"{_SCHEDULED}:CachedRequestData.make_empty": (),
+    f"{_SCHEDULED}:NewRequestData": ("req_id", "num_computed_tokens"),
+    "vllm.v1.outputs:AsyncModelRunnerOutput.get_output": (),
+    "vllm.v1.outputs:ModelRunnerOutput": ("req_ids", "req_id_to_index", "sampled_token_ids"),
     _BATCH_INVARIANT: (),
     _HEAD_DTYPE: ("lm_head", "hidden_states", "embedding_bias"),
 }
