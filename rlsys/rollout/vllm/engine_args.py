@@ -83,11 +83,13 @@ def engine_arguments(path: str | Path, config: GenerationConfig, context: Engine
 def runner_arguments(hf_config: PretrainedConfig, config: GenerationConfig, *, runs_ahead: bool) -> dict[str, object]:
     """What has vLLM's model runner take our tokens; this process's switch for the runner is set too.
 
-    Runner 2, in which Python does not iterate over the rows, serves dense models of text where it was seen to run; it
-    takes no logits processors.
+    Runner 2, in which Python does not iterate over the rows, serves dense models of text where it was seen to run, and
+    none with states beside the KV cache, as in vLLM; it takes no logits processors.
     """
     text = hf_config.get_text_config()
-    has_parts = has_images(hf_config) or any(getattr(text, name, None) for name in EXPERTS)
+    names = (*text.to_dict(), *(getattr(text, "layer_types", None) or ()))
+    has_states = any(name.startswith(("linear_", "mamba", "ssm_", "conv_")) for name in names)
+    has_parts = has_images(hf_config) or has_states or any(getattr(text, name, None) for name in EXPERTS)
     is_special = config.full_determinism or config.data_parallel_size > 1
     os.environ[RUNNER] = ASKED_RUNNER or str(int(runs_ahead and not (has_parts or is_special)))
     return {} if os.environ[RUNNER] == "1" else {"logits_processors": [PROCESSOR]}

@@ -8,7 +8,15 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from transformers import PretrainedConfig, Qwen2Config, Qwen2VLConfig, Qwen3MoeConfig
+from transformers import (
+    FalconH1Config,
+    Lfm2Config,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen2VLConfig,
+    Qwen3_5TextConfig,
+    Qwen3MoeConfig,
+)
 
 import rlsys
 from rlsys.config.schema.rollout import GenerationConfig
@@ -146,6 +154,7 @@ def test_what_old_servers_do_not_read_is_known(kind: str) -> None:
         (Qwen2Config(), {"data_parallel_size": 2}, True, None, "0"),
         (Qwen3MoeConfig(), {}, True, None, "0"),
         (Qwen2VLConfig(), {}, True, None, "0"),
+        *((model(), {}, True, None, "0") for model in (Qwen3_5TextConfig, FalconH1Config, Lfm2Config)),
         (Qwen2Config(), {}, True, "0", "0"),
         (Qwen3MoeConfig(), {}, True, "1", "1"),
     ],
