@@ -14,6 +14,7 @@ from rlsys.config.schema.algorithm import AlgorithmConfig
 from rlsys.config.schema.megatron import MegatronConfig
 from rlsys.config.schema.model import ModelConfig, ShardConfig
 from rlsys.data.cursor import Cursor
+from rlsys.engines.base import TrainEngineOptions
 from rlsys.engines.fsdp import engine as fsdp
 from rlsys.engines.mesh import make_ranks
 from rlsys.fleet.external.engine import RemoteEngine, SGLangRemoteEngine, VLLMRemoteEngine
@@ -90,7 +91,7 @@ class ParallelStrategy:
 
 
 class FSDPEngineOfAReaL(fsdp.FSDPEngine):
-    """FSDPEngine by the arguments of AReaL's documents: `use_lora` for adapters of rank 32, `kw` are its own.
+    """FSDPEngine by the arguments of AReaL's documents: `use_lora` is for adapters of rank 32, `kw` for the options.
 
     ValueError for a strategy of another number of ranks, and for `use_lora` without `optim`, which trains adapters.
     """
@@ -100,7 +101,7 @@ class FSDPEngineOfAReaL(fsdp.FSDPEngine):
         rank = 32 if kw.pop("use_lora", False) else 0
         if rank and "optim" not in kw:
             raise ValueError("use_lora=True trains adapters; set optim=OptimConfig(lr=...), too")
-        kw |= parallel_strategy.fsdp(dtype)
+        kw = {"options": TrainEngineOptions(**kw), **parallel_strategy.fsdp(dtype)}
         super().__init__(ModelConfig(path=model_path, lora_rank=rank), **kw)
 
 
@@ -114,7 +115,7 @@ def __getattr__(name: str) -> object:
     from rlsys.engines.megatron.engine import MegatronEngine  # needs Megatron-Core
 
     class MegatronEngineOfAReaL(MegatronEngine):
-        """MegatronEngine by the arguments of AReaL's documents; ValueError as of FSDPEngine, `kw` are its own."""
+        """MegatronEngine by the arguments of AReaL's documents; ValueError and `kw` as of FSDPEngine."""
 
         def __init__(
             self, model_path: str, parallel_strategy: ParallelStrategy, dtype: object = "auto", **kw: Any
@@ -122,7 +123,8 @@ def __getattr__(name: str) -> object:
             parallel_strategy.check_ranks(kw)
             more = {"dtype": str(dtype), "fp8": "hybrid" if kw.pop("use_fp8", False) else None}
             sizes = parallel_strategy.megatron()["megatron"].model_dump()
-            super().__init__(ModelConfig(path=model_path), megatron=MegatronConfig.model_validate(sizes | more), **kw)
+            megatron = MegatronConfig.model_validate(sizes | more)
+            super().__init__(ModelConfig(path=model_path), TrainEngineOptions(**kw), megatron=megatron)
 
     return MegatronEngineOfAReaL
 

@@ -20,6 +20,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from rlsys.algorithms.aggregate import agg_loss
 from rlsys.config.schema.model import ModelConfig, OptimConfig
 from rlsys.config.schema.rollout import GenerationConfig
+from rlsys.engines.base import TrainEngineOptions
 from rlsys.engines.fsdp.engine import FSDPEngine
 from rlsys.engines.mesh import ensure_process_group
 from rlsys.engines.micro_batches import MicroBatches
@@ -120,8 +121,7 @@ def main() -> None:
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
     engine = FSDPEngine(
         ModelConfig(path=str(args.model), enable_gradient_checkpointing=False),
-        optim=OptimConfig(lr=args.lr),
-        training=MicroBatches(max_tokens=4096),
+        TrainEngineOptions(optim=OptimConfig(lr=args.lr), training=MicroBatches(max_tokens=4096)),
     )
     rollout = HFRollout.from_path(
         str(args.model), GenerationConfig(max_num_seqs=B * G), EngineContext(load_format="dummy")

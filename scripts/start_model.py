@@ -27,6 +27,7 @@ from rlsys.config.schema.model import ModelConfig, OptimConfig, ShardConfig
 from rlsys.data.collate import collate_texts
 from rlsys.data.cursor import permutation
 from rlsys.data.supervised import load_texts
+from rlsys.engines.base import TrainEngineOptions
 from rlsys.engines.fsdp.engine import FSDPEngine
 from rlsys.engines.micro_batches import MicroBatches
 from rlsys.roles.lm import LMEngine
@@ -157,17 +158,19 @@ def warm_up(folder: Path, texts: Path, settings: WarmUp) -> None:
     torch.set_num_threads(1)
     engine = FSDPEngine(
         ModelConfig(override_config=model_config(), enable_gradient_checkpointing=False),
-        optim=OptimConfig(
-            lr=settings.lr,
-            betas=settings.betas,
-            weight_decay=settings.weight_decay,
-            lr_warmup_steps=settings.warmup_steps,
-            lr_scheduler_type=settings.schedule,
+        TrainEngineOptions(
+            optim=OptimConfig(
+                lr=settings.lr,
+                betas=settings.betas,
+                weight_decay=settings.weight_decay,
+                lr_warmup_steps=settings.warmup_steps,
+                lr_scheduler_type=settings.schedule,
+            ),
+            grad_clip=settings.grad_clip,
+            total_steps=settings.num_steps,
+            training=MicroBatches(rows=settings.batch_size),
         ),
-        grad_clip=settings.grad_clip,
-        total_steps=settings.num_steps,
         shard=ShardConfig(seed=settings.seed),
-        training=MicroBatches(rows=settings.batch_size),
     )
     role = LMEngine(engine)
     with Progress(total_steps=settings.num_steps, title="making the start model") as progress:

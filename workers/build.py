@@ -14,6 +14,7 @@ from rlsys.config.schema.jobs import SupervisedConfig
 from rlsys.config.schema.megatron import MegatronShardConfig
 from rlsys.config.schema.model import ModelConfig, PolicyModelConfig, ShardConfig
 from rlsys.engines import rng
+from rlsys.engines.base import TrainEngineOptions
 from rlsys.engines.fsdp.engine import FSDPEngine
 from rlsys.engines.fsdp.sharding import tensor_parallel_plan
 from rlsys.engines.mesh import ensure_process_group
@@ -60,7 +61,7 @@ def make_mfu_meter(model: ModelConfig, engine: TrainEngine, run: EngineRun, *, l
 
 def _engine(model: ModelConfig, section: Shard, run: EngineRun, *, sp_size: int, **options: Any) -> "Engine":
     """The engine that `section` belongs to, once this process has joined the process group and is seeded; `options` are
-    what both engines take. `full_determinism` of a section goes for all that the process computes from then on."""
+    those of both engines. `full_determinism` of a section goes for all that the process computes from then on."""
     import_libraries(run.external_libs)
     if section.full_determinism:
         rng.repeat_bitwise()
@@ -68,11 +69,12 @@ def _engine(model: ModelConfig, section: Shard, run: EngineRun, *, sp_size: int,
     rng.seed_all(dist.get_rank())
     for path in (model.path, model.lora_adapter_path):
         ensure_downloaded(path)
+    engine_options = TrainEngineOptions(device=run.device, **options)
     if isinstance(section, MegatronShardConfig):
         from rlsys.engines.megatron.engine import MegatronEngine
 
-        return MegatronEngine(model, device=run.device, megatron=section, **options)
-    return FSDPEngine(model, device=run.device, shard=section, sp_size=sp_size, **options)
+        return MegatronEngine(model, engine_options, megatron=section)
+    return FSDPEngine(model, engine_options, shard=section, sp_size=sp_size)
 
 
 def check_model(key: str, model: ModelConfig, section: Shard, *, head: Head = "lm") -> None:
@@ -126,8 +128,8 @@ def _trained(role: ActorConfig | CriticConfig, model: ModelConfig, run: EngineRu
 
 def build_actor_engine(cfg: ActorRolloutRefConfig, run: EngineRun) -> "Engine":
     """The actor's engine with its optimizer."""
-    tower = {"freeze_vision_tower": True} if cfg.actor.freeze_vision_tower else {}
-    return _trained(cfg.actor, cfg.model, run, scoring=cfg.rollout.scoring, total_steps=run.actor_steps, **tower)
+    options = {"scoring": cfg.rollout.scoring, "freeze_vision_tower": cfg.actor.freeze_vision_tower}
+    return _trained(cfg.actor, cfg.model, run, total_steps=run.actor_steps, **options)
 
 
 def build_critic_engine(cfg: CriticConfig, run: EngineRun) -> "Engine":

@@ -6,15 +6,15 @@ B rows of this rank, b rows of a micro-batch, R response tokens.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
 
-from rlsys.config.schema.model import CheckpointConfig, ModelConfig, PolicyModelConfig
+from rlsys.config.schema.model import CheckpointConfig, ModelConfig, OptimConfig, PolicyModelConfig
 from rlsys.engines import checkpoint, export
 from rlsys.engines.checkpoint import Saving
 from rlsys.engines.mesh import EngineRanks, gather_json, sum_over_ranks
@@ -42,33 +42,38 @@ Visit = Callable[[Pack, Compute], Tensor | None]
 """Takes a pack and what computes its outputs; in training it returns the loss sum to differentiate."""
 
 
-class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
-    """A model, its optimizer and their shards over all ranks of the default process group; methods are collective.
+@dataclass(frozen=True)
+class TrainEngineOptions:
+    """What every engine takes beside its model and how this is sharded.
 
-    Without an optimizer the engine only computes (reference and reward models). `training` and `scoring` size the
-    micro-batches of forward_backward and forward.
+    Without `optim` the engine only computes (reference and reward models); a schedule that decays needs `total_steps`.
+    `training` and `scoring` size the micro-batches of forward_backward and forward, `training` both without `scoring`.
     """
+
+    head: Head = "lm"
+    device: str = "cpu"
+    optim: OptimConfig | None = None
+    grad_clip: float = 1.0
+    total_steps: int = -1
+    freeze_vision_tower: bool = False
+    checkpoint: CheckpointConfig = CheckpointConfig()  # noqa: RUF009
+    training: MicroBatches = MicroBatches(rows=1)  # noqa: RUF009
+    scoring: MicroBatches | None = None
+
+
+class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
+    """A model, its optimizer and their shards over all ranks of the default process group; methods are collective."""
 
     optimizer: OptimizerT | None = None
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        ranks: RanksT,
-        *,
-        head: Head,
-        config: PretrainedConfig | None = None,
-        checkpoint: CheckpointConfig | None,
-        training: MicroBatches,
-        scoring: MicroBatches | None,
-    ) -> None:
-        self.model_config, self.ranks, self.head = model, ranks, head
+    def __init__(self, model: ModelConfig, ranks: RanksT, options: TrainEngineOptions) -> None:
+        self.model_config, self.ranks, self.head = model, ranks, options.head
         self.dp_rank, self.dp_size, self.is_collect = ranks.dp_rank, ranks.dp_size, ranks.is_collect
-        self.config = config or read_config(model)
+        self.config = read_config(model)
         self._saved_dtype: Any = self.config.dtype  # building the model changes it
-        self.training, self.scoring = training, scoring or training
-        self.save_contents = CONTENTS if checkpoint is None else CONTENTS.intersection(checkpoint.save_contents)
-        self.load_contents = CONTENTS if checkpoint is None else CONTENTS.intersection(checkpoint.load_contents)
+        self.training, self.scoring = options.training, options.scoring or options.training
+        self.save_contents = CONTENTS.intersection(options.checkpoint.save_contents)
+        self.load_contents = CONTENTS.intersection(options.checkpoint.load_contents)
         self._count = 0.0
         self._saving: Saving | None = None
         self._offload = HostOffload(self._settle)

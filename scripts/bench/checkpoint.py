@@ -23,6 +23,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from rlsys.config.schema.model import ModelConfig, OptimConfig
+from rlsys.engines.base import TrainEngineOptions
 from rlsys.engines.checkpoint import MANIFEST, Saving
 from rlsys.engines.fsdp.engine import FSDPEngine
 from rlsys.engines.micro_batches import MicroBatches
@@ -107,7 +108,7 @@ def main() -> None:
     shape = SHAPES[args.shape]
     model = ModelConfig(override_config=shape, enable_gradient_checkpointing=False)
     training, device = MicroBatches(max_tokens=16384 if cuda else 2048), "cuda" if cuda else "cpu"
-    engine = FSDPEngine(model, device=device, optim=OptimConfig(lr=1e-5), training=training)
+    engine = FSDPEngine(model, TrainEngineOptions(device=device, optim=OptimConfig(lr=1e-5), training=training))
     rows = make_rows(args.rows, args.tokens, int(str(shape["vocab_size"])))
     for _ in range(3 if cuda else 1):
         step(engine, rows)

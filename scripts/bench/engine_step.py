@@ -17,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlsys.config.schema.model import ModelConfig, OptimConfig
+from rlsys.engines.base import TrainEngineOptions
 from rlsys.engines.fsdp.engine import FSDPEngine
 from rlsys.engines.micro_batches import MicroBatches
 from rlsys.interfaces import LossSum
@@ -60,9 +61,11 @@ def engine_step(source: ModelConfig, args: argparse.Namespace, rows: DataProto) 
     budget = int(rows.tensors["attention_mask"].sum(1).float().mean() * args.micro_rows)
     engine = FSDPEngine(
         source,
-        device=args.device,
-        optim=OptimConfig(lr=1e-4),
-        training=MicroBatches(max_tokens=max(budget, rows.tensors["attention_mask"].shape[1])),
+        TrainEngineOptions(
+            device=args.device,
+            optim=OptimConfig(lr=1e-4),
+            training=MicroBatches(max_tokens=max(budget, rows.tensors["attention_mask"].shape[1])),
+        ),
     )
 
     def step() -> float:

@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from rlsys.config.schema.megatron import MegatronConfig
 from rlsys.config.schema.model import ModelConfig, OptimConfig, ShardConfig
+from rlsys.engines.base import TrainEngineOptions
 from rlsys.engines.micro_batches import MicroBatches
 from rlsys.interfaces import LossSum, TrainEngine
 from rlsys.models.flops import ModelFlops, measured_flops
@@ -72,13 +73,15 @@ def build(args: argparse.Namespace, folder: Path) -> TrainEngine:
     if args.engine == "fsdp":
         from rlsys.engines.fsdp.engine import FSDPEngine
 
-        return FSDPEngine(model, device=args.device, optim=optim, training=training, shard=shard)
+        return FSDPEngine(model, TrainEngineOptions(device=args.device, optim=optim, training=training), shard=shard)
     from rlsys.engines.megatron.engine import MegatronEngine
 
     sizes = {"tensor_model_parallel_size": args.tp, "pipeline_model_parallel_size": args.pp}
     overrides = {"gradient_accumulation_fusion": False} if args.unfused else {}
     section = MegatronConfig(**sizes, fp8=args.fp8, override_transformer_config=overrides)
-    return MegatronEngine(model, device=args.device, optim=optim, training=training, megatron=section)
+    return MegatronEngine(
+        model, TrainEngineOptions(device=args.device, optim=optim, training=training), megatron=section
+    )
 
 
 def rows_of(args: argparse.Namespace, vocab: int, dp: int) -> DataProto:

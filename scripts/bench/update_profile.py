@@ -35,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from rlsys.config.schema.actor import ActorConfig
 from rlsys.config.schema.model import ModelConfig, OptimConfig, ShardConfig
+from rlsys.engines.base import TrainEngineOptions
 from rlsys.engines.fsdp.engine import FSDPEngine
 from rlsys.engines.fsdp.sharding import reshard
 from rlsys.engines.micro_batches import MicroBatches
@@ -136,7 +137,9 @@ def measure(shape: str, variant: str, folder: Path, args: argparse.Namespace) ->
     size = MicroBatches(max_tokens=args.max_tokens)
     optim = OptimConfig(lr=1e-6)
     shard = ShardConfig(use_torch_compile="compile" in variant)
-    engine = FSDPEngine(model, device=args.device, optim=optim, shard=shard, training=size, scoring=size)
+    engine = FSDPEngine(
+        model, TrainEngineOptions(device=args.device, optim=optim, training=size, scoring=size), shard=shard
+    )
     change_engine(variant, engine)
     config = read_config(model)
     rows = make_rows(args.rows, args.prompt, args.response, config.vocab_size)

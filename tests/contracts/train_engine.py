@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClas
 
 from rlsys.config.schema.megatron import MegatronConfig
 from rlsys.config.schema.model import ModelConfig, OptimConfig, OverrideOptimizerConfig, ShardConfig
+from rlsys.engines.base import TrainEngineOptions
 from rlsys.engines.fsdp.engine import FSDPEngine
 from rlsys.engines.micro_batches import MicroBatches
 from rlsys.interfaces import LossSum, TrainEngine
@@ -260,9 +261,11 @@ def megatron_section(sizes: ParallelSizes, **settings: Any) -> MegatronConfig:
 def fsdp_engine(model: Mapping[str, Any], head: str, case: Case) -> FSDPEngine:
     engine = FSDPEngine(
         model_config(model, case),
-        head=head,  # type: ignore[arg-type]
-        optim=optim_config(case),
-        training=MicroBatches(rows=case.rows, max_tokens=case.max_tokens),
+        TrainEngineOptions(
+            head=head,  # type: ignore[arg-type]
+            optim=optim_config(case),
+            training=MicroBatches(rows=case.rows, max_tokens=case.max_tokens),
+        ),
         shard=ShardConfig(fsdp_size=case.fsdp_size, tensor_parallel_size=case.tp_size, seed=SEED),
         sp_size=case.sp_size,
     )
@@ -276,9 +279,11 @@ def megatron_engine(model: Mapping[str, Any], head: str, case: Case) -> Any:
     section = {"seed": SEED, "override_transformer_config": dict(case.overrides)}
     engine = MegatronEngine(
         model_config(model, case),
-        head=head,  # type: ignore[arg-type]
-        optim=optim_config(case),
-        training=MicroBatches(rows=case.rows, max_tokens=case.max_tokens),
+        TrainEngineOptions(
+            head=head,  # type: ignore[arg-type]
+            optim=optim_config(case),
+            training=MicroBatches(rows=case.rows, max_tokens=case.max_tokens),
+        ),
         megatron=megatron_section(case.megatron, **section),
     )
     for chunk in engine.chunks:

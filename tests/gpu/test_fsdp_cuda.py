@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from rlsys.config.schema.model import OptimConfig, OverrideOptimizerConfig, ShardConfig
+from rlsys.engines.base import TrainEngineOptions
 from rlsys.engines.fsdp.engine import FSDPEngine
 from rlsys.engines.micro_batches import MicroBatches
 from rlsys.protocol import DataProto
@@ -58,10 +59,12 @@ def cuda_engine(model: Mapping[str, Any], head: str, case: Case, **shard: Any) -
     torch.backends.cuda.matmul.allow_tf32 = False
     return FSDPEngine(
         model_config(model, case),
-        head=head,  # type: ignore[arg-type]
-        device=f"cuda:{dist.get_rank()}",
-        optim=OptimConfig(lr=case.lr),
-        training=MicroBatches(rows=case.rows, max_tokens=case.max_tokens),
+        TrainEngineOptions(
+            head=head,  # type: ignore[arg-type]
+            device=f"cuda:{dist.get_rank()}",
+            optim=OptimConfig(lr=case.lr),
+            training=MicroBatches(rows=case.rows, max_tokens=case.max_tokens),
+        ),
         shard=ShardConfig(
             fsdp_size=case.fsdp_size,
             tensor_parallel_size=case.tp_size,
@@ -176,9 +179,9 @@ OPTIMIZERS = {
 
 def optimizer_steps(kind: str, path: Path) -> tuple[dict[str, Tensor], int, bool]:
     torch.use_deterministic_algorithms(True, warn_only=True)
-    device, options = f"cuda:{dist.get_rank()}", {"shard": ShardConfig(seed=SEED, dtype="float32")}
-    model = model_config(WIDE, Case(rows=2))
-    build = partial(FSDPEngine, model, device=device, optim=OPTIMIZERS[kind], training=MicroBatches(rows=2), **options)
+    device, shard = f"cuda:{dist.get_rank()}", ShardConfig(seed=SEED, dtype="float32")
+    options = TrainEngineOptions(device=device, optim=OPTIMIZERS[kind], training=MicroBatches(rows=2))
+    build = partial(FSDPEngine, model_config(WIDE, Case(rows=2)), options, shard=shard)
     engine = build()
     before = torch.cuda.memory_allocated()
     engine.move(("optimizer",), "cpu")

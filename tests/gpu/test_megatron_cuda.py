@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlsys.config.schema.model import ModelConfig, OptimConfig, ShardConfig
+from rlsys.engines.base import TrainEngineOptions
 from rlsys.engines.fsdp.engine import FSDPEngine
 from rlsys.engines.micro_batches import MicroBatches
 from rlsys.models.hf import open_weights, read_config, read_whole
@@ -84,10 +85,12 @@ def megatron(model: Mapping[str, Any], head: str = "lm", case: Case = Case(max_t
 
     return MegatronEngine(
         model_config(model, case),
-        head=head,  # type: ignore[arg-type]
-        device=f"cuda:{dist.get_rank()}",
-        optim=optim_config(case),
-        training=MicroBatches(rows=case.rows, max_tokens=case.max_tokens),
+        TrainEngineOptions(
+            head=head,  # type: ignore[arg-type]
+            device=f"cuda:{dist.get_rank()}",
+            optim=optim_config(case),
+            training=MicroBatches(rows=case.rows, max_tokens=case.max_tokens),
+        ),
         megatron=megatron_section(case.megatron, **{"seed": SEED, "dtype": "bfloat16", **section}),
     )
 
@@ -95,9 +98,9 @@ def megatron(model: Mapping[str, Any], head: str = "lm", case: Case = Case(max_t
 def fsdp(model: Mapping[str, Any]) -> FSDPEngine:
     return FSDPEngine(
         model_config(model, Case()),
-        device=f"cuda:{dist.get_rank()}",
-        optim=OptimConfig(lr=1e-3),
-        training=MicroBatches(max_tokens=4096),
+        TrainEngineOptions(
+            device=f"cuda:{dist.get_rank()}", optim=OptimConfig(lr=1e-3), training=MicroBatches(max_tokens=4096)
+        ),
         shard=ShardConfig(dtype="bfloat16", seed=SEED),
     )
 

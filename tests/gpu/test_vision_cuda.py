@@ -9,6 +9,7 @@ import torch
 
 from rlsys.config.schema.model import ModelConfig, ShardConfig
 from rlsys.config.schema.rollout import EngineKwargsConfig, GenerationConfig
+from rlsys.engines.base import TrainEngineOptions
 from rlsys.engines.fsdp.engine import FSDPEngine
 from rlsys.engines.micro_batches import MicroBatches
 from rlsys.protocol import IMAGES, DataProto
@@ -57,7 +58,7 @@ def scored(family: str, dtype: str) -> float:
     rows = vision_rows(MODELS[family])
     model = ModelConfig(override_config=MODELS[family], enable_gradient_checkpointing=False, use_remove_padding=True)
     shard = ShardConfig(seed=1).model_copy(update={"dtype": dtype, "model_dtype": "float32"})
-    engine = FSDPEngine(model, shard=shard, training=MicroBatches(rows=4), device="cuda:0")
+    engine = FSDPEngine(model, TrainEngineOptions(training=MicroBatches(rows=4), device="cuda:0"), shard=shard)
     return apart(engine.forward(rows, ("log_probs",))["log_probs"], rows, family, has_twin=False)
 
 

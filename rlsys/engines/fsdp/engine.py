@@ -8,8 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from rlsys.config.schema.model import CheckpointConfig, ModelConfig, OptimConfig, ShardConfig
-from rlsys.engines.base import BaseTrainEngine, Counted, Visit
+from rlsys.config.schema.model import ModelConfig, ShardConfig
+from rlsys.engines.base import BaseTrainEngine, Counted, TrainEngineOptions, Visit
 from rlsys.engines.fsdp import sharding
 from rlsys.engines.fsdp.optim import ShardedOptimizer, full_of, local_of
 from rlsys.engines.fsdp.sharding import FSDPState, parameters_by_name, tied_names
@@ -18,7 +18,7 @@ from rlsys.engines.micro_batches import MicroBatches, Pack, packs_of, split_rows
 from rlsys.interfaces import Part
 from rlsys.models import lora
 from rlsys.models.attention import kv_repeats
-from rlsys.models.hf import Head, build, check_names, layer_modules, open_weights
+from rlsys.models.hf import build, check_names, layer_modules, open_weights
 from rlsys.models.stacked import as_saved, saved_shapes, saved_stacks
 from rlsys.models.token_model import TokenModel
 from rlsys.models.vision import has_images, is_tower
@@ -32,33 +32,26 @@ class FSDPEngine(BaseTrainEngine[Ranks, ShardedOptimizer]):
     """A TrainEngine over all ranks of the default process group; every method is collective.
 
     `sp_size` ranks share each sequence (Ulysses). Gradient checkpointing and LoRA of `model` apply where `optim` is
-    given; a schedule that decays needs `total_steps`.
+    given.
     """
 
     def __init__(
         self,
         model: ModelConfig,
+        options: TrainEngineOptions = TrainEngineOptions(),  # noqa: B008
         *,
-        head: Head = "lm",
-        device: str = "cpu",
-        optim: OptimConfig | None = None,
-        grad_clip: float = 1.0,
-        total_steps: int = -1,
         shard: ShardConfig = ShardConfig(),  # noqa: B008
-        freeze_vision_tower: bool = False,
         sp_size: int = 1,
-        checkpoint: CheckpointConfig | None = None,
-        training: MicroBatches = MicroBatches(rows=1),  # noqa: B008
-        scoring: MicroBatches | None = None,
     ) -> None:
-        ranks = make_ranks(device, fsdp_size=shard.fsdp_size, sp_size=sp_size, tp_size=shard.tensor_parallel_size)
-        super().__init__(model, ranks, head=head, checkpoint=checkpoint, training=training, scoring=scoring)
+        tp_size, optim = shard.tensor_parallel_size, options.optim
+        ranks = make_ranks(options.device, fsdp_size=shard.fsdp_size, sp_size=sp_size, tp_size=tp_size)
+        super().__init__(model, ranks, options)
         self.shard = shard
         if sp_size > 1:
             text = self.config.get_text_config()
             kv_repeats(text.num_attention_heads, text.num_key_value_heads, sp_size * ranks.tp_size)
         packed = model.use_remove_padding
-        plain = build(self.config, head=head, packed=packed, trust_remote_code=model.trust_remote_code)
+        plain = build(self.config, head=self.head, packed=packed, trust_remote_code=model.trust_remote_code)
         self._stacks = saved_stacks(plain)
         self.is_vision = has_images(self.config)
         for parameter in plain.parameters():
@@ -66,7 +59,7 @@ class FSDPEngine(BaseTrainEngine[Ranks, ShardedOptimizer]):
         if (tp_mesh := ranks.tp_mesh) is not None:
             sharding.split_matrices(plain, tp_mesh, sharding.tensor_parallel_plan(plain, model, ranks.tp_size))
         for name, parameter in plain.named_parameters():
-            parameter.requires_grad_(optim is not None and not (freeze_vision_tower and is_tower(name)))
+            parameter.requires_grad_(optim is not None and not (options.freeze_vision_tower and is_tower(name)))
         self.lora = lora.lora_settings(model, seed=shard.seed) if optim is not None else None
         if self.lora is not None:
             lora.add_adapters(plain, self.lora)
@@ -83,7 +76,7 @@ class FSDPEngine(BaseTrainEngine[Ranks, ShardedOptimizer]):
             trained = {name: p for name, p in parameters_by_name(self.model).items() if p.requires_grad}
             groups = [self.ranks.mesh.get_group("shard"), *([tp_mesh.get_group()] if tp_mesh else [])]
             self.optimizer = ShardedOptimizer(
-                trained, optim, groups, matrices=matrices, grad_clip=grad_clip, total_steps=total_steps
+                trained, optim, groups, matrices=matrices, grad_clip=options.grad_clip, total_steps=options.total_steps
             )
 
     def _load_initial_weights(self) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlsys.config.schema.megatron import MegatronConfig, MegatronShardConfig, MegatronTrainConfig
-from rlsys.config.schema.model import CheckpointConfig, ModelConfig, OptimConfig
+from rlsys.config.schema.model import ModelConfig
 from rlsys.models import lora
 from rlsys.models.megatron import shim  # noqa: F401
 
@@ -20,7 +20,7 @@ from rlsys.models.megatron import shim  # noqa: F401
 from megatron.core import parallel_state as mpu
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from rlsys.engines.base import BaseTrainEngine, Counted, Visit
+from rlsys.engines.base import BaseTrainEngine, Counted, TrainEngineOptions, Visit
 from rlsys.engines.megatron.groups import MegatronRanks, current, make_ranks
 from rlsys.engines.megatron.optim import MegatronAdamW
 from rlsys.engines.megatron.weights import MegatronState, ModelShards
@@ -28,7 +28,7 @@ from rlsys.engines.mesh import max_over_ranks
 from rlsys.engines.micro_batches import MicroBatches, Pack, packs_of, split_rows
 from rlsys.interfaces import Output, Part
 from rlsys.models.context import pack_multiple
-from rlsys.models.hf import Head, TensorSource, build, check_names, dtype_name, open_weights, read_config, read_whole
+from rlsys.models.hf import TensorSource, build, check_names, dtype_name, open_weights, read_whole
 from rlsys.models.megatron.adapters import adapters_off, add_adapters
 from rlsys.models.megatron.build import TokenGPT, build_chunks, packed_arguments
 from rlsys.models.megatron.family import decoder_family
@@ -45,32 +45,22 @@ from rlsys.utils.errors import ConfigError
 class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
     """A TrainEngine over all ranks of the default process group; every method is collective; rows are always packed.
 
-    Recomputation and LoRA of `model` apply where `optim` is given; a schedule that decays needs `total_steps`.
+    Recomputation and LoRA of `model` apply where `optim` is given.
     ConfigError, before any memory is allocated, for a model that has no family or that `megatron` cannot split.
     """
 
     def __init__(
         self,
         model: ModelConfig,
+        options: TrainEngineOptions = TrainEngineOptions(),  # noqa: B008
         *,
-        head: Head = "lm",
-        device: str = "cpu",
-        optim: OptimConfig | None = None,
-        grad_clip: float = 1.0,
-        total_steps: int = -1,
         megatron: MegatronShardConfig = MegatronConfig(),  # noqa: B008
-        freeze_vision_tower: bool = False,
-        checkpoint: CheckpointConfig | None = None,
-        training: MicroBatches = MicroBatches(rows=1),  # noqa: B008
-        scoring: MicroBatches | None = None,
     ) -> None:
-        config = read_config(model)
+        sizes, optim, head = ParallelSizes.from_config(megatron), options.optim, options.head
+        ranks = make_ranks(options.device, sizes)
+        super().__init__(model, ranks, options)
+        config = self.config
         family, hf_config = decoder_family(config)
-        sizes = ParallelSizes.from_config(megatron)
-        ranks = make_ranks(device, sizes)
-        super().__init__(
-            model, ranks, config=config, head=head, checkpoint=checkpoint, training=training, scoring=scoring
-        )
         family.check(hf_config, ranks.place)
         self.tower: ImageTower | None = None
         if has_images(config):
@@ -87,14 +77,14 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
                 family,
                 hf_config,
                 megatron,
-                dtype=getattr(torch, dtype_name(megatron.dtype, device)),
+                dtype=getattr(torch, dtype_name(megatron.dtype, options.device)),
                 recompute=optim is not None and model.enable_gradient_checkpointing,
                 fuse_gradients=optim is not None and settings is None,
                 head=kind,
                 device=ranks.device,
                 tower=self.tower,
             )
-            self.held = ModelShards(family, hf_config, kind, ranks, self.chunks, settings, freeze_vision_tower)
+            self.held = ModelShards(family, hf_config, kind, ranks, self.chunks, settings, options.freeze_vision_tower)
             add_adapters(self.chunks, self.held.factors)
             base = open_weights(model, config, head=head, seed=seed)
             check_names(self.held.base_shapes, base, aliases=[*family.carried(hf_config), *family.aliases(hf_config)])
@@ -105,7 +95,9 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
                 weights = {**base, **lora.adapter_weights(plan.settings, plan.shapes)}
             self.held.fill(weights)
             if optim is not None:
-                self.optimizer = MegatronAdamW(self.chunks, optim, grad_clip=grad_clip, total_steps=total_steps)
+                self.optimizer = MegatronAdamW(
+                    self.chunks, optim, grad_clip=options.grad_clip, total_steps=options.total_steps
+                )
                 self._state().fill("master", weights)
         self._recorder: RouterReplay | None = None
         self._carried = base if model.path is not None else {}

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from rlsys.config.schema.model import ModelConfig, OptimConfig, ShardConfig
+from rlsys.engines.base import TrainEngineOptions
 from rlsys.engines.fsdp.engine import FSDPEngine
 from rlsys.engines.micro_batches import MicroBatches
 from rlsys.interfaces import LossSum
@@ -29,14 +30,15 @@ def random_model(config: Mapping[str, Any] = MODEL, **changes: Any) -> ModelConf
     return ModelConfig(override_config=dict(config), **{"enable_gradient_checkpointing": False, **changes})
 
 
-def small_engine(model: ModelConfig | None = None, **options: Any) -> FSDPEngine:
-    options = {
-        "optim": OptimConfig(lr=1e-2),
-        "training": MicroBatches(rows=2),
-        "shard": ShardConfig(seed=1),
-        **options,
-    }
-    return FSDPEngine(model or random_model(), **options)
+def small_engine(
+    model: ModelConfig | None = None,
+    *,
+    shard: ShardConfig = ShardConfig(seed=1),  # noqa: B008
+    sp_size: int = 1,
+    **options: Any,
+) -> FSDPEngine:
+    options = {"optim": OptimConfig(lr=1e-2), "training": MicroBatches(rows=2), **options}
+    return FSDPEngine(model or random_model(), TrainEngineOptions(**options), shard=shard, sp_size=sp_size)
 
 
 def small_rows(num: int = 4) -> DataProto:

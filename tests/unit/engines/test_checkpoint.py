@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from rlsys.config.schema.model import CheckpointConfig, ModelConfig, OptimConfig, PolicyModelConfig, ShardConfig
+from rlsys.engines.base import TrainEngineOptions
 from rlsys.engines.checkpoint import copied_to_host, verify
 from rlsys.engines.fsdp.engine import FSDPEngine
 from rlsys.utils.errors import CheckpointError
@@ -259,7 +260,7 @@ def test_only_the_contents_asked_for_are_saved(tmp_path: Path) -> None:
 
 def frozen(path: Path) -> bool:
     model_only = CheckpointConfig(load_contents=("model",))
-    engine = FSDPEngine(random_model(), shard=ShardConfig(seed=9), checkpoint=model_only)
+    engine = FSDPEngine(random_model(), TrainEngineOptions(checkpoint=model_only), shard=ShardConfig(seed=9))
     with pytest.raises(ValueError, match="no optimizer"):
         engine.optim_step()
     engine.load(path)

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rlsys.config.schema.model import ModelConfig, OptimConfig
+from rlsys.engines.base import TrainEngineOptions
 from rlsys.engines.megatron.engine import MegatronEngine
 from rlsys.engines.megatron.weights import flat_boxes
 from rlsys.engines.micro_batches import MicroBatches
@@ -41,9 +42,7 @@ def megatron(
 ) -> MegatronEngine:
     return MegatronEngine(
         model or random_model(),
-        head=head,
-        optim=OptimConfig(lr=1e-2),
-        training=MicroBatches(rows=2),
+        TrainEngineOptions(head=head, optim=OptimConfig(lr=1e-2), training=MicroBatches(rows=2)),
         megatron=megatron_section(sizes, **{"seed": 1, **(section or {})}),
     )
 

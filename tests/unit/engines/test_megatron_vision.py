@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rlsys.config.schema.model import ModelConfig, OptimConfig
+from rlsys.engines.base import TrainEngineOptions
 from rlsys.engines.megatron.engine import MegatronEngine
 from rlsys.engines.micro_batches import MicroBatches
 from rlsys.models.hf import saved_names
@@ -47,7 +48,8 @@ def engine_of(config: Mapping[str, Any], layout: str = "one", **options: Any) ->
         **options.pop("model", {}),
     )
     section = megatron_section(LAYOUTS[layout], seed=1)
-    return MegatronEngine(model, optim=OptimConfig(lr=1e-2), megatron=section, training=MicroBatches(rows=1), **options)
+    options |= {"optim": OptimConfig(lr=1e-2), "training": MicroBatches(rows=1)}
+    return MegatronEngine(model, TrainEngineOptions(**options), megatron=section)
 
 
 def stepped(config: dict[str, Any], layout: str, options: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:

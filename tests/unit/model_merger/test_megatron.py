@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from rlsys.config.schema.model import ModelConfig, OptimConfig
+from rlsys.engines.base import TrainEngineOptions
 from rlsys.engines.megatron.engine import MegatronEngine
 from rlsys.engines.micro_batches import MicroBatches
 from rlsys.interfaces import LossSum
@@ -32,8 +33,7 @@ def train_and_save(model: Path, sizes: ParallelSizes, path: Path) -> None:
     rows = {"input_ids": ids, "prompts": ids[:, :3], "responses": ids[:, 3:], "attention_mask": ones}
     engine = MegatronEngine(
         ModelConfig(path=str(model)),
-        optim=OptimConfig(lr=1e-2),
-        training=MicroBatches(rows=2),
+        TrainEngineOptions(optim=OptimConfig(lr=1e-2), training=MicroBatches(rows=2)),
         megatron=megatron_section(sizes),
     )
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from rlsys.config.schema.model import ModelConfig, OptimConfig, ShardConfig
+from rlsys.engines.base import TrainEngineOptions
 from rlsys.engines.fsdp.engine import FSDPEngine
 from rlsys.engines.micro_batches import MicroBatches
 from rlsys.models.vision import pack_images
@@ -35,12 +36,13 @@ from tests.tiny_vision import (
 from tests.unit.engines.common import nll, same, whole
 
 
-def engine_of(config: dict[str, Any], rows: int = 4, *, lora: int = 0, **options: Any) -> FSDPEngine:
+def engine_of(config: dict[str, Any], rows: int = 4, *, lora: int = 0, sp_size: int = 1, **options: Any) -> FSDPEngine:
     model = ModelConfig(
         override_config=config, enable_gradient_checkpointing=False, lora_rank=lora, **options.pop("model", {})
     )
     shard = ShardConfig(seed=1).model_copy(update={"dtype": "float64", "model_dtype": "float64"})
-    return FSDPEngine(model, optim=OptimConfig(lr=1e-2), shard=shard, training=MicroBatches(rows=rows), **options)
+    options |= {"optim": OptimConfig(lr=1e-2), "training": MicroBatches(rows=rows)}
+    return FSDPEngine(model, TrainEngineOptions(**options), shard=shard, sp_size=sp_size)
 
 
 def some(*families: str) -> list[Any]:
