@@ -3,17 +3,9 @@
 from collections.abc import Iterator
 from math import gcd
 
+from rlsys.config import engines
 from rlsys.config.checks.files import model_facts
 from rlsys.config.checks.findings import note, wrong
-from rlsys.config.engines import (
-    ENGINE_SETTINGS,
-    QUANTIZATION,
-    decoder_sizes,
-    float8_block,
-    is_dense,
-    rollout_backend,
-    rollout_backends,
-)
 from rlsys.config.introspect import leaves
 from rlsys.config.schema.jobs import EvalConfig, GradedJob, PPOConfig
 from rlsys.config.vocabulary import EXPERTS
@@ -26,16 +18,16 @@ DP_ATTENTION = ("deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "qwen2_moe"
 
 def check_rollout(cfg: GradedJob, ranks: int) -> Iterator[str]:
     """Whether the engine on `ranks` processes supports its settings, and notes on settings that it ignores."""
-    name = cfg.actor_rollout_ref.rollout.name
+    name, limit = cfg.actor_rollout_ref.rollout.name, cfg.actor_rollout_ref.rollout.max_model_len
     longest = cfg.data.max_prompt_length + cfg.data.max_response_length
-    limit = cfg.actor_rollout_ref.rollout.max_model_len
+    facts = model_facts(cfg.actor_rollout_ref.model.path)
     if limit is not None and limit < longest:
         why = f"data.max_prompt_length + data.max_response_length is {longest}"
         yield wrong(cfg, f"{KEY}.max_model_len", why, longest)
     yield from [*_parallel_sizes(cfg, name)] or _replicas(cfg, name, ranks)
-    if (backend := rollout_backend(name)).worker and "t" in backend.dims:
+    if (backend := engines.rollout_backend(name)).worker and "t" in backend.dims:
         yield from _model_sizes(cfg, name)
-    elif name == "hf" and "linear_num_value_heads" in decoder_sizes(model_facts(cfg.actor_rollout_ref.model.path)):
+    elif name == "hf" and "linear_num_value_heads" in engines.decoder_sizes(facts):
         yield wrong(cfg, f"{KEY}.name", "it has no cache for gated delta layers", "vllm")
     yield from _aligned(cfg, name)
     yield from _quantised(cfg, name)
@@ -43,10 +35,10 @@ def check_rollout(cfg: GradedJob, ranks: int) -> Iterator[str]:
 
 
 def _idle(cfg: GradedJob, name: str) -> Iterator[str]:
-    rollout, backend, fields = cfg.actor_rollout_ref.rollout, rollout_backend(name), leaves(type(cfg))
-    names = [key for key in ENGINE_SETTINGS if key not in backend.settings and f"{KEY}.{key}" in fields]
+    rollout, backend, fields = cfg.actor_rollout_ref.rollout, engines.rollout_backend(name), leaves(type(cfg))
+    names = [key for key in engines.ENGINE_SETTINGS if key not in backend.settings and f"{KEY}.{key}" in fields]
     if changed := [key for key in names if getattr(rollout, key) != fields[f"{KEY}.{key}"].default]:
-        readers = " and ".join(sorted(one.name for one in rollout_backends() if changed[0] in one.settings))
+        readers = " and ".join(sorted(one.name for one in engines.rollout_backends() if changed[0] in one.settings))
         why = f"{', '.join(changed)} only apply to {KEY}.name={readers}; ignored for {name}"
         if backend.is_external:
             why = f"{', '.join(changed)} cannot be changed on external servers; set them when starting the server"
@@ -59,7 +51,7 @@ def _idle(cfg: GradedJob, name: str) -> Iterator[str]:
 
 def _parallel_sizes(cfg: GradedJob, name: str) -> Iterator[str]:
     """Whether the engine has the parallel sizes that are above 1."""
-    rollout, backend = cfg.actor_rollout_ref.rollout, rollout_backend(name)
+    rollout, backend = cfg.actor_rollout_ref.rollout, engines.rollout_backend(name)
     model_type = model_facts(cfg.actor_rollout_ref.model.path).get("model_type", DP_ATTENTION[0])
     for cut in ("tensor_model", "expert", "data", "pipeline_model"):
         key, size = f"{KEY}.{cut}_parallel_size", getattr(rollout, f"{cut}_parallel_size")
@@ -86,7 +78,7 @@ def _model_sizes(cfg: GradedJob, name: str) -> Iterator[str]:
 
     Key-value heads may also be repeated. Source: `verify_with_parallel_config` and the layers of vLLM's models.
     """
-    rollout, sizes = cfg.actor_rollout_ref.rollout, decoder_sizes(model_facts(cfg.actor_rollout_ref.model.path))
+    rollout, sizes = cfg.actor_rollout_ref.rollout, engines.decoder_sizes(model_facts(cfg.actor_rollout_ref.model.path))
     size = sizes.get
     heads, layers = size("num_attention_heads", 0), size("num_hidden_layers", 0)
     experts = next(filter(None, map(size, EXPERTS)), 0)
@@ -100,7 +92,7 @@ def _model_sizes(cfg: GradedJob, name: str) -> Iterator[str]:
     if stages > layers > 0:
         why = f"the model has {layers} layers, and each stage needs one"
         yield wrong(cfg, f"{KEY}.pipeline_model_parallel_size", f"{why}; set at most {layers}")
-    if ep > 1 and is_dense(sizes):
+    if ep > 1 and engines.is_dense(sizes):
         yield wrong(cfg, f"{KEY}.expert_parallel_size", "the model has no experts", 1)
     elif name == "sglang" and experts % ep:
         why = f"{experts} experts cannot be divided evenly among {ep} processes; set one of {', '.join(_cuts(experts))}"
@@ -151,7 +143,7 @@ def check_elastic(cfg: PPOConfig) -> Iterator[str]:
 
 def _aligned(cfg: GradedJob, name: str) -> Iterator[str]:
     """What the aligned mode means for external servers, and for hf, which has no batch-invariant kernels."""
-    why, backend = "", rollout_backend(name)
+    why, backend = "", engines.rollout_backend(name)
     if backend.is_external:
         why = "it cannot be changed on external servers; start them with FULL_DETERMINISM=1 scripts/run_*.sh"
     elif not backend.batch_invariant:
@@ -162,14 +154,16 @@ def _aligned(cfg: GradedJob, name: str) -> Iterator[str]:
 
 def _quantised(cfg: GradedJob, name: str) -> Iterator[str]:
     """Whether the engine serves FP8 weights."""
-    if not cfg.actor_rollout_ref.rollout.quantization:
+    policy = cfg.actor_rollout_ref
+    if not policy.rollout.quantization:
         return
     is_pushed = not isinstance(cfg, EvalConfig)
     if cfg.trainer.device == "cpu" or name not in ("vllm", "sglang" if is_pushed else "vllm"):
-        yield wrong(cfg, QUANTIZATION, "only vllm serves it, and sglang beside a trainer, on GPUs of the job", None)
+        why = "only vllm serves it, and sglang beside a trainer, on GPUs of the job"
+        yield wrong(cfg, engines.QUANTIZATION, why, None)
         return
     try:
-        float8_block(model_facts(cfg.actor_rollout_ref.model.path), cfg.actor_rollout_ref.rollout, is_pushed=is_pushed)
+        engines.float8_block(model_facts(policy.model.path), policy.rollout, is_pushed=is_pushed)
     except ConfigError as error:
         yield str(error)
 

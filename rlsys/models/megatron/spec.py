@@ -28,12 +28,7 @@ from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
-from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    gather_from_sequence_parallel_region,
-    gather_from_tensor_model_parallel_region,
-    scatter_to_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel import ColumnParallelLinear, mappings
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
@@ -97,8 +92,8 @@ class PackedAttention(nn.Module):
         """query (T, N, D), key and value of as many or fewer heads -> (T, N * value size)."""
         share = packed_seq_params.cu_seqlens_q.share
         if self.group.size() > 1:
-            both = gather_from_sequence_parallel_region(torch.cat([key, value], dim=-1), group=self.group)[share.order]
-            key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
+            both = mappings.gather_from_sequence_parallel_region(torch.cat([key, value], dim=-1), group=self.group)
+            key, value = both[share.order].split([key.shape[-1], value.shape[-1]], dim=-1)
         parts = query.transpose(0, 1)[None].split([span.stop - span.start for span in share.spans], dim=2)
         seen = [x.transpose(0, 1)[None] for x in (key, value)]
         outs = [
@@ -248,7 +243,8 @@ def mend_latent_attention(model: nn.Module) -> None:
 
 
 def _whole_latent(module: nn.Module, args: object, output: tuple[Tensor, object]) -> tuple[Tensor, object]:
-    return scatter_to_sequence_parallel_region(gather_from_tensor_model_parallel_region(output[0])), output[1]
+    whole = mappings.gather_from_tensor_model_parallel_region(output[0])
+    return mappings.scatter_to_sequence_parallel_region(whole), output[1]
 
 
 def _swap(spec: ModuleSpec, replaced: Mapping[object, type[nn.Module]]) -> None:
