@@ -366,16 +366,16 @@ def _draw_clipped(
     candidates = eligible.flatten().nonzero().squeeze(1)
     num_selected = max(int(loss.clip_cov_ratio * int(mask.bool().sum())), 1)
     order = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(seed))[:num_selected]
-    selected = torch.zeros(mask.numel(), dtype=torch.bool, device=mask.device)
-    selected[candidates[order.to(candidates.device)]] = True
-    return selected.view_as(mask)
+    return _mask_of(candidates[order.to(candidates.device)], mask)
 
 
 def _largest_covariance(log_prob: Tensor, advantages: Tensor, mask: Tensor, config: ActorConfig) -> Tensor:
     num_tokens = int(mask.bool().sum())
-    selected = torch.zeros(mask.numel(), dtype=torch.bool, device=mask.device)
-    if num_tokens:
-        covariance = _covariance(log_prob, advantages, mask).masked_fill(~mask.bool(), -torch.inf)
-        num_selected = max(int(num_tokens * config.policy_loss.kl_cov_ratio), 1)
-        selected[covariance.flatten().topk(min(num_selected, num_tokens)).indices] = True
-    return selected.view_as(mask)
+    covariance = _covariance(log_prob, advantages, mask).masked_fill(~mask.bool(), -torch.inf)
+    num_selected = max(int(num_tokens * config.policy_loss.kl_cov_ratio), 1)
+    return _mask_of(covariance.flatten().topk(min(num_selected, num_tokens)).indices, mask)
+
+
+def _mask_of(tokens: Tensor, like: Tensor) -> Tensor:
+    """The mask of tokens, by their places in a flattened mask (b, R)."""
+    return torch.zeros(like.numel(), dtype=torch.bool, device=like.device).index_fill(0, tokens, True).view_as(like)
