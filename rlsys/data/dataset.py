@@ -240,9 +240,7 @@ def sample_rows(rows: Iterable[Row | BadRow], max_samples: int, *, seed: int | N
     if max_samples < 0:
         return rows
     rows = list(rows)
-    if max_samples >= len(rows):
-        return rows
-    if seed is None:
+    if seed is None or max_samples >= len(rows):
         return rows[:max_samples]
     return [rows[i] for i in sorted(permutation(len(rows), seed=seed, epoch=0)[:max_samples].tolist())]
 
