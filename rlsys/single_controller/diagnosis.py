@@ -11,9 +11,11 @@ from pathlib import Path
 
 import psutil
 
+from rlsys.utils.polling import poll_until
+
 TAIL_LINES = 20
 TAIL_BYTES = 8192
-STACK_SIGNAL = signal.SIGUSR2
+STACK_SIGNAL, POLL_S = signal.SIGUSR2, 0.02
 SAME_START_S = 2.0
 """Start times of one process differ by this much at most, where the clock was set in the meantime."""
 STATES = {
@@ -78,10 +80,7 @@ def kill_with_children(info: ProcessInfo) -> None:
 
 def wait_gone(info: ProcessInfo, timeout_s: float) -> bool:
     """Wait for a process of this host to end; whether it has. A zombie is dead."""
-    end_s = time.monotonic() + timeout_s
-    while (is_alive := _state(info) != psutil.STATUS_ZOMBIE) and time.monotonic() < end_s:
-        time.sleep(0.02)
-    return not is_alive
+    return poll_until(lambda: _state(info) == psutil.STATUS_ZOMBIE, timeout_s, every_s=POLL_S)
 
 
 def _find(info: ProcessInfo) -> psutil.Process | None:
@@ -119,10 +118,8 @@ def _stack(info: ProcessInfo, timeout_s: float = 1.0, max_lines: int = 12) -> st
     try:
         before = log.stat().st_size
         os.kill(info.pid, STACK_SIGNAL)
-        end_s = time.monotonic() + timeout_s
-        while log.stat().st_size == before and time.monotonic() < end_s:
-            time.sleep(0.02)
-        time.sleep(0.02)
+        poll_until(lambda: log.stat().st_size != before, timeout_s, every_s=POLL_S)
+        time.sleep(POLL_S)
         lines = _lines_from(log, before)
     except OSError:
         return ""

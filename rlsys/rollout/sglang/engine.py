@@ -36,6 +36,7 @@ from rlsys.rollout.sglang.scheduler_hooks import SchedulerEngine, SchedulerSetti
 from rlsys.rollout.versions import SGLANG
 from rlsys.types import ModelRequest, ResponseDelta, SamplingParams, WeightLayout
 from rlsys.utils.errors import ConfigError, RolloutError, WeightTransferError
+from rlsys.utils.polling import poll_until
 
 POLL_S = 0.02
 """How often new requests, finished ones and a pause are checked for."""
@@ -235,12 +236,12 @@ class SGLangRollout(BaseRolloutEngine):
 
     def _flush(self, wait_s: float) -> bool:
         """Clear the cache; False if some rank still has requests after `wait_s`."""
-        end_s, flush = time.monotonic() + wait_s, self._engine_thread.engine.tokenizer_manager.flush_cache
-        while not self._engine_thread.wait(flush(), "flush_cache", STEP_WAIT_S).success:
-            if time.monotonic() > end_s:
-                return False
-            time.sleep(POLL_S)
-        return True
+        flush = self._engine_thread.engine.tokenizer_manager.flush_cache
+
+        def is_cleared() -> bool:
+            return self._engine_thread.wait(flush(), "flush_cache", STEP_WAIT_S).success
+
+        return poll_until(is_cleared, wait_s, every_s=POLL_S)
 
     def _unpark(self) -> None:
         """The next exchange continues, when the other ranks of the replica have been updated too."""

@@ -5,10 +5,10 @@ hooks and then runs SGLang's. Calls arrive over `rlsys.ipc.rpc` and run in their
 only while the engine is quarantined and idle.
 """
 
+import math
 import os
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +28,7 @@ from rlsys.rollout.sglang.stages import connect_stages
 from rlsys.types import WeightLayout
 from rlsys.utils.errors import WeightTransferError
 from rlsys.utils.hosts import host_id
+from rlsys.utils.polling import poll_until
 
 IDLE_WAIT_S = 120.0
 
@@ -160,8 +161,7 @@ def derive_again(model: nn.Module) -> None:
 
 def _exit_with(parent: int) -> None:
     """Exit when the worker that started this process is gone."""
-    while os.getppid() == parent:
-        time.sleep(0.5)
+    poll_until(lambda: os.getppid() != parent, math.inf, every_s=0.5)
     os._exit(1)
 
 
@@ -198,11 +198,8 @@ def _hook_scheduler(scheduler_cls: Any, engines: list[SchedulerEngine], settings
 
 
 def _wait_until(ready: Callable[[], bool], what: str) -> None:
-    end_s = time.monotonic() + IDLE_WAIT_S
-    while not ready():
-        if time.monotonic() > end_s:
-            raise WeightTransferError(f"this replica's first rank did not {what} within {IDLE_WAIT_S:g} s")
-        time.sleep(0.005)
+    if not poll_until(ready, IDLE_WAIT_S, every_s=0.005):
+        raise WeightTransferError(f"this replica's first rank did not {what} within {IDLE_WAIT_S:g} s")
 
 
 def _or_exit(action: Callable[[], None]) -> None:

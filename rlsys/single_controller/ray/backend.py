@@ -3,7 +3,6 @@
 import gc
 import logging
 import os
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -26,6 +25,7 @@ from rlsys.single_controller.worker_group import ClassWithInitArgs
 from rlsys.telemetry.log import setup_logging
 from rlsys.utils.errors import FailedWorker, WorkerError
 from rlsys.utils.plugins import search_last_beside_namesakes
+from rlsys.utils.polling import poll_until
 
 START = "start"
 NODE_S = 20.0
@@ -216,12 +216,13 @@ class RayBackend(Backend):
     def _lost_node(self, rank: int, wait_s: float) -> str:
         """What to report if the node of a rank is gone, which Ray may notice seconds after its processes are."""
         _, node, _ = self._places.get(rank, (None, "", 0))
-        end_s = time.monotonic() + wait_s
-        while node and node in {known["NodeID"] for known in ray.nodes() if known["Alive"]}:
-            if time.monotonic() >= end_s:
-                return ""
-            time.sleep(0.5)
-        return f"the node {self.host(rank)} died or left the Ray cluster (node {node})" if node else ""
+
+        def is_lost() -> bool:
+            return node not in {known["NodeID"] for known in ray.nodes() if known["Alive"]}
+
+        if not node or not poll_until(is_lost, wait_s, every_s=0.5):
+            return ""
+        return f"the node {self.host(rank)} died or left the Ray cluster (node {node})"
 
     def _ask_node(self, rank: int, question: Callable[[ProcessInfo], str]) -> str:
         """Look at a worker from its own node; an empty answer if that fails."""
