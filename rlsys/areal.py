@@ -67,9 +67,9 @@ class ParallelStrategy:
         model = self.tensor_parallel_size * self.pipeline_parallel_size
         return model * self.context_parallel_size * self.data_parallel_size
 
-    def check_ranks(self, kw: Mapping[str, Any]) -> None:
+    def check_ranks(self, kw: Mapping[str, object]) -> None:
         """ValueError where the job of an engine with these arguments has another number of ranks."""
-        if self.world_size != (num_ranks := make_ranks(kw.get("device", "cpu")).world_size):
+        if self.world_size != (num_ranks := make_ranks(str(kw.get("device", "cpu"))).world_size):
             raise ValueError(f"the job has {num_ranks} ranks, {self} another number")
 
     def fsdp(self, dtype: object = "auto") -> dict[str, object]:

@@ -3,6 +3,7 @@
 import socket
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partialmethod
 from typing import Any
 
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from rlsys.rollout.sglang.scheduler_hooks import SchedulerEngine
 from rlsys.single_controller.worker import free_port
 from rlsys.telemetry.profiler import start_profile, stop_profile
 from rlsys.types import Box, Shard, WeightLayout
-from rlsys.weights.endpoints import Spec, WeightReceiver
+from rlsys.weights.endpoints import WeightReceiver
 from rlsys.weights.executors.cuda_ipc import IpcHandle, IpcImportSpec, StorageHandle
 from rlsys.weights.executors.disk import DiskSpec
 from rlsys.weights.executors.gather import Bucket, GatherSpec
@@ -24,7 +25,6 @@ from rlsys.weights.executors.nccl import NcclSendSpec, NcclSpec
 from rlsys.weights.plan import Copy
 from rlsys.weights.rank_plan import RankPlan
 from rlsys.weights.shared_memory import TensorHandle
-from rlsys.weights.verify import BoxChecksum
 from workers.colocated import learn_engine_layout
 
 WEIGHTS_WAIT_S = 1800.0
@@ -51,8 +51,8 @@ def replica_of(rank: int, size: int, *, ranks_per_host: int) -> ReplicaRank:
 def weight_methods(engine: SchedulerEngine) -> Mapping[str, Method]:
     """What a RemoteReceiver calls in its scheduler process, over the engine there, and `learn` and profiles."""
     receiver = WeightReceiver(engine)
-    names = [name for name, value in vars(RemoteReceiver).items() if callable(value) and not name.startswith("_")]
-    methods: dict[str, Method] = {name: getattr(receiver, name) for name in names}
+    forwarded = [name for name, value in vars(RemoteReceiver).items() if isinstance(value, partialmethod)]
+    methods: dict[str, Method] = {name: getattr(receiver, name) for name in ("weight_layout", *forwarded)}
 
     def learn(keep: bool) -> None:
         learn_engine_layout(engine.weights, keep=keep)
@@ -68,27 +68,16 @@ class RemoteReceiver(WeightReceiver):
     def weight_layout(self, float8: Mapping[str, tuple[int, ...]] | None = None) -> WeightLayout:
         return replace(self._awake("weight_layout"), rank=self.engine.rank, host=self.engine.host)
 
-    def open_weight_transfer(self, spec: Spec) -> object:
-        return self._call("open_weight_transfer", spec)
-
-    def weight_step(self, step: str, *args: object) -> object:
-        return self._awake("weight_step", step, *args)
-
-    def send_weights(self, version: int) -> object:
-        return self._awake("send_weights", version)
-
-    def receive_weights(self, version: int, *args: object) -> int:
-        return self._awake("receive_weights", version, *args)
-
-    def weight_checksum(self, dtypes: Mapping[str, str] | None = None) -> tuple[BoxChecksum, ...]:
-        return self._awake("weight_checksum", dtypes)
-
-    def close_weight_transfer(self) -> None:
-        self._call("close_weight_transfer")
-
     def _awake(self, method: str, *args: object) -> Any:
         self.engine.check_weights_awake()
         return self._call(method, *args)
 
-    def _call(self, method: str, *args: object) -> object:
+    def _call(self, method: str, *args: object) -> Any:
         return self.engine.remote.call(method, *args, deadline_s=WEIGHTS_WAIT_S)
+
+    open_weight_transfer = partialmethod(_call, "open_weight_transfer")
+    close_weight_transfer = partialmethod(_call, "close_weight_transfer")
+    weight_step = partialmethod(_awake, "weight_step")
+    send_weights = partialmethod(_awake, "send_weights")
+    receive_weights = partialmethod(_awake, "receive_weights")
+    weight_checksum = partialmethod(_awake, "weight_checksum")
