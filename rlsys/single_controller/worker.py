@@ -19,31 +19,23 @@ T = TypeVar("T")
 class Worker:
     """A rank of a group. Subclasses mark the methods that the controller may call with @register."""
 
+    rank: int
+    world_size: int
+    local_rank: int
+    """The index of this rank's device among the visible ones: 0 when it sees a single one."""
+    local_world_size: int
     _environment: dict[str, str]
     _meshes: dict[str, MeshRank]
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         worker = super().__new__(cls)
-        worker._environment = {name: os.environ[name] for name in RANK_VARIABLES if name in os.environ}
+        worker._environment = born = {name: os.environ[name] for name in RANK_VARIABLES if name in os.environ}
+        worker.rank = int(born.get("RANK", 0))
+        worker.world_size = int(born.get("WORLD_SIZE", 1))
+        worker.local_rank = int(born.get("LOCAL_RANK", 0))
+        worker.local_world_size = int(born.get("LOCAL_WORLD_SIZE", 1))
         worker._meshes = {}
         return worker
-
-    @property
-    def rank(self) -> int:
-        return int(self._environment.get("RANK", 0))
-
-    @property
-    def world_size(self) -> int:
-        return int(self._environment.get("WORLD_SIZE", 1))
-
-    @property
-    def local_rank(self) -> int:
-        """The index of this rank's device among the visible ones: 0 when it sees a single one."""
-        return int(self._environment.get("LOCAL_RANK", 0))
-
-    @property
-    def local_world_size(self) -> int:
-        return int(self._environment.get("LOCAL_WORLD_SIZE", 1))
 
     def get_master_addr_port(self) -> tuple[str, str]:
         """Where the group's process group meets; ConfigError when it cannot (local backend with several ranks)."""
