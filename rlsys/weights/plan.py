@@ -90,21 +90,13 @@ class Plan:
         source, destination = self.source_shards.places(source_shard, start), self.shards.places(shard, start)
         columns = (self.part_tensor[part], start, shape, source_rank, *source[:3], rank, *destination)
         own = (dims - self.tensor_dims).tolist()
-        return tuple(
-            Copy(
-                self.tensors[t],
-                tuple(at[own[t] :]),
-                tuple(n[own[t] :]),
-                s,
-                self.locals[sl],
-                tuple(ss[dims - sd :]),
-                r,
-                self.locals[ln],
-                tuple(ls[dims - ld :]),
-                self.dtypes[lt],
-            )
-            for t, at, n, s, sl, ss, sd, r, ln, ls, ld, lt in zip(*(column.tolist() for column in columns), strict=True)
-        )
+        copies = list[Copy]()
+        for t, at, n, s, sl, ss, sd, r, ln, ls, ld, lt in zip(*(column.tolist() for column in columns), strict=True):
+            box = self.tensors[t], tuple(at[own[t] :]), tuple(n[own[t] :])
+            given = s, self.locals[sl], tuple(ss[dims - sd :])
+            taken = r, self.locals[ln], tuple(ls[dims - ld :])
+            copies.append(Copy(*box, *given, *taken, self.dtypes[lt]))
+        return tuple(copies)
 
 
 def distance_by_host(source: WeightLayout, destination: WeightLayout) -> int:
