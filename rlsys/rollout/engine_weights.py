@@ -84,14 +84,10 @@ class HostWeights:
 
 def whole_layout(tensors: NamedTensors, aliases: Mapping[str, str], *, rank: int, host: str) -> WeightLayout:
     """The layout of HF tensors that are held whole under their own names."""
-    return WeightLayout(
-        rank=rank,
-        host=host,
-        shards=tuple(Shard(Box(n, (0,) * t.ndim, tuple(t.shape)), n, (0,) * t.ndim) for n, t in tensors.items()),
-        full_shapes={name: tuple(t.shape) for name, t in tensors.items()},
-        dtypes={name: str(t.dtype).removeprefix("torch.") for name, t in tensors.items()},
-        aliases=aliases,
-    )
+    shards = tuple(Shard(Box(n, (0,) * t.ndim, tuple(t.shape)), n, (0,) * t.ndim) for n, t in tensors.items())
+    shapes = {name: tuple(t.shape) for name, t in tensors.items()}
+    dtypes = {name: str(t.dtype).removeprefix("torch.") for name, t in tensors.items()}
+    return WeightLayout(rank, host, shards, shapes, dtypes, aliases)
 
 
 @torch.no_grad()

@@ -161,14 +161,9 @@ class ModelShards:
 
     def layout(self) -> WeightLayout:
         """The boxes of HF tensors on this rank."""
-        return WeightLayout(
-            rank=self.ranks.rank,
-            host=host_id(),
-            shards=self.base_held,
-            full_shapes=self.base_shapes,
-            dtypes={name: self.dtypes[name] for name in self.base_shapes},
-            aliases=self.family.aliases(self.hf_config) if self.head == "lm" else {},
-        )
+        dtypes = {name: self.dtypes[name] for name in self.base_shapes}
+        aliases = self.family.aliases(self.hf_config) if self.head == "lm" else {}
+        return WeightLayout(self.ranks.rank, host_id(), self.base_held, self.base_shapes, dtypes, aliases)
 
     def fill(self, source: TensorSource) -> None:
         """Copy this rank's boxes from `source`; what no box covers (vocabulary padding) becomes zero."""
