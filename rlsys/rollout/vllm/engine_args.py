@@ -25,6 +25,11 @@ RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 ASKED_RUNNER = os.environ.get(RUNNER)
 """Which of vLLM's model runners the environment asks for: "1" is runner 2, "0" runner 1."""
 PROCESSOR = "rlsys.rollout.vllm.sampler:SamplingProcessor"
+SAME_NAMES = (
+    *("seed", "max_num_seqs", "enforce_eager", "enable_chunked_prefill", "enable_prefix_caching"),
+    *("data_parallel_size", "disable_log_stats"),
+)
+"""Settings that have their names in vLLM, too."""
 CPU_LATENT_ATTENTION = {
     "attention_config": {"backend": "CPU_MLA"},  # the one for AMX has no float32
     "compilation_config": {"custom_ops": ["-rotary_embedding"]},  # its kernel rotates the wrong part of latent queries
@@ -51,20 +56,14 @@ def engine_arguments(path: str | Path, config: GenerationConfig, context: Engine
         "model": str(path),
         "load_format": context.load_format,
         "dtype": dtype_name(config.dtype, context.device),
-        "seed": config.seed,
-        "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": max(config.max_num_batched_tokens, config.max_num_seqs),
         "max_model_len": config.max_model_len or text.max_position_embeddings,
-        "enforce_eager": config.enforce_eager,
-        "enable_chunked_prefill": config.enable_chunked_prefill,
-        "enable_prefix_caching": config.enable_prefix_caching,
+        **{name: getattr(config, name) for name in SAME_NAMES},
         "tensor_parallel_size": config.tensor_model_parallel_size,
         "pipeline_parallel_size": config.pipeline_model_parallel_size,
-        "data_parallel_size": config.data_parallel_size,
         "enable_expert_parallel": config.expert_parallel_size > 1,
         "distributed_executor_backend": "external_launcher" if config.replica_size > 1 else "uni",
         "disable_custom_all_reduce": True,  # it queries devices that a worker with one visible GPU cannot see
-        "disable_log_stats": config.disable_log_stats,
         "async_scheduling": runs_ahead,
         **runner_arguments(hf_config, config, runs_ahead=runs_ahead),
         **({} if on_cpu else {"gpu_memory_utilization": config.gpu_memory_utilization, "enable_sleep_mode": True}),
