@@ -87,5 +87,5 @@ def version_table(key: str) -> VersionTable[F]:
     return VersionTable(rows=rows, **table)
 
 
-VLLM: VersionTable[bool] = version_table("vllm")
+VLLM: VersionTable[list[str]] = version_table("vllm")
 SGLANG: VersionTable[bool] = version_table("sglang")

@@ -23,10 +23,12 @@ from rlsys.protocol import DataProto
 from rlsys.rollout.base import EngineContext, LoadFormat, check_tags
 from rlsys.rollout.hf.engine import HFRollout
 from rlsys.types import ModelRequest, ResponseDelta
+from rlsys.utils.environment import environment
 from rlsys.utils.errors import WeightTransferError
 from tests.contracts.rollout_engine import Bench, RolloutEngineContract, tiny_model
 from tests.servers import EngineBrain, SampledBrain, Server
 from tests.timing import scaled_s
+from tests.vllm_runner import SWITCHES, interpret_kernels
 from workers.sglang import replica_of
 
 
@@ -158,6 +160,23 @@ def stages_bench() -> Bench:
     return Bench(engine, lambda ids: reference(ids[None]).logits[0].detach(), lacks)
 
 
+def runner_2_rank(folder: Path, config: GenerationConfig) -> RolloutEngine:
+    interpret_kernels()
+    return vllm_rank(folder, config)
+
+
+@cache
+def runner_2_bench() -> Bench:
+    """One vLLM for all tests as it runs on GPUs: with model runner 2, several steps a schedule, started ahead."""
+    reference = tiny_model()
+    folder = Path(tempfile.mkdtemp(prefix="rlsys-runner-"))
+    reference.save_pretrained(folder)
+    config = GenerationConfig(seed=11, enforce_eager=True, max_num_seqs=32, max_num_batched_tokens=64)
+    with environment(SWITCHES):
+        engine: Any = EveryRank(folder, config, runner_2_rank)
+    return Bench(engine, lambda ids: reference(ids[None]).logits[0].detach(), frozenset({"tensors"}))
+
+
 @cache
 def copies_bench() -> Bench:
     """One SGLang with two copies of the attention for all tests, each in a process."""
@@ -263,6 +282,7 @@ FACTORIES = {
     "hf": (hf_bench, lambda bench: bench.engine.close()),
     "vllm": (vllm_bench, reset),
     "vllm in stages": (stages_bench, reset),
+    "vllm with runner 2": (runner_2_bench, reset),
     "sglang": (sglang_bench, reset),
     "sglang in copies": (copies_bench, reset),
     "sglang in stages": (sglang_stages_bench, reset),
@@ -271,24 +291,15 @@ FACTORIES = {
 }
 
 
+VLLM = [pytest.mark.vllm, pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")]
+SGLANG = [pytest.mark.sglang, pytest.mark.skipif(find_spec("sglang") is None, reason="needs SGLang")]
 MARKS = {
-    "vllm": [pytest.mark.vllm, pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")],
-    "vllm in stages": [
-        pytest.mark.slow,
-        pytest.mark.vllm,
-        pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM"),
-    ],
-    "sglang": [pytest.mark.sglang, pytest.mark.skipif(find_spec("sglang") is None, reason="needs SGLang")],
-    "sglang in copies": [
-        pytest.mark.slow,
-        pytest.mark.sglang,
-        pytest.mark.skipif(find_spec("sglang") is None, reason="needs SGLang"),
-    ],
-    "sglang in stages": [
-        pytest.mark.slow,
-        pytest.mark.sglang,
-        pytest.mark.skipif(find_spec("sglang") is None, reason="needs SGLang"),
-    ],
+    "vllm": VLLM,
+    "vllm in stages": [pytest.mark.slow, *VLLM],
+    "vllm with runner 2": [pytest.mark.slow, *VLLM],
+    "sglang": SGLANG,
+    "sglang in copies": [pytest.mark.slow, *SGLANG],
+    "sglang in stages": [pytest.mark.slow, *SGLANG],
 }
 
 
@@ -304,7 +315,7 @@ def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
 def shared_engines() -> Iterator[None]:
     """Engines that serve several tests end with the last of them."""
     yield
-    for make in (vllm_bench, stages_bench, sglang_bench, copies_bench, sglang_stages_bench):
+    for make in (vllm_bench, stages_bench, runner_2_bench, sglang_bench, copies_bench, sglang_stages_bench):
         if make.cache_info().currsize:
             make().engine.close()
             make.cache_clear()

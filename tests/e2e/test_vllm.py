@@ -2,26 +2,29 @@
 
 import json
 import os
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
 from shutil import copytree
-from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rlsys.config import load_config
 from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.rollout.base import EngineContext
+from rlsys.rollout.hf.engine import HFRollout
 from rlsys.rollout.vllm.engine import VLLMRollout
 from rlsys.types import Finish, ModelRequest, SamplingParams
 from rlsys.utils.errors import ConfigError
 from tests.e2e.conftest import Toy, with_model
 from tests.ranks import run_ranks
+from tests.vllm_runner import SWITCHES, interpret_kernels
 from trainer.main_ppo import main
 from workers.build import EngineRun
 from workers.rollout import VLLMRolloutWorker
@@ -154,22 +157,8 @@ Answer = tuple[tuple[int, ...], tuple[float, ...], Finish | None]
 
 
 def answers_by_steps(path: Path, counts: tuple[int, ...]) -> list[dict[str, Answer]]:
-    """What an engine answers with model runner 2 and so many steps a schedule, while weights are pushed to it again.
-
-    On CPUs runner 2 has its kernels interpreted by Triton, which has vLLM think that it has a backend for them.
-    """
-    from triton.backends import backends
-
-    backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))
-    from vllm.platforms.cpu import CpuPlatform
-
-    check = CpuPlatform.check_and_update_config
-
-    def run_ahead(config: Any) -> None:
-        check(config)
-        config.scheduler_config.async_scheduling = True
-
-    CpuPlatform.check_and_update_config = staticmethod(run_ahead)  # type: ignore[method-assign]
+    """What an engine answers with so many steps a schedule, while its weights are updated again and again."""
+    interpret_kernels()
     answers = []
     for steps in counts:
         config = GenerationConfig(
@@ -194,13 +183,50 @@ def request_of(row: int) -> ModelRequest:
     return ModelRequest(tuple(range(3, 4 + 5 * row % 37)), params, rid=str(row))
 
 
-def test_several_steps_a_schedule_draw_the_same_tokens(wide: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
-    for switch in ("VLLM_USE_V2_MODEL_RUNNER", "TRITON_INTERPRET"):
-        monkeypatch.setenv(switch, "1")
+@pytest.fixture
+def runner_2(monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessPoolExecutor]:
+    """A process in which `interpret_kernels` works."""
+    for name, value in SWITCHES.items():
+        monkeypatch.setenv(name, value)
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        first, *others = pool.submit(answers_by_steps, wide.model, (1, 3, 8)).result(300)
+        yield pool
+
+
+def test_several_steps_a_schedule_draw_the_same_tokens(wide: Toy, runner_2: ProcessPoolExecutor) -> None:
+    first, *others = runner_2.submit(answers_by_steps, wide.model, (1, 3, 8)).result(300)
     assert {why for *_, why in first.values()} == {Finish.STOP, Finish.LENGTH}
     assert others == [first, first]
+
+
+def routes_of(path: Path, config: GenerationConfig) -> list[tuple[tuple[int, ...], np.ndarray]]:
+    interpret_kernels()
+    engine = VLLMRollout(path, config, EngineContext())
+    answers = engine.generate([request_of(row) for row in range(20)])
+    engine.close()
+    return [(answer.output_tokens, answer.routed_experts) for answer in answers]
+
+
+def test_runner_2_returns_the_routes_of_the_model(tmp_path: Path, runner_2: ProcessPoolExecutor) -> None:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    sizes |= {"num_hidden_layers": 2, "moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2}
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=64, max_position_embeddings=64, **sizes)).eval()
+    model.save_pretrained(tmp_path)
+    config = GenerationConfig(
+        enforce_eager=True,
+        max_num_seqs=8,
+        max_num_batched_tokens=24,
+        max_model_len=64,
+        dtype="float32",
+        enable_rollout_routing_replay=True,
+    )
+    returned = runner_2.submit(routes_of, tmp_path, config).result(300)
+    reference = HFRollout(model, config, EngineContext())
+    expected = reference.generate([request_of(row) for row in range(20)])
+    for answer, (tokens, routes) in zip(expected, returned, strict=True):
+        assert answer.output_tokens == tokens
+        np.testing.assert_array_equal(np.sort(np.asarray(answer.routed_experts)), np.sort(routes))
+    reference.close()
 
 
 def test_an_engine_that_cannot_make_several_steps_a_schedule_says_so(wide: Toy) -> None:

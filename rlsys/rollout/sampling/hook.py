@@ -34,6 +34,10 @@ class SampleSpec:
     params: SamplingParams
     stop_ids: tuple[int, ...] = ()
 
+    def __deepcopy__(self, memo: object) -> "SampleSpec":
+        """Itself: vLLM copies what a request holds, which took longer than all else of adding it."""
+        return self
+
     @classmethod
     def of(cls, running: RunningRequest) -> "SampleSpec":
         return cls(running.number, len(running.request.input_ids), running.request.gconfig, running.stop_ids)

@@ -42,14 +42,17 @@ def engine_arguments(path: str | Path, config: GenerationConfig, context: Engine
     Raises ConfigError for a setting that the installed version does not support. With `full_determinism` this process's
     switch for batch-invariant kernels is set too.
     """
-    can_run_ahead, on_cpu = VLLM.installed_features(), context.device == "cpu"
+    features, on_cpu = VLLM.installed_features(), context.device == "cpu"
     hf_config = saved_config(path)
     text = hf_config.get_text_config()
     is_pushed = context.load_format == "dummy"
-    runs_ahead = can_run_ahead and not on_cpu and config.pipeline_model_parallel_size == 1
+    runs_ahead = "ahead" in features and not on_cpu and config.pipeline_model_parallel_size == 1
+    returns_routes = config.enable_rollout_routing_replay and "routes_of_runner_2" in features
     if config.quantization and on_cpu:
         why = "vLLM keeps FP8 weights in another form on CPUs"
         raise ConfigError(f"{QUANTIZATION}={config.quantization}: {why}; set {QUANTIZATION}=null")
+    if on_cpu and returns_routes and ASKED_RUNNER != "1":
+        raise ConfigError("on CPUs vLLM returns no routes of experts: set router_replay.mode=R2, or rollout.name=hf")
     if on_cpu and is_pushed and text.model_type == "gpt_oss":
         raise ConfigError("on CPUs vLLM loads the experts of gpt_oss once only: set rollout.name=hf, or use GPUs")
     arguments = {
@@ -65,7 +68,7 @@ def engine_arguments(path: str | Path, config: GenerationConfig, context: Engine
         "distributed_executor_backend": "external_launcher" if config.replica_size > 1 else "uni",
         "disable_custom_all_reduce": True,  # it queries devices that a worker with one visible GPU cannot see
         "async_scheduling": runs_ahead,
-        **runner_arguments(hf_config, config, runs_ahead=runs_ahead),
+        **runner_arguments(hf_config, config, runs_ahead=runs_ahead, returns_routes=returns_routes),
         **({} if on_cpu else {"gpu_memory_utilization": config.gpu_memory_utilization, "enable_sleep_mode": True}),
         "max_cudagraph_capture_size": config.cuda_graph_max_bs,
         "cudagraph_capture_sizes": config.cudagraph_capture_sizes and sorted(config.cudagraph_capture_sizes),
@@ -79,18 +82,21 @@ def engine_arguments(path: str | Path, config: GenerationConfig, context: Engine
     return arguments | aligned_arguments(arguments, device=context.device) if config.full_determinism else arguments
 
 
-def runner_arguments(hf_config: PretrainedConfig, config: GenerationConfig, *, runs_ahead: bool) -> dict[str, object]:
+def runner_arguments(
+    hf_config: PretrainedConfig, config: GenerationConfig, *, runs_ahead: bool, returns_routes: bool = False
+) -> dict[str, object]:
     """What has vLLM's model runner take our tokens; this process's switch for the runner is set too.
 
     Runner 2, in which Python does not iterate over the rows, serves dense models of text where it was seen to run, and
-    none with states beside the KV cache, as in vLLM; it takes no logits processors.
+    none with states beside the KV cache, as in vLLM, and others where it alone returns routes of experts; it takes no
+    logits processors.
     """
     text = hf_config.get_text_config()
     names = (*text.to_dict(), *(getattr(text, "layer_types", None) or ()))
     has_states = any(name.startswith(("linear_", "mamba", "ssm_", "conv_")) for name in names)
     has_parts = has_images(hf_config) or has_states or any(getattr(text, name, None) for name in EXPERTS)
     is_special = config.full_determinism or config.data_parallel_size > 1
-    os.environ[RUNNER] = ASKED_RUNNER or str(int(runs_ahead and not (has_parts or is_special)))
+    os.environ[RUNNER] = ASKED_RUNNER or str(int(returns_routes or (runs_ahead and not (has_parts or is_special))))
     return {} if os.environ[RUNNER] == "1" else {"logits_processors": [PROCESSOR]}
 
 

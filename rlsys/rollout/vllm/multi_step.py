@@ -26,11 +26,12 @@ def start_multi_step(engine: "LLMEngine", num_steps: int | None, is_awaited: Cal
     """Have this engine make `num_steps` decoding steps a schedule, None: NUM_STEPS if it can; ConfigError if it cannot.
 
     It makes no more of them when it is awaited. It can where it starts steps ahead, with model runner 2, for models
-    whose only state is the KV cache, and without statistics, speculative decoding and KV connectors.
+    whose only state is the KV cache, and without statistics, speculative decoding, routes and KV connectors.
     """
     scheduler = cast("AsyncScheduler", cast("InprocClient", engine.engine_core).engine_core.scheduler)
     is_ahead = isinstance(scheduler, AsyncScheduler) and scheduler.use_v2_model_runner and not scheduler.log_stats
-    can = is_ahead and not (scheduler.num_spec_tokens or scheduler.connector or scheduler.has_mamba_layers)
+    connectors = scheduler.connector or getattr(scheduler, "aux_output_connector", None)
+    can = is_ahead and not (scheduler.num_spec_tokens or connectors or scheduler.has_mamba_layers)
     if (num_steps or 1) > 1 and not can:
         why = "only vLLM's model runner 2, for dense models of text on GPUs without statistics and speculation, can"
         raise ConfigError(f"{KEY}={num_steps}: {why} make several steps a schedule; set {KEY}=1")

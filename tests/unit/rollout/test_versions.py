@@ -58,13 +58,20 @@ def of_record(package: str, table: VersionTable[object]) -> Iterator[tuple[str, 
         yield version, table.row(version)
 
 
-@pytest.mark.parametrize(("version", "ahead"), [("0.26.0", True), ("0.26.0+cu129", True), ("0.33.0", False)])
-def test_the_version_chooses_the_features(version: str, ahead: bool) -> None:
-    assert VLLM.features(version) is ahead
+@pytest.mark.parametrize(
+    ("version", "features"),
+    [
+        *((version, {"ahead"}) for version in ("0.26.0", "0.26.0+cu129", "0.30.1")),
+        ("0.31.0", {"ahead", "routes_of_runner_2"}),
+        ("0.33.0", {"routes_of_runner_2"}),
+    ],
+)
+def test_the_version_chooses_the_features(version: str, features: set[str]) -> None:
+    assert set(VLLM.features(version)) == features
 
 
 def test_steps_begin_ahead_only_where_that_ran() -> None:
-    ahead = [row.versions for row in VLLM.rows if row.features]
+    ahead = [row.versions for row in VLLM.rows if row.features and "ahead" in row.features]
     assert ahead == [row.versions for row in VLLM.rows if "ran on" in row.note]
 
 
@@ -178,11 +185,27 @@ def test_dense_models_take_the_runner_that_needs_no_processor_unless_the_environ
 def test_vllm_schedules_ahead_on_a_gpu(
     device: str, stages: int, ahead: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(VersionTable, "installed_features", lambda _: True)
+    monkeypatch.setattr(VersionTable, "installed_features", lambda _: ["ahead"])
     monkeypatch.setenv(engine_args.RUNNER, "9")
     Qwen2Config().save_pretrained(tmp_path)
     config = GenerationConfig(pipeline_model_parallel_size=stages)
     assert engine_args.engine_arguments(tmp_path, config, EngineContext(device))["async_scheduling"] == ahead
+
+
+@pytest.mark.parametrize(("features", "runner"), [(["ahead"], "0"), (["ahead", "routes_of_runner_2"], "1")])
+def test_routes_of_experts_come_from_the_runner_that_has_them(
+    features: list[str], runner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(VersionTable, "installed_features", lambda _: features)
+    monkeypatch.setenv(engine_args.RUNNER, "9")
+    Qwen3MoeConfig().save_pretrained(tmp_path)
+    config = GenerationConfig(enable_rollout_routing_replay=True)
+    arguments = engine_args.engine_arguments(tmp_path, config, EngineContext("cuda"))
+    assert (os.environ[engine_args.RUNNER], arguments["enable_return_routed_experts"]) == (runner, True)
+    assert ("logits_processors" in arguments) == (runner == "0")
+    if runner == "1":
+        with pytest.raises(ConfigError, match="on CPUs vLLM returns no routes of experts"):
+            engine_args.engine_arguments(tmp_path, config, EngineContext("cpu"))
 
 
 def test_vllm_makes_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
