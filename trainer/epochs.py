@@ -25,6 +25,7 @@ from trainer.overlap import OverlapMeter
 from trainer.prompt_groups import OpenAnswers, PromptGroup
 
 NUM_ROWS, NUM_TOKENS, MAX_PROMPT_TOKENS = 16, 8, 16
+REQUESTS = ("rollout/issued", "rollout/answered")
 
 
 class EpochSource:
@@ -39,7 +40,7 @@ class EpochSource:
     ) -> None:
         """Responses have at most `max_tokens`.
 
-        `probe` is called once, after the first push; what it asks of the fleet is not counted.
+        `probe` is called once, after the first push.
         """
         self._answers, self._groups, self._deadline_s = answers, answers.groups, deadline_s
         window = self._groups.window
@@ -71,7 +72,6 @@ class EpochSource:
         """Engines serve this version from now on."""
         if self._probe is not None:
             self._probe()
-            self._meter.new_counts()
             self._probe = None
         self._groups.window.version = version
 
@@ -99,6 +99,8 @@ class EpochSource:
 
     def _advance(self, limits: Mapping[PromptGroup, float]) -> None:
         """Continue the groups' answers up to a number of tokens each, and grade the groups that are complete then."""
+        before = self._meter.new_counts()  # of validation and probes too, whose answers are not those of a step
+        self._groups.add({name: count for name, count in before.items() if name not in REQUESTS})
         complete = self._answers.advance(limits)
         self._answers.finish(complete, self._answers.grade(complete))
         self._groups.add(self._meter.new_counts())

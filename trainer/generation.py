@@ -90,7 +90,7 @@ def fleet_generate(fleet: RolloutFleet, rows: DataProto) -> tuple[DataProto, dic
 
 def new_counts(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
     """What a fleet's `metrics` have counted since `before`; LEVELS are those of now."""
-    return {name: n if name.endswith(LEVELS) else n - before.get(name, 0.0) for name, n in now.items()}
+    return {name: n if name.endswith(LEVELS) else n - before.get(name, 0) for name, n in now.items()}
 
 
 def print_answers(batch: DataProto, tokenizer: Tokenizer) -> None:

@@ -82,6 +82,15 @@ def test_a_reproducible_run_killed_at_any_point_ends_in_the_same_bits(runs: Runs
     assert_same(runs.killed("ahead", AHEAD, points), runs.uninterrupted("ahead", AHEAD), last=4)
 
 
+def test_requests_of_validation_and_of_the_parity_probe_are_not_those_of_a_step(runs: Runs) -> None:
+    """A resumed run does not make them again, and the one before the first push it makes twice."""
+    more = (*AHEAD, "trainer.test_freq=1", "actor_rollout_ref.rollout.parity.freq=2")
+    whole = runs.uninterrupted("tested", more)
+    assert_same(runs.killed("tested", more, [Patches(SAVED)] * 2), whole, last=4)
+    answered = sum(line["rollout/answered"] for line in metrics_of(whole))
+    assert answered == 16 * (1 + 1 + 2 + 2), "the answers of the first two steps are drawn in one epoch"
+
+
 def test_a_free_run_that_is_killed_loses_no_prompt_and_no_answer(runs: Runs, tmp_path: Path) -> None:
     more = (*AHEAD[2:], "trainer.max_staleness=2")
     points = [Patches(kill) for kill in (SAVED, Kill(OPTIM_STEP), SAVED)]
