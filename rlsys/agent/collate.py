@@ -48,13 +48,17 @@ def collate_episodes(
 
 
 def with_branches(batch: DataProto, *, max_rows: int) -> DataProto:
-    """A batch with a row for every branch of its episodes, at most `max_rows` each; without branches it is returned.
+    """A batch with a row for every branch of its episodes, at most `max_rows` each; it is returned where that is one.
 
     All have as many rows, `meta_info["rows_per_episode"]`, as the episode with most of them, side by side, that of
     `batch` first; those that are missing count nothing (mask 0).
     """
     branches = batch.non_tensor_batch.get("branches", ())
-    size = min(max_rows, 1 + max(map(len, branches), default=0))
+    if not any(branches):
+        return batch
+    size = min(max_rows, 1 + max(map(len, branches)))
+    dropped = {"agent/untrained_rows": float(sum(max(0, len(others) + 1 - size) for others in branches))}
+    batch.meta_info["source_metrics"] = {**batch.meta_info.get("source_metrics", {}), **dropped}
     if size == 1:
         return batch
     whole, pad_token_id = batch.repeat(size), batch.meta_info["pad_token_id"]
@@ -67,8 +71,6 @@ def with_branches(batch: DataProto, *, max_rows: int) -> DataProto:
         images = object_array([row.images for row in rows]).reshape(-1, size - 1)
         whole.non_tensor_batch[IMAGES].reshape(-1, size)[:, 1:] = images
     whole.meta_info["rows_per_episode"] = size
-    dropped = {"agent/untrained_rows": float(sum(max(0, len(others) + 1 - size) for others in branches))}
-    whole.meta_info["source_metrics"] = {**whole.meta_info.get("source_metrics", {}), **dropped}
     return whole
 
 

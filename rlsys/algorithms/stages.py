@@ -72,15 +72,17 @@ def apply_kl_penalty(
 ) -> tuple[DataProto, dict[str, float]]:
     """token_level_rewards := token_level_scores - beta * KL(old || reference) (arXiv:1909.08593).
 
-    The controller is then updated by the mean over rows of their mean KL.
+    The controller is then updated by the mean over rows of their mean KL; branches that an episode lacks are no rows.
     Metrics: actor/reward_kl_penalty (that KL), actor/reward_kl_penalty_coeff (the beta that was applied).
     """
     beta, mask = controller.value, column(batch, "response_mask")
     kl = kl_value(column(batch, "old_log_probs"), column(batch, "ref_log_prob"), kl_penalty)
     kl = torch.where(mask.bool(), kl, torch.zeros_like(kl))
     rewards = column(batch, "token_level_scores") - beta * kl
-    current_kl = masked_mean(kl, mask, dim=1).mean().item()
-    controller.update(current_kl, len(batch))
+    is_row = mask.bool().any(dim=1)
+    is_row[:: batch.meta_info.get("rows_per_episode", 1)] = True
+    current_kl = masked_mean(kl, mask, dim=1)[is_row].mean().item()
+    controller.update(current_kl, int(is_row.sum()))
     metrics = {"actor/reward_kl_penalty": current_kl, "actor/reward_kl_penalty_coeff": beta}
     return with_columns(batch, token_level_rewards=rewards), metrics
 
@@ -147,8 +149,8 @@ def compute_advantage(batch: DataProto, config: AlgorithmConfig, *, num_repeat: 
     one); values for gae; reward_baselines (B,) for remax; old_log_probs and sum_pi_squared for the optimal token
     baselines; the non-tensor columns `gdpo_reward_keys` for gdpo. ValueError naming what is missing.
     In a group an episode of several rows counts once, their rewards weighted by `row_weights`. `adv_norm` replaces the
-    estimator's own whitening by AReaL's normalisation. With `use_pf_ppo` the rows are resampled by their reward, drawn
-    from `seed`.
+    estimator's own whitening by AReaL's normalisation. With `use_pf_ppo` rows, or episodes with all their rows, are
+    resampled by their reward, drawn from `seed`.
     """
     ids, tensors = group_ids(batch, num_repeat=num_repeat), tensors_of(batch.batch)
     inputs: dict[str, Any] = {name: tensors.get(name) for name in INPUTS}
@@ -179,7 +181,8 @@ def compute_advantage(batch: DataProto, config: AlgorithmConfig, *, num_repeat: 
     batch = with_columns(batch, advantages=advantages, returns=returns)
     if not config.use_pf_ppo:
         return batch
-    return batch.select_idxs(pf_ppo_rows(column(batch, "token_level_scores").sum(dim=1), config.pf_ppo, seed=seed))
+    scores = column(batch, "token_level_scores").sum(dim=1)[:: batch.meta_info.get("rows_per_episode", 1)]
+    return batch.select_idxs(episode_rows(batch, pf_ppo_rows(scores, config.pf_ppo, seed=seed)))
 
 
 def _components(batch: DataProto, keys: Sequence[str]) -> Tensor:
@@ -224,6 +227,12 @@ def filter_groups(batch: DataProto, *, metric: str = "seq_reward") -> tuple[Data
     num_kept, total = float(len(kept)), float(len(set(prompts)))
     metrics = {"training/filter_groups_kept": num_kept, "training/filter_groups_dropped": total - num_kept}
     return batch.select_idxs(torch.tensor([prompt in kept for prompt in prompts])), metrics
+
+
+def episode_rows(batch: DataProto, episodes: Tensor) -> Tensor:
+    """The numbers of all rows of these episodes (E,), which have equally many in sequence."""
+    size = batch.meta_info.get("rows_per_episode", 1)
+    return (episodes[:, None] * size + torch.arange(size)).flatten()
 
 
 def episode_inputs(inputs: Mapping[str, Any], weights: Tensor, size: int) -> dict[str, Any]:

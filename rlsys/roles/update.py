@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from rlsys.algorithms.masked import to_loss_sum
-from rlsys.algorithms.stages import with_columns
+from rlsys.algorithms.stages import episode_rows, with_columns
 from rlsys.config.schema.actor import ActorConfig, CriticConfig
 from rlsys.interfaces import LossFn, LossSum, Output, TrainEngine
 from rlsys.protocol import DataProto
@@ -44,7 +44,8 @@ def mini_batches(
             seeds = np.random.SeedSequence([config.data_loader_seed, global_step(batch), epoch])
             (state,) = seeds.generate_state(1, np.uint64)
             draw = torch.Generator().manual_seed(int(state) >> 1)
-            rows = batch.select_idxs(torch.randperm(len(batch), generator=draw))
+            order = torch.randperm(len(batch) // batch.meta_info.get("rows_per_episode", 1), generator=draw)
+            rows = batch.select_idxs(episode_rows(batch, order))
         yield from rows.split(num_rows)
 
 

@@ -8,8 +8,15 @@ import torch
 from rlsys.agent.collate import collate_episodes, first_rows, with_branches
 from rlsys.agent.runner import EpisodeResult
 from rlsys.agent.trace import Span, Trace
-from rlsys.algorithms.stages import compute_advantage, filter_groups, rewards_from_scores, shape_batch_rewards
-from rlsys.config.schema.algorithm import AlgorithmConfig, NormConfig
+from rlsys.algorithms.kl import KLController
+from rlsys.algorithms.stages import (
+    apply_kl_penalty,
+    compute_advantage,
+    filter_groups,
+    rewards_from_scores,
+    shape_batch_rewards,
+)
+from rlsys.config.schema.algorithm import AlgorithmConfig, KLControlConfig, NormConfig
 from rlsys.protocol import DataProto, object_array
 from rlsys.types import Finish, ModelResponse
 
@@ -63,6 +70,25 @@ def test_a_batch_without_branches_is_left_alone_and_too_many_rows_are_counted() 
     several = with_branches(batch_of([episode(4, 1.0), episode(2, 0.0)]), max_rows=2)
     assert len(several) == 4
     assert several.meta_info["source_metrics"] == {"agent/untrained_rows": 2.0}
+    one = with_branches(batch_of([episode(4, 1.0), episode(2, 0.0)]), max_rows=1)
+    assert len(one) == 2
+    assert one.meta_info["source_metrics"] == {"agent/untrained_rows": 4.0}
+
+
+def test_branches_that_episodes_lack_do_not_lower_the_kl_of_the_reward(whole: DataProto) -> None:
+    mask = whole.tensors["response_mask"].float()
+    whole.tensors["old_log_probs"], whole.tensors["ref_log_prob"] = 0.5 * mask, 0.0 * mask
+    controller = KLController(KLControlConfig(type="adaptive", kl_coef=0.1, target_kl=1.0, horizon=100))
+    metrics = apply_kl_penalty(whole, controller)[1]
+    assert metrics["actor/reward_kl_penalty"] == pytest.approx(0.5 * 9 / 10), "nine rows, and one that failed"
+    assert controller.value == pytest.approx(0.1 * (1 - 0.2 * 10 / 100))
+
+
+def test_pf_ppo_resamples_episodes_with_all_their_branches(whole: DataProto) -> None:
+    settings = AlgorithmConfig(adv_estimator="grpo", use_pf_ppo=True)
+    drawn = compute_advantage(rewards_from_scores(whole), settings, seed=2)
+    before, after = (batch.tensors["responses"].reshape(6, 3, 5) for batch in (whole, drawn))
+    assert all(any(episode.equal(one) for one in before) for episode in after)
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "grpo_passk"])

@@ -126,6 +126,11 @@ def test_mini_batches_are_contiguous_or_a_permutation_by_seed_step_and_epoch() -
     assert shuffled[:3] != shuffled[3:]
     assert shuffled == order(shuffle=True, ppo_epochs=2)
     assert shuffled != order(shuffle=True, ppo_epochs=2, data_loader_seed=1)
+    batch.meta_info["rows_per_episode"] = 2
+    rows = [*chain.from_iterable(order(shuffle=True))]
+    assert rows[1::2] == [first + 1 for first in rows[::2]], "an episode's rows stay together"
+    assert sorted(rows) == list(range(10)) != rows
+    del batch.meta_info["rows_per_episode"]
     with pytest.raises(ValueError, match="ppo_mini_batch_size=2 gives 4 ranks no row"):
         next(mini_batches(batch, ActorConfig(ppo_mini_batch_size=2), rollout_n=1, dp_size=4))
     parts = mini_batches(batch, ActorConfig(ppo_mini_batch_size=2), rollout_n=4, dp_size=2)
