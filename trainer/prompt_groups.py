@@ -194,6 +194,12 @@ class PromptGroups:
             self._groups[group] = PromptGroup(group, rows, self._drafts(group, rows))
         if missing := sorted(set(self.window.open) ^ set(self._groups)):
             raise CheckpointError(f"{folder}: the open prompts {missing[:5]} are not those of {OPEN} and {WAITING}")
+        own = _sampled(self._rows, self._rollout.num_answers) if self._rows is not None else {}
+        for group in self._groups.values():
+            for name, was in _sampled(group.rows, len(group.rows)).items():
+                if name in own and own[name] != was:
+                    why = "set data.max_*_length and actor_rollout_ref.rollout.* as in the run that is resumed"
+                    raise ConfigError(f"{folder} has open prompts of {name}={was}, and here it is {own[name]}; {why}")
 
     def _skip(self, group: PromptGroup, reason: str) -> None:
         del self._groups[group.number]
@@ -333,6 +339,11 @@ def _parts(path: Path) -> list[tuple[int, DataProto]]:
     numbers = rows.non_tensor_batch.pop(NUMBER)
     starts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(rows)]
     return [(int(numbers[at]), rows[at:end]) for at, end in pairwise(starts)]
+
+
+def _sampled(rows: DataProto, num_answers: int) -> dict[str, object]:
+    """The settings by which these rows are completed, which all rows of a step share."""
+    return {**rows.meta_info, "n": num_answers, "prompt_length": rows.tensors["prompts"].shape[1]}
 
 
 def _joined(parts: Sequence[DataProto]) -> DataProto:

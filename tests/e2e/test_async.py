@@ -116,6 +116,10 @@ def checkpoint(runs: Runs) -> Path:
         (("trainer.max_staleness=1",), "set trainer.max_staleness=2 or more"),
         (("trainer.max_staleness=0", "trainer.reproducible=false"), "set trainer.max_staleness as in the run"),
         (("data.train_batch_size=8",), "set data.train_batch_size to the value of the run"),
+        (("actor_rollout_ref.rollout.n=2",), "open prompts of n=4, and here it is 2"),
+        (("actor_rollout_ref.rollout.temperature=0.5",), "open prompts of temperature=1.0, and here it is 0.5"),
+        (("data.max_response_length=12",), "open prompts of response_length=9, and here it is 12"),
+        (("data.max_prompt_length=20",), "open prompts of prompt_length=16, and here it is 20"),
     ],
 )
 def test_a_checkpoint_with_open_prompts_is_refused_by_a_run_that_cannot_continue_them(
