@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from rlsys.agent.collate import first_rows
 from rlsys.config import EvalConfig, GradedJob
 from rlsys.config.engines import worker_class
 from rlsys.data.collate import collate_prompts
@@ -53,7 +54,7 @@ class Validation:
         own = {"sampling": validation_sampling(self.cfg), "num_answers": num_answers, "greedy_baseline": False}
         rollout = replace(self.rollout, **own, stage=lambda stage: self.rollout.stage(f"testing_{stage}"))
         graded = [rollout.make(prompts, step=step, call=call)[0] for call, prompts in enumerate(self.batches())]
-        whole = graded[0] if len(graded) == 1 else DataProto.concat(graded)
+        whole = first_rows(graded[0] if len(graded) == 1 else DataProto.concat(graded))
         self.on_validation(whole, step)
         infos = {"reward": whole.tensors["token_level_scores"].sum(-1).tolist(), **numeric_columns(whole)}
         sources, uids = (list(map(str, whole.non_tensor_batch[name])) for name in ("data_source", "uid"))

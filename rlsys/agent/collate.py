@@ -11,6 +11,8 @@ from torch import Tensor
 
 from rlsys.agent.runner import EpisodeResult
 from rlsys.agent.trace import TraceRow
+from rlsys.algorithms.masked import at_last_token
+from rlsys.algorithms.stages import branch_rewards, with_columns
 from rlsys.data.collate import padded_prompts
 from rlsys.protocol import IMAGES, DataProto, object_array
 from rlsys.protocol.rows import pad_rows, row_tensors
@@ -75,9 +77,14 @@ def with_branches(batch: DataProto, *, max_rows: int) -> DataProto:
 
 
 def first_rows(batch: DataProto) -> DataProto:
-    """The row of each episode that `with_branches` was given."""
+    """The row of each episode that `with_branches` was given, with the rewards of all turns of the episode."""
     size = batch.meta_info.get("rows_per_episode", 1)
-    return batch if size == 1 else batch.select_idxs(torch.arange(0, len(batch), size))
+    rows = batch if size == 1 else batch.select_idxs(torch.arange(0, len(batch), size))
+    if not (others := branch_rewards(rows)).any():
+        return rows
+    added = at_last_token(others, rows.tensors["response_mask"])
+    names = {"token_level_scores", "token_level_rewards"} & set(rows.tensors.keys())
+    return with_columns(rows, **{name: rows.tensors[name] + added for name in names})
 
 
 def _tensors(rows: Sequence[TraceRow], pad_id: int, prompt_length: int, response_length: int) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ shares the columns it did not change. Multi-turn responses are gathered into tur
 on turns: B rows, R response tokens, T turns; `turn_ids` (B, R) are in 0..T-1, and -1 on tokens that were given.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
@@ -216,7 +217,7 @@ def filter_groups(batch: DataProto, *, metric: str = "seq_reward") -> tuple[Data
     non-tensor column of numbers such as `acc`. Metrics: training/filter_groups_{kept,dropped}, in groups.
     """
     if metric in ROW_SUMS:
-        values = column(batch, ROW_SUMS[metric]).sum(dim=1)
+        values = column(batch, ROW_SUMS[metric]).sum(dim=1) + branch_rewards(batch)
     else:
         values = _numbers(batch, metric, "filter_groups.metric", ROW_SUMS)
     ids, answered = group_ids(batch), column(batch, "response_mask").any(dim=1)
@@ -227,6 +228,12 @@ def filter_groups(batch: DataProto, *, metric: str = "seq_reward") -> tuple[Data
     num_kept, total = float(len(kept)), float(len(set(prompts)))
     metrics = {"training/filter_groups_kept": num_kept, "training/filter_groups_dropped": total - num_kept}
     return batch.select_idxs(torch.tensor([prompt in kept for prompt in prompts])), metrics
+
+
+def branch_rewards(batch: DataProto) -> Tensor:
+    """What the episode of each row (B,) got for turns that only its `branches` train; other rewards are in each row."""
+    branches = batch.non_tensor_batch.get("branches", [()] * len(batch))
+    return torch.tensor([math.fsum(sum(row["rewards"]) for row in of if row["weight"] == 1.0) for of in branches])
 
 
 def episode_rows(batch: DataProto, episodes: Tensor) -> Tensor:

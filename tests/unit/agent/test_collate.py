@@ -124,6 +124,15 @@ def test_groups_compare_turns_by_the_rewards_from_them_on() -> None:
     torch.testing.assert_close(out, expected)
 
 
+def test_an_episode_has_the_rewards_of_turns_that_its_branches_train() -> None:
+    results = [episode(2, 0.75, [0.25, 0.0, 0.5]), episode(1, 0.75, [0.5, 0.25]), episode(2, 0.75)]
+    batch = rewards_from_scores(batch_of(results))
+    assert not len(filter_groups(batch, metric="score")[0]), "all three have the same reward"
+    for first in (first_rows(batch), first_rows(with_branches(batch, max_rows=8))):
+        for name in ("token_level_scores", "token_level_rewards"):
+            assert first.tensors[name].sum(-1).tolist() == [0.75] * 3
+
+
 def test_a_turn_that_no_other_episode_of_the_group_has_is_not_compared() -> None:
     trace = Trace()
     draw(trace, trace.give((10, 11)), (20, 21))
