@@ -326,7 +326,8 @@ def _continued(answer: PartialResponse, response: ModelResponse, limit: float = 
     """The answer with this response; it is unfinished if only the `limit` of an epoch ended it."""
     after = PartialResponse.of(answer.request, response)
     is_cut = response.stop_reason is Finish.LENGTH and len(after.tokens) == limit and after.room > 0
-    after.finish = None if is_cut else response.stop_reason
+    if not is_cut:
+        after.finish, after.routed_experts = response.stop_reason, response.routed_experts
     return after
 
 

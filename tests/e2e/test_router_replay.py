@@ -84,10 +84,17 @@ def least_likely(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tens
     return logits, scores / scores.sum(-1, keepdim=True), taken
 
 
-def test_the_update_replays_routes_of_the_rollout(sparse: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+AHEAD = ("trainer.max_staleness=2", f"{ACTOR}.optim.lr=0")
+"""Answers of several versions, which are equal so that K3 is that of the routes."""
+
+
+@pytest.mark.parametrize("more", [(), AHEAD, (*AHEAD, "trainer.reproducible=true")], ids=["sync", "async", "repeated"])
+def test_the_update_replays_routes_of_the_rollout(
+    sparse: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]
+) -> None:
     monkeypatch.setattr(Qwen3MoeTopKRouter, "forward", least_likely)
-    alone = run(sparse, tmp_path / "alone", *LOCAL)
-    replayed = run(sparse, tmp_path / "replayed", *LOCAL, f"{REPLAY}=R3", RETURNED)
+    alone = run(sparse, tmp_path / "alone", *LOCAL, *more)
+    replayed = run(sparse, tmp_path / "replayed", *LOCAL, *more, f"{REPLAY}=R3", RETURNED)
     assert all(line["rollout_corr/k3_kl"] > 0.01 for line in alone)
     assert all(abs(line["rollout_corr/k3_kl"]) < 1e-6 for line in replayed)
     assert all(line["training/rollout_probs_diff_max"] < 1e-5 for line in replayed)
