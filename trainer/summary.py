@@ -7,7 +7,7 @@ from pathlib import Path
 from rlsys.config.schema.trainer import RunConfig
 from rlsys.telemetry.jsonl import read_jsonl
 from rlsys.telemetry.report import RUN_FILES
-from rlsys.utils.run_folders import step_folder
+from rlsys.utils.run_folders import merged_model, step_folder
 
 VIEWERS = {"tensorboard": "tensorboard --logdir ", "mlflow.db": "mlflow ui --backend-store-uri sqlite:///"}
 CURVES = {"reward": "critic/score/mean", "train loss": "train/loss", "val loss": "val/loss"}
@@ -34,7 +34,9 @@ def summary_lines(run: RunConfig, *, finished: bool, resumes: bool = True) -> li
     elif finished and checkpoint is not None:
         for model in filter(Path.is_dir, (checkpoint / "actor", checkpoint / "model")):
             merged = ["--local_dir", str(model), "--target_dir", str(root / f"merged_{checkpoint.name}")]
-            lines.append(("next", shlex.join(["python", "-m", "rlsys.model_merger", "merge", *merged])))
+            command = shlex.join(["python", "-m", "rlsys.model_merger", "merge", *merged])
+            whole = merged_model(model)
+            lines.append(("next", command) if whole is None else ("model", str(whole)))
     return [f"  {name:<11} {text}" for name, text in lines]
 
 

@@ -35,3 +35,9 @@ def config_folder(path: Path) -> Path:
     step = step_folder(path)
     places = (step, step / HUGGINGFACE, step / "actor" / HUGGINGFACE)
     return next((place for place in places if (place / "config.json").is_file()), path)
+
+
+def merged_model(directory: Path) -> Path | None:
+    """The model directory that training wrote beside the shards of a role, with adapters merged, if it did."""
+    places = (directory / HUGGINGFACE, directory.parent / HUGGINGFACE)
+    return next((place for place in places if any(place.glob("*.safetensors"))), None)
