@@ -140,7 +140,7 @@ class Reporter:
             "training/global_step": float(step),
         }
         if skipped := [f"{name}={n:g}" for name, n in self._metrics.items() if name.endswith("/skipped_steps") and n]:
-            log.warning("step %d: optimizer steps were skipped, gradients are not finite: %s", step, ", ".join(skipped))
+            log.warning("step %d: skipped optimizer steps, no tokens or not finite: %s", step, ", ".join(skipped))
         self._metrics = {}
         self._finish_timeline(step, metrics.get("perf/throughput", 0.0))
         self._write_ledger(memory)

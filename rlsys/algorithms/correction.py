@@ -129,10 +129,10 @@ def rejection_mask(log_ratio: Tensor, mask: Tensor, config: RolloutCorrectionCon
     if config.rollout_token_veto_threshold is not None:
         vetoed = ((log_ratio < math.log(config.rollout_token_veto_threshold)) & valid).any(dim=1, keepdim=True)
         kept = kept & ~vetoed
-        metrics["rollout_is_veto_fraction"] = vetoed.double().mean()
+        metrics["rollout_is_veto_fraction"] = _share(vetoed.squeeze(1), valid.any(dim=1))
     if rejections:
         metrics["rollout_rs_masked_fraction"] = _share(~kept, valid)
-        metrics["rollout_rs_seq_masked_fraction"] = (~kept & valid).any(dim=1).double().mean()
+        metrics["rollout_rs_seq_masked_fraction"] = _share((~kept & valid).any(dim=1), valid.any(dim=1))
     return torch.where(kept, mask, torch.zeros_like(mask)), metrics
 
 

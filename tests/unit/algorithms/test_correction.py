@@ -80,6 +80,17 @@ def test_metrics_show_how_much_was_rejected() -> None:
     assert metrics["rollout_corr/rollout_rs_token_k1_fraction_high"] == pytest.approx(1 / 5)
 
 
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_rows_without_tokens_change_no_metric(level: str) -> None:
+    """Such as branches that an episode lacks."""
+    settings = {"rollout_is": level, "rollout_rs": "token", "rollout_rs_threshold": 2.0}
+    settings |= {"rollout_token_veto_threshold": 0.25, "rollout_is_batch_normalize": True}
+    ratio, mask = (torch.cat([whole, torch.zeros_like(whole[:1])]) for whole in (RATIO + 0, MASK))
+    with_empty, without = correct(ratio + (ratio == 0), mask, **settings), correct(**settings)
+    assert with_empty.metrics == pytest.approx(without.metrics)
+    assert rows(with_empty.weights)[:-1] == rows(without.weights)
+
+
 def test_shares_of_sequences_count_sequences_and_not_their_tokens() -> None:
     ratio, mask = (
         torch.tensor([[3.0, 1.0, 1.0, 1.0], [0.9, 1.0, 1.0, 1.0]]).double(),

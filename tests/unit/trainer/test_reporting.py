@@ -83,7 +83,7 @@ def test_a_step_without_an_update_is_named(tmp_path: Path, caplog: pytest.LogCap
         reporter.finish_step(step)
     reporter.close()
     (warning,) = [record.getMessage() for record in caplog.records if "not finite" in record.getMessage()]
-    assert warning == "step 2: optimizer steps were skipped, gradients are not finite: actor/skipped_steps=1"
+    assert warning == "step 2: skipped optimizer steps, no tokens or not finite: actor/skipped_steps=1"
 
 
 def test_files_that_refuse_from_the_start_cost_records_and_never_the_run(tmp_path: Path) -> None:
