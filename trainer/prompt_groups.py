@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from rlsys.config.schema.trainer import TrainerConfig
 from rlsys.fleet.fleet import RolloutFleet
@@ -136,7 +137,8 @@ class PromptGroups:
         if (numbers := self.window.take()) is None:
             return None
         batch = _joined([graded for n in numbers if (graded := self._groups.pop(n).graded) is not None])
-        versions = batch.tensors["weight_versions"]
+        branches = [row["versions"] for of in batch.non_tensor_batch.get("branches", ()) for row in of]
+        versions = torch.cat([batch.tensors["weight_versions"].flatten(), *map(torch.tensor, branches)])
         oldest = versions[versions >= 0].min() if bool((versions >= 0).any()) else self.window.step - 2
         age = self.window.check_age(int(oldest))
         counts = {f"rollout/groups_{name}": float(count) for name, count in self.window.counts().items()}

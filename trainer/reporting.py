@@ -114,9 +114,6 @@ class Reporter:
                 float(scores[0]),
                 FLAT_STEPS,
             )
-        versions = rows["weight_versions"][rows["weight_versions"] >= 0]
-        if versions.numel():
-            self.add({"training/staleness": float(int(batch.meta_info["global_steps"]) - 1 - versions.double().mean())})
 
     def token_counts(self, batch: DataProto) -> None:
         """Count prompt and response tokens, for rates."""

@@ -42,6 +42,9 @@ class Steps:
     def balance(self, batch: DataProto, step: int) -> DataProto:
         """Order rows so that ranks get about as many tokens and mini-batches do not depend on the number of ranks."""
         self.reporter.add(batch.meta_info.pop("source_metrics", {}))
+        versions = batch.tensors["weight_versions"][batch.tensors["response_mask"].bool()]
+        if versions.numel():
+            self.reporter.add({"training/staleness": float(step - 1 - versions.double().mean())})
         lengths = batch.tensors["attention_mask"].sum(-1).tolist()
         batch.meta_info |= {"global_token_num": lengths, "global_steps": step}
         ranks, rows = self.plan.actor.dp_size, self.plan.actor.mini_batch_samples

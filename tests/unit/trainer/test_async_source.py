@@ -16,7 +16,7 @@ import pytest
 
 from rlsys.config.schema.trainer import TrainerConfig
 from rlsys.fleet.fleet import RolloutFleet
-from rlsys.protocol import DataProto, response_lengths
+from rlsys.protocol import DataProto, object_array, response_lengths
 from rlsys.rewards.manager import Graded
 from rlsys.types import Finish, ResponseDelta
 from rlsys.utils.errors import ConfigError, DeadlineError, RolloutError
@@ -194,6 +194,21 @@ def test_a_filter_that_keeps_too_few_ends_the_run() -> None:
         run.publish(0)
         with pytest.raises(ConfigError, match="after 3 generated batches only"):
             run.step()
+
+
+def test_the_age_of_a_step_is_that_of_its_oldest_branch() -> None:
+    window = StalenessWindow(groups_per_step=1, max_staleness=3)
+    groups = prompt_groups(window, max_tokens=8)
+    window.issued = window.trained = window.version = 3
+    group = groups.start()[0]
+    group.answers[0].add(ResponseDelta("", (5,), (0.0,), (0.0,), (3,), Finish.STOP))
+    groups.grade([group])
+    assert group.graded is not None
+    group.graded.non_tensor_batch["branches"] = object_array([[{"versions": (3, 1)}]])
+    groups.finish(group)
+    batch = groups.take()
+    assert batch is not None
+    assert batch.meta_info["source_metrics"]["training/staleness_max"] == 2
 
 
 def test_a_checkpoint_keeps_tokens_that_were_drawn_and_prompts_in_order(tmp_path: Path) -> None:

@@ -135,7 +135,10 @@ def test_balancing_counts_tokens_and_keeps_the_temperature() -> None:
     steps, _, metrics = steps_of(config())
     batch = rows()
     batch.meta_info["source_metrics"] = {"rollout/num_gen_batches": 1.0}
+    batch.tensors["weight_versions"] = torch.tensor([[4, 4], [4, 4], [4, 4], [3, 2]])
+    batch.tensors["response_mask"][2] = 0
     batch = steps.balance(batch, 5)
+    assert metrics["training/staleness"] == 3 / 6, "of trained tokens, in all rows"
     assert batch.meta_info == {"temperature": 0.7, "global_steps": 5, "global_token_num": [3, 3, 3, 3]}
     assert metrics["rollout/num_gen_batches"] == 1.0
 
