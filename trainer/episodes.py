@@ -42,11 +42,10 @@ from rlsys.telemetry.metrics import StageTimer
 from rlsys.types import GenerationHyperparameters, SamplingParams
 from rlsys.utils.errors import ConfigError, DataError, RolloutError, result_within
 from trainer.generation import GradedRollout, fleet_generate, meta_of_all_calls, training_sampling, validation_sampling
-from trainer.prompt_groups import OpenAnswers, PromptGroup, PromptGroups
+from trainer.prompt_groups import EPISODES, OpenAnswers, PromptGroup, PromptGroups
 from trainer.prompts import load_processor
 
 ConfigT = TypeVar("ConfigT", PPOConfig, EvalConfig)
-EPISODES = "open_episodes.jsonl"
 AGENTS = {"single_turn_agent": "RLVRWorkflow", "tool_agent": "ToolWorkflow"}
 """verl's names of its agents -> ours."""
 ONE_DRAW = {"workflow": None, "agent.default_agent_loop": "single_turn_agent", "agent.agent_loop_config_path": None}
@@ -133,6 +132,8 @@ class OpenEpisodes(OpenAnswers):
 
     In an epoch they draw in rounds, each turn as a whole.
     """
+
+    by_episodes = True
 
     def __init__(self, groups: PromptGroups, fleet: RolloutFleet, rollout: EpisodeRollout) -> None:
         super().__init__(groups, fleet)

@@ -27,7 +27,7 @@ from trainer.generation import GradedRollout, meta_of_all_calls
 from trainer.source import GroupFilter, Prompts, is_time, reduced, too_few_kept
 from trainer.staleness_window import StalenessWindow
 
-OPEN, WAITING, NUMBER = "open_prompts.dp", "waiting_groups.dp", "group_number"
+OPEN, WAITING, NUMBER, EPISODES = "open_prompts.dp", "waiting_groups.dp", "group_number", "open_episodes.jsonl"
 AnswerFutures = dict[int, Future[Any]]
 """By row of a group, but for answers that are complete: futures of responses, or of episodes."""
 
@@ -248,6 +248,8 @@ class OpenAnswers:
     What calls it holds a lock if it has threads, but for `grade`.
     """
 
+    by_episodes = False
+
     def __init__(self, groups: PromptGroups, fleet: RolloutFleet) -> None:
         self.groups, self.fleet = groups, fleet
         self.running: dict[PromptGroup, AnswerFutures] = {}
@@ -313,8 +315,13 @@ class OpenAnswers:
         return self.groups.save(folder)
 
     def load(self, state: State, folder: Path) -> None:
-        """Continue from a checkpoint."""
+        """Continue from a checkpoint; ConfigError for prompts that are answered in another way."""
         self.groups.load(state, folder)
+        if self.groups.open and (folder / EPISODES).exists() != self.by_episodes:
+            why = "set actor_rollout_ref.rollout.workflow, agent and multi_turn as in the run that is resumed"
+            raise ConfigError(
+                f"{folder} has open prompts {'of' if not self.by_episodes else 'without'} episodes; {why}"
+            )
 
 
 def _up_to(answer: PartialResponse, max_tokens: float) -> PartialResponse:

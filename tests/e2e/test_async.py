@@ -120,6 +120,7 @@ def checkpoint(runs: Runs) -> Path:
         (("actor_rollout_ref.rollout.temperature=0.5",), "open prompts of temperature=1.0, and here it is 0.5"),
         (("data.max_response_length=12",), "open prompts of response_length=9, and here it is 12"),
         (("data.max_prompt_length=20",), "open prompts of prompt_length=16, and here it is 20"),
+        (("actor_rollout_ref.rollout.workflow=MultiTurnWorkflow",), "open prompts without episodes"),
     ],
 )
 def test_a_checkpoint_with_open_prompts_is_refused_by_a_run_that_cannot_continue_them(
