@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 
 ENGINE_SETTINGS = (
     *("gpu_memory_utilization", "kv_cache_gib", "enforce_eager", "enable_chunked_prefill", "enable_prefix_caching"),
-    *("cuda_graph_max_bs", "cudagraph_capture_sizes", "disable_log_stats", "free_cache_engine", "num_scheduler_steps"),
+    *("cuda_graph_max_bs", "cudagraph_capture_sizes", "disable_log_stats", "free_cache_engine"),
 )
+VLLM_SETTINGS = (*ENGINE_SETTINGS, "num_scheduler_steps")
 """Keys of the rollout section that only some engines read."""
 QUANTIZATION = "actor_rollout_ref.rollout.quantization"
 FLOAT8_BLOCKS = 128, 64
@@ -27,7 +28,7 @@ class RolloutBackend:
 
     `worker`: "module:Class" of its RolloutWorker, or for external servers of the RemoteEngine that is made from
     RemoteSettings. `weights_in`: the worker's process, a child process of it, or a server. `dims`: its parallel sizes
-    in an allocation (d data, t tensor, e expert, p pipeline). `settings`: those of ENGINE_SETTINGS that it reads.
+    in an allocation (d data, t tensor, e expert, p pipeline). `settings`: those of VLLM_SETTINGS that it reads.
     `cache_share_of`: it allocates its cache at start, as a share of the device's memory or of the free memory.
     `drops_weights`: its weights can be dropped while it sleeps.
     """
@@ -46,18 +47,14 @@ class RolloutBackend:
         return self.weights_in == "server"
 
 
-_serving = partial(RolloutBackend, dims="dtep", batch_invariant=True, drops_weights=True)
+_serving = partial(RolloutBackend, dims="dtep", settings=ENGINE_SETTINGS, batch_invariant=True, drops_weights=True)
 _external = partial(RolloutBackend, weights_in="server", settings=())
 _BACKENDS = {
     backend.name: backend
     for backend in (
         RolloutBackend("hf", "workers.rollout:HFRolloutWorker"),
-        _serving(
-            *("sglang", "workers.rollout:SGLangRolloutWorker", "child"),
-            settings=ENGINE_SETTINGS[:-1],
-            cache_share_of="free",
-        ),
-        _serving("vllm", "workers.rollout:VLLMRolloutWorker", settings=ENGINE_SETTINGS, cache_share_of="device"),
+        _serving("sglang", "workers.rollout:SGLangRolloutWorker", weights_in="child", cache_share_of="free"),
+        _serving("vllm", "workers.rollout:VLLMRolloutWorker", settings=VLLM_SETTINGS, cache_share_of="device"),
         _external("sglang_remote", "rlsys.fleet.external.engine:SGLangRemoteEngine"),
         _external("vllm_remote", "rlsys.fleet.external.engine:VLLMRemoteEngine"),
     )
@@ -79,7 +76,7 @@ def rollout_backends() -> tuple[RolloutBackend, ...]:
 
 def rollout_backend(name: str) -> RolloutBackend:
     """The engine of this name; one that is not registered yet is assumed to support every setting."""
-    return _BACKENDS.get(name) or RolloutBackend(name, None, "process", "dtep", ENGINE_SETTINGS, batch_invariant=True)
+    return _BACKENDS.get(name) or RolloutBackend(name, None, "process", "dtep", VLLM_SETTINGS, batch_invariant=True)
 
 
 def decoder_sizes(hf_config: Mapping[str, object]) -> dict[str, int]:

@@ -32,8 +32,6 @@ MEMORY, LINK, NETWORK = 0.87, 0.85, 0.8
 """Shares of the rates of memory and of NVLink, as plain copies reach them, and of the network, which is assumed."""
 DECODE_S = {"vllm": (3.0e-3, 7e-6, 8e-6), "sglang": (5.1e-3, 0.6e-6, 0.0)}
 """What the host needs for a decode step, each answer in it and to schedule each, in part while the GPU computes."""
-DENSE_STEPS = 8
-"""Decode steps for each of vLLM's scheduler, which it makes with dense models."""
 FP8_MATMUL = 1.25
 """How much faster the layers of a 7B are with weights in FP8, measured with 256 rows (data sheets say 2)."""
 HF_LAYER_S = 1.5e-3
@@ -183,7 +181,7 @@ def rollout_phase(job: PlanInputs, cluster: GpuCluster, sigma: float) -> Phase:
     rollout, lengths, d = job.cfg.actor_rollout_ref.rollout, job.lengths, fp.decoder_of(job.machine.actor)
     rows = -(-job.plan.samples * rollout.attention_size // job.plan.pools.rollout_ranks)
     floor, row_s, scheduled_s = DECODE_S.get(rollout.name, DECODE_S["vllm"])
-    row_s += scheduled_s / (rollout.num_scheduler_steps or (1 if d.num_sparse else DENSE_STEPS))
+    row_s += scheduled_s / (1 if d.num_sparse else rollout.num_scheduler_steps)
     if rollout.name == "hf":
         floor, row_s = HF_LAYER_S * d.num_layers, 0.0
     read = lengths.mean_prompt * rows / (rollout.n if rollout.enable_prefix_caching else 1)

@@ -21,7 +21,6 @@ from rlsys.rollout.base import EngineContext
 from rlsys.rollout.hf.engine import HFRollout
 from rlsys.rollout.vllm.engine import VLLMRollout
 from rlsys.types import Finish, ModelRequest, SamplingParams
-from rlsys.utils.errors import ConfigError
 from tests.e2e.conftest import Toy, with_model
 from tests.ranks import run_ranks
 from tests.vllm_runner import SWITCHES, interpret_kernels
@@ -227,11 +226,3 @@ def test_runner_2_returns_the_routes_of_the_model(tmp_path: Path, runner_2: Proc
         assert answer.output_tokens == tokens
         np.testing.assert_array_equal(np.sort(np.asarray(answer.routed_experts)), np.sort(routes))
     reference.close()
-
-
-def test_an_engine_that_cannot_make_several_steps_a_schedule_says_so(wide: Toy) -> None:
-    config = GenerationConfig(enforce_eager=True, max_model_len=64, num_scheduler_steps=2)
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        started = pool.submit(VLLMRollout, wide.model, config, EngineContext())
-        with pytest.raises(ConfigError, match="num_scheduler_steps=2: only vLLM's model runner 2"):
-            started.result(300)

@@ -36,7 +36,7 @@ def check_rollout(cfg: GradedJob, ranks: int) -> Iterator[str]:
 
 def _idle(cfg: GradedJob, name: str) -> Iterator[str]:
     rollout, backend, fields = cfg.actor_rollout_ref.rollout, engines.rollout_backend(name), leaves(type(cfg))
-    names = [key for key in engines.ENGINE_SETTINGS if key not in backend.settings and f"{KEY}.{key}" in fields]
+    names = [key for key in engines.VLLM_SETTINGS if key not in backend.settings and f"{KEY}.{key}" in fields]
     if changed := [key for key in names if getattr(rollout, key) != fields[f"{KEY}.{key}"].default]:
         readers = " and ".join(sorted(one.name for one in engines.rollout_backends() if changed[0] in one.settings))
         why = f"{', '.join(changed)} only apply to {KEY}.name={readers}; ignored for {name}"

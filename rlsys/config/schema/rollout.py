@@ -168,9 +168,9 @@ class GenerationConfig(ServingConfig):
     """Largest batch that vLLM and SGLang decode with a CUDA graph; null is max_num_seqs, at most 512."""
     cudagraph_capture_sizes: t.Counts | None = None
     """Batch sizes that get a CUDA graph; null lets the engine choose up to cuda_graph_max_bs."""
-    num_scheduler_steps: t.Count | None = None
-    """Decoding steps for each step of vLLM's scheduler: an answer's end, new requests and new weights wait for them;
-    null is 8 where vLLM can (dense models of text on GPUs), else 1."""
+    num_scheduler_steps: t.Count = 8
+    """Most decoding steps for each step of vLLM's scheduler, for which an answer's end and new requests wait. It makes
+    several for dense models of text on GPUs, and one for others."""
     disable_log_stats: t.Flag = True
     """Do not log vLLM's and SGLang's own statistics."""
     enable_chunked_prefill: t.Flag = True

@@ -13,30 +13,22 @@ from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
-from rlsys.utils.errors import ConfigError
-
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-KEY, NUM_STEPS = "actor_rollout_ref.rollout.num_scheduler_steps", 8
 
+def start_multi_step(engine: "LLMEngine", num_steps: int, is_awaited: Callable[[], bool]) -> None:
+    """Have this engine make so many decoding steps a schedule, fewer when it is awaited, and one where it cannot.
 
-def start_multi_step(engine: "LLMEngine", num_steps: int | None, is_awaited: Callable[[], bool]) -> None:
-    """Have this engine make `num_steps` decoding steps a schedule, None: NUM_STEPS if it can; ConfigError if it cannot.
-
-    It makes no more of them when it is awaited. It can where it starts steps ahead, with model runner 2, for models
-    whose only state is the KV cache, and without statistics, speculative decoding, routes and KV connectors.
+    It can where it starts steps ahead, with model runner 2, for models whose only state is the KV cache, and without
+    statistics, speculative decoding, routes and KV connectors.
     """
     scheduler = cast("AsyncScheduler", cast("InprocClient", engine.engine_core).engine_core.scheduler)
     is_ahead = isinstance(scheduler, AsyncScheduler) and scheduler.use_v2_model_runner and not scheduler.log_stats
     connectors = scheduler.connector or getattr(scheduler, "aux_output_connector", None)
-    can = is_ahead and not (scheduler.num_spec_tokens or connectors or scheduler.has_mamba_layers)
-    if (num_steps or 1) > 1 and not can:
-        why = "only vLLM's model runner 2, for dense models of text on GPUs without statistics and speculation, can"
-        raise ConfigError(f"{KEY}={num_steps}: {why} make several steps a schedule; set {KEY}=1")
-    if can and num_steps != 1:
-        scheduler.num_spec_tokens = (num_steps or NUM_STEPS) - 1
+    if is_ahead and not (scheduler.num_spec_tokens or connectors or scheduler.has_mamba_layers):
+        scheduler.num_spec_tokens = num_steps - 1
         MultiStepRunner(engine.model_executor.driver_worker.worker.model_runner, is_awaited)  # pyrefly: ignore
 
 

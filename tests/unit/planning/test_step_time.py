@@ -202,7 +202,7 @@ def test_the_host_needs_its_time_for_every_answer_of_a_decode_step() -> None:
     """On a GPU that needs no time for 64 answers of 3,072 tokens nothing else is left."""
     free = GpuCluster(Gpu(1e30, 1e30, 1e6, 1e30, 1e30), 8)
     for name, (step_s, answer_s, scheduled_s) in steps.DECODE_S.items():
-        for scheduler_steps, share in (("null", 1 / 8), ("1", 1), ("4", 1 / 4)):
+        for scheduler_steps, share in ((8, 1 / 8), (1, 1), (4, 1 / 4)):
             settings = (f"{ROLLOUT}.name={name}", f"{ROLLOUT}.num_scheduler_steps={scheduler_steps}")
             job = PlanInputs(
                 config("trainer.n_gpus_per_node=8", *settings), machine("7B"), Lengths(1024, 3072, 1024, 3072)
