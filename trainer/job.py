@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, TextIO, TypeVar
 from rlsys.config import DPOConfig, EvalConfig, PPOConfig, RMConfig, SFTConfig, main_config
 from rlsys.config.arguments import Arguments
 from rlsys.config.derive import ENGINE
-from rlsys.config.introspect import replaced
+from rlsys.config.introspect import replaced, value_at
 from rlsys.config.schema.jobs import GradedJob, SupervisedConfig
 from rlsys.telemetry.log import FILE_ONLY, get_logger, setup_logging
 from rlsys.utils import errors
@@ -68,6 +68,10 @@ def _check(config: C, arguments: Arguments) -> tuple[list[str], dict[str, str]]:
     """
     if sys.flags.optimize > 1:
         raise errors.ConfigError("PYTHONOPTIMIZE=2 removes docstrings that transformers needs; unset it")
+    needed = ("model.path", "data.train_files"), ("actor_rollout_ref.model.path", "data.val_files")
+    for key in () if isinstance(config, PPOConfig) else needed[isinstance(config, EvalConfig)]:
+        if value_at(config, key) is None:
+            raise errors.ConfigError(f"{key} is not set, and this job has no default: name one")
     from rlsys.data.first_rows import check_first_rows  # numpy, which a wrong key need not wait for
 
     data_sources, facts = check_first_rows(config)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.config import PPOConfig, SFTConfig
+from rlsys.config import EvalConfig, PPOConfig, SFTConfig
 from rlsys.utils.errors import CheckpointError, ConfigError, DataError
 from tests.contracts.train_engine import MODELS
 from tests.timing import scaled_s
@@ -147,6 +147,17 @@ def test_a_dry_run_plans_the_ranks_that_split_matrices(tmp_path: Path, capsys: p
         checked_config([*split, f"actor_rollout_ref.model.path={tmp_path}"], PPOConfig)
     key = "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size"
     assert f"{key} = 2: does not divide num_key_value_heads=3; set {key}=1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("schema", "key"), [(SFTConfig, "model.path"), (EvalConfig, "actor_rollout_ref.model.path")]
+)
+def test_a_dry_run_refuses_a_job_without_a_model(
+    schema: type[SFTConfig | EvalConfig], key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        checked_config(["--dry-run"], schema)
+    assert capsys.readouterr().err.endswith(f"rlsys: {key} is not set, and this job has no default: name one\n")
 
 
 def test_an_engine_is_chosen_that_can_have_the_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
