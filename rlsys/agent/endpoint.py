@@ -116,7 +116,7 @@ class Endpoint:
             return await handler(request)
         except EpisodeEnd as ended:
             return _error(400, "episode_end", str(ended))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             episode.session.counts["bad_requests"] += 1
             return _error(400, "invalid_request_error", f"{type(error).__name__}: {error}")
 
@@ -131,7 +131,8 @@ class Endpoint:
         body = await request.json()
         completion = await self._completion(request, body)
         if body.get("stream"):
-            return await _stream(request, _chunks(completion), last=b"data: [DONE]\n\n")
+            with_usage = bool((body.get("stream_options") or {}).get("include_usage"))
+            return await _stream(request, _chunks(completion, with_usage), last=b"data: [DONE]\n\n")
         return web.json_response(completion)
 
     async def _translate(self, api: ModuleType, request: web.Request) -> web.StreamResponse:
@@ -191,8 +192,9 @@ def _choice(number: int, answer: Answer) -> dict[str, object]:
     return {"index": number, "message": message, "finish_reason": reason, "logprobs": None}
 
 
-def _chunks(completion: JsonObject) -> Iterator[JsonObject]:
-    """The events of a streamed completion: each choice as one chunk and its end, then the usage."""
+def _chunks(completion: JsonObject, with_usage: bool) -> Iterator[JsonObject]:
+    """The events of a streamed completion: each choice as one chunk and its end, then the usage if it is asked for,
+    since its event has no choice."""
     head = {**completion, "object": "chat.completion.chunk"}
     usage = head.pop("usage")
     for choice in completion["choices"]:
@@ -201,7 +203,8 @@ def _chunks(completion: JsonObject) -> Iterator[JsonObject]:
             delta["tool_calls"] = [{**call, "index": at} for at, call in enumerate(delta["tool_calls"])]
         for part, reason in ((delta, None), ({}, choice["finish_reason"])):
             yield {**head, "choices": [{"index": choice["index"], "delta": part, "finish_reason": reason}]}
-    yield {**head, "choices": [], "usage": usage}
+    if with_usage:
+        yield {**head, "choices": [], "usage": usage}
 
 
 async def _stream(request: web.Request, events: Iterable[JsonObject], last: bytes = b"") -> web.StreamResponse:
