@@ -25,6 +25,7 @@ def chat_request(body: JsonObject) -> JsonObject:
         "tools": [{"type": "function", "function": tool} for tool in tools],
         "tool_choice": (body.get("tool_choice") or {}).get("type"),
         "max_tokens": body.get("max_tokens"),
+        "response_format": (body.get("output_config") or {}).get("format"),
     }
 
 

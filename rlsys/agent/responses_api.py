@@ -17,6 +17,7 @@ def chat_request(body: JsonObject) -> JsonObject:
         _append(messages, item)
     tools = [_tool(tool) for tool in body.get("tools") or []]
     asked = {name: body.get(name) for name in ("model", "tool_choice")}
+    asked["response_format"] = (body.get("text") or {}).get("format")
     return {**asked, "max_tokens": body.get("max_output_tokens"), "messages": messages, "tools": tools}
 
 

@@ -110,7 +110,9 @@ async def test_a_retry_gets_the_same_draw_and_a_second_request_another(episode):
 
 async def test_a_stream_is_the_same_answer_in_events(episode):
     client, _, session = episode
-    _, text = await client.post({"messages": [user("a")], "stream": True})
+    _, text = await client.post(
+        {"messages": [user("a")], "stream": True, "stream_options": {"include_usage": True}}
+    )
     events = [line.removeprefix("data: ") for line in text.splitlines() if line]
     parts = [json.loads(event) for event in events[:-1]]
     assert events[-1] == "[DONE]"
@@ -136,6 +138,7 @@ async def test_several_choices_are_branches(episode):
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "has no image"),
         ({"messages": [{"content": "a"}]}, "role"),
         ({"messages": "a"}, "messages must be a list"),
+        ({"messages": ["a"]}, "AttributeError: 'str' object has no attribute 'items'"),
         ({"messages": [user("a")], "frequency_penalty": 0.5}, "frequency_penalty=0.5: tokens are drawn from"),
         ({"messages": [user("a")], "logit_bias": {"5": 100}}, "drawn from the model as it is"),
         ({"messages": [user("a")], "response_format": {"type": "json_object"}}, "response_format other than text"),
@@ -161,6 +164,12 @@ async def test_a_bad_request_is_answered_and_counted(episode, body, message):
         ),
         ("/responses", {"input": "a", "tools": [{"type": "web_search"}]}, "only functions are supported"),
         ("/responses", {}, "KeyError: 'input'"),
+        ("/responses", {"input": "a", "text": {"format": {"type": "json_object"}}}, "response_format other than text"),
+        (
+            "/messages",
+            {"messages": [user("a")], "output_config": {"format": {"type": "json_schema"}}},
+            "response_format other than text",
+        ),
         (
             "/messages",
             {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
@@ -261,7 +270,7 @@ client, messages = OpenAI(), [{"role": "user", "content": "a"}]
 answer = client.chat.completions.create(model="any", messages=messages).choices[0].message
 messages += [answer, {"role": "user", "content": "b"}]
 stream = client.chat.completions.create(model="any", messages=messages, stream=True)
-text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
 messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "c"}]
 asyncio.run(AsyncOpenAI().chat.completions.create(model="any", messages=messages, temperature=0.2))
 assert client.models.list().data[0].id == "policy"
