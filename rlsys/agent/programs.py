@@ -47,7 +47,9 @@ def command_workflow(command: str) -> Workflow:
     """
 
     async def call(row: Row, episode: OpenEpisode) -> None:
-        env = {**os.environ, "NO_PROXY": "127.0.0.1", "RLSYS_ROW": json.dumps(plain_json(row))}
+        env = {**os.environ, "RLSYS_ROW": json.dumps(plain_json(row))}
+        direct = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")  # as curl and Python's clients read them
+        env |= dict.fromkeys(("no_proxy", "NO_PROXY"), f"{direct},127.0.0.1" if direct else "127.0.0.1")
         env |= {"OPENAI_BASE_URL": episode.base_url, "ANTHROPIC_BASE_URL": episode.base_url.removesuffix("/v1")}
         env |= dict.fromkeys(("OPENAI_API_KEY", "ANTHROPIC_API_KEY"), episode.key)
         quiet = asyncio.subprocess.DEVNULL

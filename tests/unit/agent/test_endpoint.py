@@ -110,9 +110,7 @@ async def test_a_retry_gets_the_same_draw_and_a_second_request_another(episode):
 
 async def test_a_stream_is_the_same_answer_in_events(episode):
     client, _, session = episode
-    _, text = await client.post(
-        {"messages": [user("a")], "stream": True, "stream_options": {"include_usage": True}}
-    )
+    _, text = await client.post({"messages": [user("a")], "stream": True, "stream_options": {"include_usage": True}})
     events = [line.removeprefix("data: ") for line in text.splitlines() if line]
     parts = [json.loads(event) for event in events[:-1]]
     assert events[-1] == "[DONE]"
@@ -227,6 +225,15 @@ def test_a_program_without_a_reward_is_graded_by_its_last_answer(tmp_path):
         "u.urlopen(r).read()\n"
     )
     assert run_program(command_workflow(f"{sys.executable} {script}")).reward == 1.0
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+def test_a_program_reaches_its_model_beside_a_proxy(monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", ".corp")
+    script = Path(__file__).with_name("bash_agent.sh")
+    result = run_program(command_workflow(f"[ $NO_PROXY = .corp,127.0.0.1 ] && bash {script}"))
+    assert (result.end, result.reward) == ("stop", 0.75), result.error
 
 
 def test_a_program_that_fails_or_hangs_is_an_episode_that_failed(tmp_path):

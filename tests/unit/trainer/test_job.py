@@ -149,9 +149,7 @@ def test_a_dry_run_plans_the_ranks_that_split_matrices(tmp_path: Path, capsys: p
     assert f"{key} = 2: does not divide num_key_value_heads=3; set {key}=1" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("schema", "key"), [(SFTConfig, "model.path"), (EvalConfig, "actor_rollout_ref.model.path")]
-)
+@pytest.mark.parametrize(("schema", "key"), [(SFTConfig, "model.path"), (EvalConfig, "actor_rollout_ref.model.path")])
 def test_a_dry_run_refuses_a_job_without_a_model(
     schema: type[SFTConfig | EvalConfig], key: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
