@@ -127,6 +127,20 @@ async def test_several_choices_are_branches(episode):
     check_rows(engine, session.trace, False)
 
 
+async def test_a_program_that_hangs_up_leaves_no_traceback(episode, caplog):
+    client, engine, _ = episode
+    _, writer = await asyncio.open_connection("127.0.0.1", int(client.url.split(":")[2].partition("/")[0]))
+    lines = [f"{name}: {value}" for name, value in {**client.headers, "Host": "h", "Content-Length": 99}.items()]
+    path = "/e/" + client.url.partition("/e/")[2]
+    writer.write("\r\n".join([f"POST {path}/chat/completions HTTP/1.1", *lines, "", "{"]).encode())
+    await writer.drain()
+    await asyncio.sleep(0.1)
+    writer.close()
+    await asyncio.sleep(0.1)
+    await client.ask(user("a"))
+    assert (caplog.records, len(engine.draws)) == ([], 1)
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [
