@@ -31,6 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--num_workers", type=int, default=2, help="0 grades in this process: breakpoint() works")
     parser.add_argument("--timeout_s", type=float, default=10.0, help="seconds for a row")
     given = parser.parse_args(argv)
+    if given.limit < 0 or not isinstance(given.reward_kwargs, dict):
+        parser.error("--limit must not be negative, --reward_kwargs must be a JSON object")
     try:
         rows = islice(read_rows(given.rows), given.limit)
         items, _ = parse_rows(rows, lambda row: _item(row.values, given.answer_key), bad_rows="skip")
@@ -53,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _item(row: JsonObject, answer_key: str) -> RewardItem:
-    truths = (row.get("gts"), (row.get("reward_model") or {}).get("ground_truth"), row.get(answer_key))
+    model = model if isinstance(model := row.get("reward_model"), dict) else {}
+    truths = (row.get("gts"), model.get("ground_truth"), row.get("ground_truth"), row.get(answer_key))
     if (truth := next((truth for truth in truths if truth is not None), None)) is None:
         raise DataError(f"a row has no ground truth, only {', '.join(sorted(row))}: set --answer_key=<column>")
     answer = row.get("output", truth)

@@ -52,6 +52,7 @@ def test_the_ground_truths_of_a_data_file_are_scored_as_answers(
     assert "source=sums" in out
     assert out.endswith("2 rows: mean 1, from 1 to 1; 0 errors, 0 timeouts\n")
     assert main([reward, rows(tmp_path, {"target": 3}), "--answer_key=target", "--limit=1"]) == 0
+    assert main([reward, rows(tmp_path, {"ground_truth": 3}, {"reward_model": "rule", "answer": 3})]) == 0
 
 
 def test_wrong_arguments_are_refused(tmp_path: Path, reward: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,6 +61,9 @@ def test_wrong_arguments_are_refused(tmp_path: Path, reward: str, capsys: pytest
     assert main([reward, rows(tmp_path, {"answer": 3}), "--name=prompts_only"]) == 2
     assert "prompts_only(prompts) is called with data_source" in capsys.readouterr().err
     assert main([reward, str(tmp_path / "none.jsonl")]) == 2
+    for wrong in ("--limit=-1", "--reward_kwargs=[1]"):
+        with pytest.raises(SystemExit, match="2"):
+            main([reward, rows(tmp_path, {"answer": 3}), wrong])
 
 
 def test_neither_torch_nor_transformers_is_imported() -> None:
