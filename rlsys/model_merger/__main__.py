@@ -73,6 +73,8 @@ def _merge(local_dir: Path, target_dir: Path, hf_model_config_path: Path | None,
 
 
 def _split(hf_model_path: Path, target_dir: Path, overwrite: bool, **layout: Any) -> int:
+    if small := [name for name in ("tp", "pp", "vp", "ep", "etp") if layout[name] < 1]:
+        raise ConfigError(f"--{small[0]}={layout[small[0]]}: must be at least 1")
     count = split(hf_model_path, target_dir, SplitLayout(**layout), overwrite=overwrite)
     print(f"{target_dir}: {count} files")
     return 0

@@ -281,6 +281,8 @@ def test_errors_at_the_command_line_are_one_line(
 ) -> None:
     assert main(["merge", *_folders(tmp_path, tmp_path / "hf")]) == 2
     assert "neither tensors.json nor split.json; give a run's folder, global_step_N" in capsys.readouterr().err
+    assert main(["split", "--hf_model_path", str(models["mixtral"]), f"--target_dir={tmp_path}/none", "--ep", "0"]) == 2
+    assert capsys.readouterr().err == "--ep=0: must be at least 1\n"
     split(models["mixtral"], tmp_path / "ranks", SplitLayout())
     (tmp_path / "ranks" / "huggingface").rename(tmp_path / "aside")
     assert main(["merge", *_folders(tmp_path / "ranks", tmp_path / "hf")]) == 2
