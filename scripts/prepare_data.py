@@ -304,4 +304,8 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except OSError as error:  # a folder that cannot be written
+        print(error, file=sys.stderr)
+        sys.exit(2)

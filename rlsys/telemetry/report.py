@@ -92,6 +92,6 @@ def _records(folder: Path) -> list[dict[str, object]]:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2 or not Path(sys.argv[1]).is_dir():
-        raise SystemExit("rlsys report RUN_FOLDER: writes index.html, the report page, from the files of a run")
+    if len(sys.argv) != 2 or not _records(Path(sys.argv[1])):
+        raise SystemExit("rlsys report RUN_FOLDER: writes index.html, the report page, from a run's metrics.jsonl")
     print(RunReport(Path(sys.argv[1])).write())

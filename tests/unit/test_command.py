@@ -19,6 +19,15 @@ def rlsys(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_folders_that_do_not_suit_are_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    written = rlsys("prepare-data", "--task=gcd", "--train=2", "--val=2", "--out=file", folder=tmp_path)
+    assert (written.returncode, written.stderr) == (2, "[Errno 17] File exists: 'file'\n")
+    reported = rlsys("report", ".", folder=tmp_path)
+    assert (reported.returncode, reported.stderr.count("\n")) == (1, 1)
+    assert not (tmp_path / "index.html").exists()
+
+
 def test_python_without_docstrings_is_refused(tmp_path: Path) -> None:
     command = [sys.executable, "-OO", "-m", "rlsys", "train", "--config-name=quickstart", "--dry-run"]
     done = subprocess.run(
