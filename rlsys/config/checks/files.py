@@ -222,13 +222,16 @@ def _output(cfg: PPOConfig | SupervisedConfig | EvalConfig) -> Iterator[str]:
             yield wrong(cfg, f"trainer.{key}", why)
     if "://" not in (getattr(trainer, "default_hdfs_dir", None) or "://"):
         yield wrong(cfg, "trainer.default_hdfs_dir", "not an address", "s3://BUCKET/RUN")
-    for key in ("default_local_dir", "rollout_data_dir", "validation_data_dir"):
+    for key in ("default_local_dir", "rollout_data_dir", "validation_data_dir", "output_path"):
         if "://" in (name := getattr(trainer, key, None) or ""):
             why = "it must be a folder of this machine; to copy checkpoints set trainer.default_hdfs_dir"
             yield wrong(cfg, f"trainer.{key}", why)
         elif name:
-            standing = existing_parent(path := Path(name).absolute())
-            if any(len(os.fsencode(part)) > MAX_NAME_BYTES for part in path.parts):
+            path, is_file = Path(name).absolute(), key == "output_path"
+            standing = existing_parent(path.parent if is_file else path)
+            if is_file and path.is_dir():
+                yield wrong(cfg, f"trainer.{key}", "a folder, not a file", "<file>")
+            elif any(len(os.fsencode(part)) > MAX_NAME_BYTES for part in path.parts):
                 yield wrong(cfg, f"trainer.{key}", f"a name of more than {MAX_NAME_BYTES} bytes", "<folder>")
             elif not standing.is_dir():
                 yield wrong(cfg, f"trainer.{key}", f"{standing} is a file, not a folder", "<folder>")

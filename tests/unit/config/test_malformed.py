@@ -769,6 +769,8 @@ OTHER_JOBS = [
     bad("algorithm.gamma=1", "algorithm.gamma", "no such key", schema=RMConfig),
     bad("data.path=./gone.parquet", "data.val_files", "file not found", schema=EvalConfig),
     bad("data.response_key=x", "data.response_key", "main_eval", schema=EvalConfig),
+    bad("trainer.output_path=./folder", "trainer.output_path", "a folder, not a file", schema=EvalConfig),
+    bad("trainer.output_path=./notes.txt/x", "trainer.output_path", "notes.txt is a file", schema=EvalConfig),
     bad("rollout.name=trtllm", f"{R}.name", "hf", schema=EvalConfig),
     bad(
         [f"{R}.quantization=fp8", f"{R}.name=vllm", f"{M}.path=narrow"],
