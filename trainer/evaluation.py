@@ -17,6 +17,7 @@ from rlsys.data.dataset import PromptDataset
 from rlsys.fleet.group import group_fleet
 from rlsys.protocol import DataProto
 from rlsys.rewards.manager import reward_items, reward_manager_class
+from rlsys.telemetry.jsonl import plain_json
 from rlsys.telemetry.log import get_logger
 from rlsys.telemetry.metrics import StageTimer
 from rlsys.telemetry.progress import Progress
@@ -83,12 +84,17 @@ def write_answers(batch: DataProto, path: Path, tokenizer: Any) -> None:
     rows: dict[str, dict[str, Any]] = {}
     columns, scores = batch.non_tensor_batch, batch.tensors["token_level_scores"].sum(-1).tolist()
     for at, answer in enumerate(reward_items(batch, tokenizer)):
-        row = {name: columns[name][at] for name in ("data_source", "reward_model", "extra_info") if columns[name][at]}
+        row = {name: columns[name][at] or None for name in ("data_source", "reward_model", "extra_info")}
         row = rows.setdefault(columns["uid"][at], {"prompt": columns["raw_prompt"][at], **row})
         row.setdefault("responses", []).append(answer.solution)
         row.setdefault("scores", []).append(scores[at])
     path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.Table.from_pylist(list(rows.values())), path)
+    try:
+        pq.write_table(pa.Table.from_pylist(list(rows.values())), path)
+    except pa.ArrowException:  # values of several types in one column: as JSON text, but for what is ours
+        for row in rows.values():
+            row |= {name: json.dumps(plain_json(row[name])) for name in row.keys() - {"responses", "scores"}}
+        pq.write_table(pa.Table.from_pylist(list(rows.values())), path)
 
 
 def run_evaluation(config: EvalConfig) -> None:

@@ -59,6 +59,31 @@ def test_an_evaluation_writes_its_metrics(toy: Toy, tmp_path: Path, capsys: pyte
         main([*argv, "trainer.device=cuda"])
 
 
+def test_answers_are_kept_where_columns_hold_several_types(toy: Toy, tmp_path: Path) -> None:
+    truths = (
+        {"reward_model": {"ground_truth": "2"}},
+        {"reward_model": {"ground_truth": [4, {}]}, "extra_info": {"a": 1}},
+    )
+    rows = [{"prompt": "1+1=", "data_source": "mine", **truth} for truth in truths]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    argv = [
+        f"actor_rollout_ref.model.path={toy.model}",
+        f"data.val_files={tmp_path / 'rows.jsonl'}",
+        f"reward.custom_reward_function.path={toy.grader}",
+        "reward.num_workers=1",
+        "data.max_prompt_length=16",
+        "data.max_response_length=4",
+        "trainer.backend=local",
+        f"trainer.default_local_dir={tmp_path / 'out'}",
+        f"trainer.output_path={tmp_path / 'answers.parquet'}",
+    ]
+    assert main(argv) == 0
+    answers = read_table(tmp_path / "answers.parquet").to_pylist()
+    assert [json.loads(row["reward_model"])["ground_truth"] for row in answers] == ["2", [4, {}]]
+    assert [json.loads(row["extra_info"]) for row in answers] == [None, {"a": 1}]
+    assert [len(row["responses"]) for row in answers] == [1, 1]
+
+
 def test_an_evaluation_downloads_its_model_and_rows(toy: Toy, tmp_path: Path) -> None:
     files = {file.name: file.read_bytes() for file in toy.model.iterdir()}
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
