@@ -250,7 +250,13 @@ class Server:
                 scores = self.brain.score(body["input_ids"])
                 pairs = [[value, token, None] for value, token in zip([None, *scores], body["input_ids"], strict=True)]
                 return web.json_response({"meta_info": {"input_token_logprobs": pairs}})
+            if (name := body.get("lora_path")) and name not in self.adapters:
+                error = {"message": f"The following requested LoRA adapters are not loaded: {name}", "code": 400}
+                return web.Response(body=_data({"error": error}), content_type="text/event-stream")
             return await self._generate(request, body, body["input_ids"], _sglang_params(body["sampling_params"]))
+        if path == "/load_lora_adapter":
+            self.adapters[body["lora_name"]] = body["lora_path"]
+            return web.json_response({"success": True})
         if path == "/server_info":
             return web.json_response({"tp_size": 1, "version": self.release})
         if path in GROUP_ROUTES:

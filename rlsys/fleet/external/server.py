@@ -87,7 +87,9 @@ class ServerReplica:
                     self._outbox.append(delta)
             self.num_failures = 0
         except (RefusedError, ValueError) as error:
-            self._outbox.append(ResponseDelta(request.rid, error=str(error), refused=True))
+            if is_lost := bool(self.engine.adapter) and self.engine.adapter in str(error):  # SGLang has started again
+                self.is_admitted, self.cause = False, str(error)
+            self._outbox.append(ResponseDelta(request.rid, error=str(error), refused=not is_lost))
         except ServerFault as fault:
             log.warning("%s", fault)
             if isinstance(fault, StaleWeightsFault) or (self.engine.adapter and fault.status == 404):

@@ -368,6 +368,17 @@ def test_adapters_change_without_interrupting_anything() -> None:
             closing.close()
 
 
+def test_an_adapter_that_a_server_lost_is_loaded_again(fleet: Fleet) -> None:
+    (server,) = fleet.serve()
+    engine = fleet.engine(server)
+    meta = WeightUpdateMeta(1, weights_path="/a/1", metadata={"lora_name": "actor"})
+    engine.update_weights(meta).result(scaled_s(10))
+    server.stop()
+    server.restart()
+    assert {v for r in engine.generate(requests_of(2)) for v in r.output_versions} == {1}
+    assert server.adapters == {"actor-v1": "/a/1"}
+
+
 def test_log_probs_before_the_temperature_are_refused() -> None:
     fleet = Fleet("vllm")
     (server,) = fleet.serve()
