@@ -114,7 +114,7 @@ class Endpoint:
         request["episode"] = episode
         try:
             return await handler(request)
-        except ConnectionError as error:  # the program has hung up, so this reaches nobody
+        except ConnectionError as error:  # the program has hung up, and gets no answer
             return _error(400, "disconnected", str(error))
         except EpisodeEnd as ended:
             return _error(400, "episode_end", str(ended))

@@ -149,13 +149,13 @@ def test_a_dry_run_plans_the_ranks_that_split_matrices(tmp_path: Path, capsys: p
     assert f"{key} = 2: does not divide num_key_value_heads=3; set {key}=1" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("schema", "key"), [(SFTConfig, "model.path"), (EvalConfig, "actor_rollout_ref.model.path")])
-def test_a_dry_run_refuses_a_job_without_a_model(
-    schema: type[SFTConfig | EvalConfig], key: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_refuses_a_job_without_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        checked_config(["--dry-run"], schema)
-    assert capsys.readouterr().err.endswith(f"rlsys: {key} is not set, and this job has no default: name one\n")
+        checked_config(["--dry-run"], SFTConfig)
+    assert capsys.readouterr().err == "rlsys: model.path is not set, and this job has no default: name one\n"
+    with pytest.raises(SystemExit, match="2"):
+        checked_config(["--dry-run"], EvalConfig)
+    assert "rlsys: actor_rollout_ref.model.path is not set, and" in capsys.readouterr().err
 
 
 def test_an_engine_is_chosen_that_can_have_the_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
