@@ -94,9 +94,8 @@ def prepare(config: PPOConfig) -> PreparedRun:
     train_rows, val_rows = prompt_datasets(config, tokenizer, load_processor(config, tokenizer))
     config = without_episodes(config, agents, train_rows, val_rows)
     check_data_sources(config.reward, train_rows.data_sources + (val_rows.data_sources if val_rows else ()))
-    column = config.distillation.teacher_key
-    named = [row.fields[column] for row in train_rows if column in row.fields]
-    teacher_numbers(config, train_rows.data_sources if column == config.data.reward_fn_key else named)
+    if len(config.teachers) > 1 and config.distillation.teacher_key == config.data.reward_fn_key:
+        teacher_numbers(config, train_rows.data_sources)
     return PreparedRun(config, plan, libraries, tokenizer, train_rows, val_rows, num_steps(config, train_rows))
 
 
