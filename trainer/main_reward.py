@@ -55,8 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _item(row: JsonObject, answer_key: str) -> RewardItem:
-    model = model if isinstance(model := row.get("reward_model"), dict) else {}
-    truths = (row.get("gts"), model.get("ground_truth"), row.get("ground_truth"), row.get(answer_key))
+    model = row.get("reward_model")
+    own = model.get("ground_truth") if isinstance(model, dict) else None
+    truths = (row.get("gts"), own, row.get("ground_truth"), row.get(answer_key))
     if (truth := next((truth for truth in truths if truth is not None), None)) is None:
         raise DataError(f"a row has no ground truth, only {', '.join(sorted(row))}: set --answer_key=<column>")
     answer = row.get("output", truth)

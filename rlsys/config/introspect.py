@@ -2,10 +2,12 @@
 
 import difflib
 import json
+import tomllib
 from collections.abc import Iterator
 from copy import copy
 from functools import cache
 from operator import attrgetter
+from pathlib import Path
 from typing import Annotated, Any, get_origin
 
 from pydantic import Field, TypeAdapter
@@ -15,15 +17,7 @@ from rlsys.config.overrides import format_value
 from rlsys.config.schema.base import Condition, Registered, Section
 
 _HUGE = 1e6
-_NAMES = {
-    "boolean": "true or false",
-    "integer": "a whole number",
-    "number": "a number",
-    "string": "text",
-    "null": "null",
-    "object": "keys and values, e.g. {a: 1}",
-}
-_BOUNDS = {"minimum": "at least", "exclusiveMinimum": "more than", "maximum": "at most", "exclusiveMaximum": "below"}
+_WORDS = tomllib.loads(Path(__file__).with_name("json_schema_words.toml").read_text())
 _SHOWN_CHARS = 80
 
 
@@ -170,12 +164,12 @@ def _words(schema: dict[str, Any], value: object) -> str:
     if kind == "array":
         return f"{_words(schema['items'], None)}, or a list of such"
     if kind in ("integer", "number"):
-        return ", ".join(filter(None, (_NAMES[kind], " and ".join(_range(schema, value)))))
-    return schema.get("format", _NAMES[kind])
+        return ", ".join(filter(None, (_WORDS["types"][kind], " and ".join(_range(schema, value)))))
+    return schema.get("format", _WORDS["types"][kind])
 
 
 def _range(schema: dict[str, Any], value: object) -> Iterator[str]:
-    for name, words in _BOUNDS.items():
+    for name, words in _WORDS["bounds"].items():
         bound = schema.get(name)
         is_exceeded = isinstance(value, int | float) and bound is not None and value > bound
         if bound is not None and (bound < _HUGE or is_exceeded):

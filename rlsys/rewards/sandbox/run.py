@@ -29,6 +29,7 @@ ISOLATION = "isolation"
 JAIL = Path(__file__).with_name("jail.py")
 FORBIDDEN = json.loads(Path(__file__).with_name("forbidden_calls.json").read_text())
 """System calls and their numbers on x86_64 and aarch64, null where the architecture does not have them."""
+ENVIRONMENT = json.loads(Path(__file__).with_name("environment.json").read_text())
 REFUSAL = "rlsys-sandbox-refuses:"
 CHECK_S = 0.05
 SYSTEM_PATHS = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime", "/dev/urandom", "/dev/zero")
@@ -98,14 +99,9 @@ def _spec(folder: Path, limits: SandboxLimits, require: Sequence[str]) -> dict[s
     libraries = dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib"))
     prefixes = (sys.prefix, sys.base_prefix, sys.exec_prefix, str(Path(sys.executable).resolve().parent))
     environment = {
-        "PATH": "/usr/bin:/bin",
+        **ENVIRONMENT,
         **dict.fromkeys(("HOME", "TMPDIR"), str(folder)),
-        "LANG": "C.UTF-8",
         "PYTHONPATH": os.pathsep.join(filter(None, libraries)),
-        "PYTHONHASHSEED": "0",
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "PYTHONIOENCODING": "utf-8:surrogateescape",
-        "OMP_NUM_THREADS": "1",
     }
     return {
         "parent": os.getpid(),

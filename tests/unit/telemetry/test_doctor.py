@@ -277,11 +277,11 @@ def test_the_doctor_says_which_adapter_serves_what_is_installed(
     monkeypatch.setattr(VersionTable, "installed", installed)
     vllm, sglang = doctor.engine_findings()
     assert (vllm.verdict, sglang.verdict) == ("ok", "warn")
-    assert vllm.value.startswith("0.26.0 by the adapter of >=0.26,<0.33")
+    assert vllm.value.startswith("0.26.0 by the adapter of >=0.26,<0.31")
     assert "rollout.name=sglang_remote" in sglang.advice
     here |= {"vllm": "0.1.0"}
     del here["sglang"]
     vllm, sglang = doctor.engine_findings()
     assert (vllm.verdict, sglang.verdict) == ("warn", "note")
-    assert ">=0.26,<0.33" in vllm.advice
+    assert ">=0.26,<0.31" in vllm.advice
     assert ">=0.8.5,<0.10.1" not in vllm.advice
