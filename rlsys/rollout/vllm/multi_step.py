@@ -86,8 +86,7 @@ def split_steps(scheduled: SchedulerOutput) -> Iterator[SchedulerOutput]:
         requests = CachedRequestData.make_empty()
         requests.req_ids, requests.new_block_ids = names, [None] * len(names)
         requests.num_computed_tokens = [computed[name] + counts[name] + step for name in names]
-        empty = replace(SchedulerOutput.make_empty(), scheduled_cached_reqs=requests)
-        yield _counted(empty, dict.fromkeys(names, 1))
+        yield _counted(replace(SchedulerOutput.make_empty(), scheduled_cached_reqs=requests), dict.fromkeys(names, 1))
 
 
 def _counted(scheduled: SchedulerOutput, counts: dict[str, int]) -> SchedulerOutput:

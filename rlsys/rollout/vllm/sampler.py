@@ -82,6 +82,7 @@ class RunnerSampling:
         self._specs, self._rows = dict[int, SampleSpec](), np.zeros(0, np.int32)
         names = list(signature(runner.sampler.sample).parameters)[2:]
         self._places = names.index("idx_mapping_np"), names.index("pos")
+        runner.sampler.apply_staged_writes = lambda: None  # of what vLLM's own sampling reads, copied in every step
         runner.sampler.sample, runner.sampler.add_request = self._sample, partial(self._add, runner.sampler.add_request)
 
     def _add(self, add_request: Callable[..., None], row: int, *given: object) -> None:
