@@ -42,6 +42,7 @@ READERS = {
             *("cudagraph_capture_sizes", "enable_chunked_prefill", "enable_prefix_caching", "engine_kwargs.sglang"),
         )
     },
+    f"{ROLLOUT}num_scheduler_steps": "rlsys/rollout/vllm/engine.py:_start",
     **{f"{ROLLOUT}{name}": VLLM for name in ("engine_kwargs.vllm", "quantization")},
     **{
         f"engine.megatron.{name}": "rlsys/models/megatron/parallel.py:from_config"

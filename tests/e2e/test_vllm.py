@@ -9,6 +9,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from shutil import copytree
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from rlsys.rollout.base import EngineContext
 from rlsys.rollout.hf.engine import HFRollout
 from rlsys.rollout.vllm.engine import VLLMRollout
 from rlsys.types import Finish, ModelRequest, SamplingParams
+from rlsys.utils.errors import RolloutError
 from tests.e2e.conftest import Toy, with_model
 from tests.ranks import run_ranks
 from tests.vllm_runner import SWITCHES, interpret_kernels
@@ -195,6 +197,21 @@ def test_several_steps_a_schedule_draw_the_same_tokens(wide: Toy, runner_2: Proc
     first, *others = runner_2.submit(answers_by_steps, wide.model, (1, 3, 8)).result(300)
     assert {why for *_, why in first.values()} == {Finish.STOP, Finish.LENGTH}
     assert others == [first, first]
+
+
+def failure_of_a_step(path: Path) -> str:
+    """What an engine says whose runner fails."""
+    interpret_kernels()
+    engine: Any = VLLMRollout(path, GenerationConfig(enforce_eager=True, max_model_len=64), EngineContext())
+    runner = engine.engine.model_executor.driver_worker.worker.model_runner
+    runner.execute_model.__self__._execute = Mock(side_effect=RuntimeError("out of tape"))
+    with pytest.raises(RolloutError) as failure:
+        engine.generate([request_of(row) for row in range(3)])
+    return str(failure.value)
+
+
+def test_a_step_that_fails_says_why(wide: Toy, runner_2: ProcessPoolExecutor) -> None:
+    assert "out of tape" in runner_2.submit(failure_of_a_step, wide.model).result(300)
 
 
 def routes_of(path: Path, config: GenerationConfig) -> list[tuple[tuple[int, ...], np.ndarray]]:

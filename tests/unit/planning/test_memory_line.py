@@ -136,8 +136,10 @@ def test_an_unplannable_model_is_reported_and_a_missing_one_leaves_the_line_out(
     h100 = facts_of(cfg, "cuda", 80 * GIB)
     assert time_facts(cfg, replace(h100, actor=odd), GPUS["H100"])["time"].startswith("cannot be planned: ")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "response": "b"}\n' * 256)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_7B))
+    settings = [f"data.train_files={tmp_path}/rows.jsonl", f"model.path={tmp_path}"]
     with pytest.raises(SystemExit):
-        checked_config(["--dry-run", "--gpu=H100", f"data.train_files={tmp_path}/rows.jsonl"], SFTConfig)
+        checked_config(["--dry-run", "--gpu=H100", *settings], SFTConfig)
     assert "--gpu plans PPO jobs whose model's config.json is here" in capsys.readouterr().err
 
 
