@@ -39,17 +39,23 @@ def hf_bench() -> Bench:
     )
 
 
+def serving_bench(kind: str, start: Callable[[Path], Any], *lacks: str) -> Bench:
+    """What `start` makes of a folder with the tiny model, beside that model."""
+    reference = tiny_model()
+    folder = Path(tempfile.mkdtemp(prefix=f"rlsys-{kind}-"))
+    reference.save_pretrained(folder)
+    return Bench(start(folder), lambda ids: reference(ids[None]).logits[0].detach(), frozenset(lacks))
+
+
+VLLM_CONFIG = GenerationConfig(seed=11, enforce_eager=True, max_num_seqs=32, max_num_batched_tokens=64)
+
+
 @cache
 def vllm_bench() -> Bench:
     """One engine for all tests; it takes seconds to start."""
     from rlsys.rollout.vllm.engine import VLLMRollout
 
-    reference = tiny_model()
-    folder = Path(tempfile.mkdtemp(prefix="rlsys-vllm-"))
-    reference.save_pretrained(folder)
-    config = GenerationConfig(seed=11, enforce_eager=True, max_num_seqs=32, max_num_batched_tokens=64)
-    engine = VLLMRollout(folder, config, EngineContext())
-    return Bench(engine, lambda ids: reference(ids[None]).logits[0].detach())
+    return serving_bench("vllm", lambda folder: VLLMRollout(folder, VLLM_CONFIG, EngineContext()))
 
 
 def vllm_rank(folder: Path, config: GenerationConfig) -> RolloutEngine:
@@ -151,13 +157,9 @@ class EveryRank:
 @cache
 def stages_bench() -> Bench:
     """One vLLM in two stages for all tests, each in a process."""
-    reference = tiny_model()
-    folder = Path(tempfile.mkdtemp(prefix="rlsys-stages-"))
-    reference.save_pretrained(folder)
     config = GenerationConfig(seed=11, enforce_eager=True, max_num_seqs=32, pipeline_model_parallel_size=2)
-    lacks = frozenset({"tensors", "on_update=recompute"})
-    engine: Any = EveryRank(folder, config, vllm_rank)
-    return Bench(engine, lambda ids: reference(ids[None]).logits[0].detach(), lacks)
+    lacks = ("tensors", "on_update=recompute")
+    return serving_bench("stages", lambda folder: EveryRank(folder, config, vllm_rank), *lacks)
 
 
 def runner_2_rank(folder: Path, config: GenerationConfig) -> RolloutEngine:
@@ -168,34 +170,22 @@ def runner_2_rank(folder: Path, config: GenerationConfig) -> RolloutEngine:
 @cache
 def runner_2_bench() -> Bench:
     """One vLLM for all tests as it runs on GPUs: with model runner 2, several steps a schedule, started ahead."""
-    reference = tiny_model()
-    folder = Path(tempfile.mkdtemp(prefix="rlsys-runner-"))
-    reference.save_pretrained(folder)
-    config = GenerationConfig(seed=11, enforce_eager=True, max_num_seqs=32, max_num_batched_tokens=64)
     with environment(SWITCHES):
-        engine: Any = EveryRank(folder, config, runner_2_rank)
-    return Bench(engine, lambda ids: reference(ids[None]).logits[0].detach(), frozenset({"tensors"}))
+        return serving_bench("runner", lambda folder: EveryRank(folder, VLLM_CONFIG, runner_2_rank), "tensors")
 
 
 @cache
 def copies_bench() -> Bench:
     """One SGLang with two copies of the attention for all tests, each in a process."""
-    reference = tiny_model()
-    folder = Path(tempfile.mkdtemp(prefix="rlsys-copies-"))
-    reference.save_pretrained(folder)
-    engine: Any = EveryRank(folder, GenerationConfig(seed=11, max_num_seqs=32, data_parallel_size=2), sglang_rank)
-    return Bench(engine, lambda ids: reference(ids[None]).logits[0].detach(), frozenset({"tensors"}))
+    config = GenerationConfig(seed=11, max_num_seqs=32, data_parallel_size=2)
+    return serving_bench("copies", lambda folder: EveryRank(folder, config, sglang_rank), "tensors")
 
 
 @cache
 def sglang_stages_bench() -> Bench:
     """One SGLang in two stages for all tests, each in a process."""
-    reference = tiny_model()
-    folder = Path(tempfile.mkdtemp(prefix="rlsys-stages-"))
-    reference.save_pretrained(folder)
     config = GenerationConfig(seed=11, max_num_seqs=32, pipeline_model_parallel_size=2)
-    engine: Any = EveryRank(folder, config, sglang_rank)
-    return Bench(engine, lambda ids: reference(ids[None]).logits[0].detach(), frozenset({"tensors"}))
+    return serving_bench("stages", lambda folder: EveryRank(folder, config, sglang_rank), "tensors")
 
 
 @cache
@@ -203,11 +193,8 @@ def sglang_bench() -> Bench:
     """One engine for all tests; its parameters are in another process."""
     from rlsys.rollout.sglang.engine import SGLangRollout
 
-    reference = tiny_model()
-    folder = Path(tempfile.mkdtemp(prefix="rlsys-sglang-"))
-    reference.save_pretrained(folder)
-    engine = SGLangRollout(folder, GenerationConfig(seed=11, max_num_seqs=32), EngineContext())
-    return Bench(engine, lambda ids: reference(ids[None]).logits[0].detach(), frozenset({"tensors"}))
+    config = GenerationConfig(seed=11, max_num_seqs=32)
+    return serving_bench("sglang", lambda folder: SGLangRollout(folder, config, EngineContext()), "tensors")
 
 
 class OneServer:

@@ -24,17 +24,24 @@ configs:
 ---"""
 
 
-def test_an_evaluation_writes_its_metrics(toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "out"
-    argv = [
-        f"actor_rollout_ref.model.path={toy.model}",
-        f"data.val_files={toy.val}",
+def evaluation(toy: Toy, out: Path) -> list[str]:
+    """Arguments of an evaluation of a few seconds."""
+    return [
         f"reward.custom_reward_function.path={toy.grader}",
         "reward.num_workers=1",
         "data.max_prompt_length=16",
         "data.max_response_length=4",
         "trainer.backend=local",
         f"trainer.default_local_dir={out}",
+    ]
+
+
+def test_an_evaluation_writes_its_metrics(toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    argv = [
+        f"actor_rollout_ref.model.path={toy.model}",
+        f"data.val_files={toy.val}",
+        *evaluation(toy, out),
         f"data.output_path={tmp_path / 'answers.parquet'}",
         "data.n_samples=2",
         "rollout.temperature=1.0",
@@ -69,12 +76,7 @@ def test_answers_are_kept_where_columns_hold_several_types(toy: Toy, tmp_path: P
     argv = [
         f"actor_rollout_ref.model.path={toy.model}",
         f"data.val_files={tmp_path / 'rows.jsonl'}",
-        f"reward.custom_reward_function.path={toy.grader}",
-        "reward.num_workers=1",
-        "data.max_prompt_length=16",
-        "data.max_response_length=4",
-        "trainer.backend=local",
-        f"trainer.default_local_dir={tmp_path / 'out'}",
+        *evaluation(toy, tmp_path / "out"),
         f"trainer.output_path={tmp_path / 'answers.parquet'}",
     ]
     assert main(argv) == 0
@@ -90,12 +92,7 @@ def test_an_evaluation_downloads_its_model_and_rows(toy: Toy, tmp_path: Path) ->
     argv = [
         "actor_rollout_ref.model.path=org/toy@v1",
         "data.val_files=org/rows:test",
-        f"reward.custom_reward_function.path={toy.grader}",
-        "reward.num_workers=1",
-        "data.max_prompt_length=16",
-        "data.max_response_length=4",
-        "trainer.backend=local",
-        f"trainer.default_local_dir={tmp_path / 'out'}",
+        *evaluation(toy, tmp_path / "out"),
     ]
     rows = {"README.md": README, f"test{toy.val.suffix}": toy.val.read_bytes()}
     with Hub({"org/toy": files, "org/rows": rows}).served() as hub:

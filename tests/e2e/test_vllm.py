@@ -200,13 +200,15 @@ def test_several_steps_a_schedule_draw_the_same_tokens(wide: Toy, runner_2: Proc
 
 
 def failure_of_a_step(path: Path) -> str:
-    """What an engine says whose runner fails."""
+    """What an engine says whose runner fails in the third step, the second one of a schedule."""
     interpret_kernels()
     engine: Any = VLLMRollout(path, GenerationConfig(enforce_eager=True, max_model_len=64), EngineContext())
-    runner = engine.engine.model_executor.driver_worker.worker.model_runner
-    runner.execute_model.__self__._execute = Mock(side_effect=RuntimeError("out of tape"))
+    steps = engine.engine.model_executor.driver_worker.worker.model_runner.execute_model.__self__
+    whole, broken = [steps._execute] * 2, Mock(side_effect=RuntimeError("out of tape"))
+    steps._execute = lambda *given: (whole.pop() if whole else broken)(*given)
     with pytest.raises(RolloutError) as failure:
-        engine.generate([request_of(row) for row in range(3)])
+        engine.generate([request_of(2)])
+    assert broken.called
     return str(failure.value)
 
 

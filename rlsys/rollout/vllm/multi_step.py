@@ -47,14 +47,14 @@ class MultiStepRunner:
         first, *self._later = split_steps(scheduler_output)
         return self._execute(first, *given, **named)
 
-    def sample_tokens(self, grammar_output: None) -> "StepOutputs | None":
+    def sample_tokens(self, grammar_output: None) -> "StepOutputs":
         outputs = [self._sample(grammar_output)]
-        for step in self._later if outputs[0] else ():
+        for step in self._later:
             if self._is_awaited():
                 break
             self._execute(step)
             outputs.append(self._sample(None))
-        return StepOutputs(cast("list[AsyncModelRunnerOutput]", outputs)) if outputs[0] else None  # the step failed
+        return StepOutputs(cast("list[AsyncModelRunnerOutput]", outputs))
 
 
 class StepOutputs(AsyncModelRunnerOutput):
