@@ -2,11 +2,12 @@
 
 import runpy
 import sys
-import tomllib
 from pathlib import Path
 
+from rlsys.utils.data_files import read_table
+
 ROOT = Path(__file__).resolve().parents[1]
-COMMANDS = tomllib.loads(Path(__file__).with_name("commands.toml").read_text())
+COMMANDS = read_table(__file__, "commands.toml")
 
 
 def main() -> None:

@@ -6,9 +6,7 @@ use_attribute_docstrings parses the source of every class at import.
 
 import inspect
 import textwrap
-import tomllib
 from functools import cache, partial
-from pathlib import Path
 
 from pydantic._internal._docs_extraction import extract_docstrings_from_cls
 
@@ -17,11 +15,12 @@ from rlsys.config.compat.reader import REFERENCE, absolute_names, compat_table
 from rlsys.config.introspect import allowed, default_of, job_name, leaves, nearest, sections, shown
 from rlsys.config.presets import preset_names, presets_folder
 from rlsys.config.schema.base import Section
+from rlsys.utils.data_files import read_table
 from rlsys.utils.errors import ConfigError
 
 _WIDTH = 110
 _descriptions = cache(partial(extract_docstrings_from_cls, use_inspect=True))
-_USUAL: dict[str, list[str]] = tomllib.loads(Path(__file__).with_name("usual_keys.toml").read_text())
+_USUAL: dict[str, list[str]] = read_table(__file__, "usual_keys.toml")
 
 
 def help_text(schema: type[Section], *words: str) -> str:

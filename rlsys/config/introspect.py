@@ -2,12 +2,10 @@
 
 import difflib
 import json
-import tomllib
 from collections.abc import Iterator
 from copy import copy
 from functools import cache
 from operator import attrgetter
-from pathlib import Path
 from typing import Annotated, Any, get_origin
 
 from pydantic import Field, TypeAdapter
@@ -15,9 +13,10 @@ from pydantic.fields import FieldInfo
 
 from rlsys.config.overrides import format_value
 from rlsys.config.schema.base import Condition, Registered, Section
+from rlsys.utils.data_files import read_table
 
 _HUGE = 1e6
-_WORDS = tomllib.loads(Path(__file__).with_name("json_schema_words.toml").read_text())
+_WORDS = read_table(__file__, "json_schema_words.toml")
 _SHOWN_CHARS = 80
 
 

@@ -1,19 +1,18 @@
 """Which built-in grader a data source gets; graders are imported when first needed."""
 
-import tomllib
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
-from pathlib import Path
 from pkgutil import resolve_name
 
 from rlsys.rewards.sandbox.run import GUARANTEES, ISOLATION, available_guarantees
 from rlsys.telemetry.log import get_logger
+from rlsys.utils.data_files import read_table
 from rlsys.utils.errors import ConfigError
 
 log = get_logger(__name__)
 
-_SOURCES = tomllib.loads(Path(__file__).with_name("sources.toml").read_text())
+_SOURCES = read_table(__file__, "sources.toml")
 ROUTES: dict[str, str] = {source: target for target, sources in _SOURCES.items() for source in sources}
 """Data source -> module:function; a trailing * stands for any ending."""
 

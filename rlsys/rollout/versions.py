@@ -5,17 +5,16 @@ those whose row says why they are refused, raise an error that prints the table.
 the source of wheels.
 """
 
-import tomllib
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
-from pathlib import Path
 from typing import Generic, TypeVar
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion
 
+from rlsys.utils.data_files import read_table
 from rlsys.utils.errors import ConfigError
 
 F = TypeVar("F")
@@ -82,7 +81,7 @@ class VersionTable(Generic[F]):
 
 def version_table(key: str) -> VersionTable[F]:
     """A table of versions.toml."""
-    table = tomllib.loads(Path(__file__).with_name("versions.toml").read_text())[key]
+    table = read_table(__file__, "versions.toml")[key]
     rows = tuple(VersionRow(**row) for row in table.pop("rows"))
     return VersionTable(rows=rows, **table)
 

@@ -8,12 +8,13 @@ import os
 import re
 import socket
 import sys
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from rlsys.utils.data_files import read_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,7 +24,7 @@ FILE_ONLY = "rlsys_file"
 """A logger whose lines only go to the file of `log_to_file`: people have seen them in another form."""
 _HANDLER_NAME = "rlsys"
 _SHORTEST_SECRET = 8
-_PATTERNS = tomllib.loads(Path(__file__).with_name("redaction.toml").read_text())
+_PATTERNS = read_table(__file__, "redaction.toml")
 _SECRET_NAME, _TEXT_TOKEN_NAME = re.compile(_PATTERNS["secret_name"]), re.compile(_PATTERNS["text_token_name"])
 _ASSIGNED_SECRET = re.compile(_PATTERNS["assigned_secret"])
 _SECRET_FORMATS = [re.compile(pattern) for pattern in _PATTERNS["formats"]]

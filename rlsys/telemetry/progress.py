@@ -8,15 +8,14 @@ import pdb
 import sys
 import threading
 import time
-import tomllib
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TextIO
 
 from rlsys.telemetry.log import shared_console
+from rlsys.utils.data_files import read_table
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -27,7 +26,7 @@ _RECENT_STEPS = 20
 _STAGE_WIDTH, _BAR_WIDTH, _SHORTEST_BAR = 24, 32, 6
 _SPARE_COLUMNS = 3  # a key echoed by the terminal, as Ctrl-C is, must not wrap the line and push the display up
 REWARD, STALENESS = "critic/score/mean", "training/staleness"
-SHOWN = tomllib.loads(Path(__file__).with_name("console.toml").read_text())["progress"]
+SHOWN = read_table(__file__, "console.toml")["progress"]
 """Metrics that are shown, and how."""
 
 Counts = Callable[[], tuple[int, int]]

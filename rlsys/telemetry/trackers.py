@@ -9,7 +9,6 @@ import json
 import math
 import os
 import re
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,6 +20,7 @@ from typing import Any, Protocol, TypeVar
 from rlsys.config.vocabulary import ALWAYS_WRITTEN, TRACKERS
 from rlsys.telemetry.jsonl import JsonlWriter
 from rlsys.telemetry.log import FILE_ONLY, get_logger, redact_tree
+from rlsys.utils.data_files import read_table
 from rlsys.utils.errors import ConfigError, raised_as
 
 Generation = tuple[str, str, float]
@@ -66,7 +66,7 @@ class ConsoleTracker(Tracker):
     KL that was always 0, as with one update a step, has no column. A step without headline metrics prints its others.
     """
 
-    _HEADLINES = tomllib.loads(Path(__file__).with_name("console.toml").read_text())["columns"]
+    _HEADLINES = read_table(__file__, "console.toml")["columns"]
     _ROWS_PER_HEAD = 25
     _WIDTH = 8
 

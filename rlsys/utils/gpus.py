@@ -1,8 +1,8 @@
 """Data sheets of GPUs: what the planner and the FLOPs utilisation know of a device by its name."""
 
-import tomllib
 from dataclasses import dataclass
-from pathlib import Path
+
+from rlsys.utils.data_files import read_table
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Gpu:
         return int(self.memory_gib * (1 << 30))
 
 
-_SHEETS = tomllib.loads(Path(__file__).with_name("gpus.toml").read_text())
+_SHEETS = read_table(__file__, "gpus.toml")
 GPUS = {name: Gpu(**sheet) for name, sheet in _SHEETS.items() if len(sheet) > 1}
 """GPUs of servers, for which jobs are planned."""
 OTHER_GPUS = "to plan for GPUs that are not here add --dry-run --gpu=H100"

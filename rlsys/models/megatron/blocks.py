@@ -45,7 +45,7 @@ SCALED_ROPE = ("llama3", "yarn")
 """Rotary scalings that are computed by transformers' functions."""
 GATED_MLP = (replace(SPARSE_NORM, te="mlp.linear_fc1.layer_norm_weight"), *within("mlp", "mlp", *mlp_rules("ffn")))
 EXPERT = mlp_rules("expert_ffn", "mlp.experts.{e}.")
-ONLY: Mapping[str, tuple[Any, ...]] = {
+ONLY: Mapping[str, tuple[object, ...]] = {
     "hidden_act": ("silu",),
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
