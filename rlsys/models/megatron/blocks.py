@@ -1,50 +1,18 @@
-"""The tables and readers that families share: attention, gated MLPs, experts, and what config.json says of them."""
+"""What families share: rules of attention and gated MLPs, and what config.json says of these and of experts."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
-from rlsys.models.megatron.rules import Rule, columns, grouped, rows, whole, within
+from rlsys.models.megatron.rules import rules_of
 from rlsys.types import HFConfig
 from rlsys.utils.errors import ConfigError
 
 Settings = dict[str, Any]
 """Keyword arguments of a Megatron class."""
-QKV = (("q", "q"), ("k", "kv"), ("v", "kv"))
-
-attention = partial(within, "self_attention", "self_attn")
-INPUT_NORM = Rule("input_layernorm.weight", whole, ("input_layernorm.weight [hidden]",))
-ATTENTION = (
-    replace(INPUT_NORM, te="self_attention.linear_qkv.layer_norm_weight"),
-    *attention(
-        Rule("linear_qkv.weight", grouped, tuple(f"{x}_proj.weight [{n}, hidden]" for x, n in QKV)),
-        Rule("linear_proj.weight", columns, ("o_proj.weight [hidden, q]",)),
-    ),
-)
-(QKV_BIAS,) = attention(Rule("linear_qkv.bias", grouped, tuple(f"{x}_proj.bias [{n}]" for x, n in QKV)))
-QK_NORM = attention(
-    Rule("q_layernorm.weight", whole, ("q_norm.weight [head_dim]",)),
-    Rule("k_layernorm.weight", whole, ("k_norm.weight [head_dim]",)),
-)
-SPARSE_NORM = Rule("pre_mlp_layernorm.weight", whole, ("post_attention_layernorm.weight [hidden]",))
-ROUTER = Rule("mlp.router.weight", whole, ("mlp.gate.weight [experts, hidden]",))
-
-
-def mlp_rules(ffn: str, hf: str = "", names: Sequence[str] = ("gate_proj", "up_proj", "down_proj")) -> tuple[Rule, ...]:
-    """The rules of a gated MLP as wide as the dimension `ffn`, for models where that is not zero; its matrices have
-    these names below `hf`."""
-    gate, up, down = (f"{hf}{name}.weight" for name in names)
-    return (
-        Rule("linear_fc1.weight", rows, (f"{gate} [{ffn}, hidden]", f"{up} [{ffn}, hidden]"), when=ffn),
-        Rule("linear_fc2.weight", columns, (f"{down} [hidden, {ffn}]",), when=ffn),
-    )
-
-
+ATTENTION, GATED_MLP = rules_of("attention"), rules_of("mlp_norm", "mlp")
+(QKV_BIAS,) = rules_of("qkv_bias")
 SCALED_ROPE = ("llama3", "yarn")
 """Rotary scalings that are computed by transformers' functions."""
-GATED_MLP = (replace(SPARSE_NORM, te="mlp.linear_fc1.layer_norm_weight"), *within("mlp", "mlp", *mlp_rules("ffn")))
-EXPERT = mlp_rules("expert_ffn", "mlp.experts.{e}.")
 ONLY: Mapping[str, tuple[object, ...]] = {
     "hidden_act": ("silu",),
     "attention_bias": (False, None),

@@ -18,7 +18,7 @@ from packaging.specifiers import SpecifierSet
 
 from rlsys.models.megatron import blocks
 from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
-from rlsys.models.megatron.rules import Dims, Rule, ShardFn, ShardIndex, extents, padded_rows, whole, whole_shapes
+from rlsys.models.megatron.rules import Dims, Rule, ShardFn, ShardIndex, extents, rules_of, whole_shapes
 from rlsys.types import Box, HFConfig, Shard
 from rlsys.utils.errors import ConfigError
 
@@ -30,12 +30,8 @@ Head = Literal["lm", "value", "score"]
 NEEDS = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 SPARSE_NEEDS = (*NEEDS, "moe_intermediate_size", "num_experts_per_tok")
 
-EMBEDDING = Rule("embedding.word_embeddings.weight", padded_rows, ("embed_tokens.weight [vocab, hidden]",))
-FINAL_NORM = Rule("decoder.final_layernorm.weight", whole, ("norm.weight [hidden]",))
-OUTPUT = Rule("output_layer.weight", padded_rows, ("lm_head.weight [vocab, hidden]",))
-TIED_OUTPUT = Rule("output_layer.weight", padded_rows, ("embed_tokens.weight [vocab, hidden]",))
-SCORE = Rule("output_layer.weight", whole, ("score.weight [1, hidden]",))
-SCORE_BIAS = Rule("output_layer.bias", whole, ("score.bias [1]",))
+EMBEDDING, FINAL_NORM, SCORE, SCORE_BIAS = rules_of("embedding", "final_norm", "score", "score_bias")
+OUTPUT, TIED_OUTPUT = rules_of("output", "tied_output")
 PACKED_DELTA = "core/ssm/gated_delta_net"
 """The folder that Megatron-Core has since its gated delta layers take packed rows."""
 WRONG_ON_HOPPER = SpecifierSet(">=3.4,<3.7.1")
@@ -75,7 +71,7 @@ class Family:
     needs: tuple[str, ...] = NEEDS
     only: Mapping[str, tuple[object, ...]] = field(default_factory=lambda: blocks.ONLY)
     refuse: Callable[[HFConfig], str] = lambda hf_config: ""
-    mtp: tuple[str, ...] = ()
+    mtp: tuple[Rule, ...] = ()
     mtp_prefix: str = ""
     mla: bool = False
     window_rope: Callable[[HFConfig], blocks.Settings] | None = None
@@ -142,7 +138,8 @@ class Family:
             hf = f"{own}layers.{number}." if own else f"{self.prefix}layers.{dims['layers'] + number}."
             for rule in self._layer_rules(sparse, dims):
                 shards += _rule_shards(rule, "", hf, index, te=False)
-            shards += _rule_shards(Rule("mtp", whole, self.mtp), "", own or hf, index, te=False)
+            for rule in self.mtp:
+                shards += _rule_shards(rule, "", own or hf, index, te=False)
             shards += self._experts("", hf, RankPlace(), index, te=False) if sparse else ()
         return whole_shapes(shards)
 

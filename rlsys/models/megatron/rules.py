@@ -1,15 +1,17 @@
 """The vocabulary of the family tables: how tensors of a Hugging Face checkpoint make up one Megatron parameter.
 
 A rule names a parameter, the HF tensors it is made of with their dimensions, and one of the functions below, which
-yields the boxes that part `index.number` of `index.of` equal parts holds, each with its place in the parameter.
+yields the boxes that part `index.number` of `index.of` equal parts holds, each with its place in the parameter. The
+rules themselves are in rules.toml.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
 
 from rlsys.types import Box, Shard
+from rlsys.utils.data_files import read_table
 from rlsys.utils.errors import ConfigError
 
 Dims = Mapping[str, int]
@@ -57,19 +59,6 @@ class Rule:
     def parts(self, dims: Dims) -> list[tuple[str, tuple[int, ...]]]:
         """Each HF tensor's name and full shape."""
         return [(name, tuple(1 if d == "1" else dims[d] for d in named)) for name, named in self.named]
-
-
-def within(local: str, hf: str, *rules: Rule) -> tuple[Rule, ...]:
-    """Rules of a submodule, which is called `local` in Megatron and `hf` in Hugging Face models."""
-    return tuple(
-        replace(
-            rule,
-            local=f"{local}.{rule.local}",
-            hf=tuple(f"{hf}.{name}" for name in rule.hf),
-            te=rule.te and f"{local}.{rule.te}",
-        )
-        for rule in rules
-    )
 
 
 def whole(parts: NamedShapes, index: ShardIndex) -> Iterator[PlacedBox]:
@@ -155,6 +144,22 @@ def _equal_part(runs: Sequence[Run], index: ShardIndex) -> Iterator[PlacedBox]:
             tail = (0,) * len(rest)
             yield Box(name, (start + low - at, *tail), (high - low, *rest)), (low - first, *tail)
         at += size
+
+
+_SPLITS: Mapping[str, ShardFn] = {fn.__name__: fn for fn in (whole, rows, columns, padded_rows, grouped, gated_grouped)}
+_GROUPS = read_table(__file__, "rules.toml")
+
+
+def rules_of(*groups: str) -> tuple[Rule, ...]:
+    """The rules of these groups of rules.toml."""
+    return tuple(_rule(local, **entry) for group in groups for local, entry in _GROUPS[group].items())
+
+
+def _rule(
+    local: str, split: str | list[list[str]], hf: Sequence[str], te: str = "", te_split: str = "", when: str = ""
+) -> Rule:
+    shard_fn = _SPLITS[split] if isinstance(split, str) else regrouped(*map(tuple, split))
+    return Rule(local, shard_fn, tuple(hf), te, _SPLITS[te_split] if te_split else None, when)
 
 
 def by_local(shards: Iterable[Shard]) -> dict[str, list[Shard]]:

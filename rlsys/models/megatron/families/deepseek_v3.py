@@ -3,34 +3,9 @@ chosen by sigmoid scores plus a bias, within the best groups of experts. Multi-t
 
 from rlsys.models.megatron import blocks
 from rlsys.models.megatron.family import SPARSE_NEEDS, Family
-from rlsys.models.megatron.rules import Dims, Rule, columns, rows, whole, within
+from rlsys.models.megatron.rules import Dims, rules_of
 from rlsys.types import HFConfig
 from rlsys.utils.errors import ConfigError
-
-LORA_NORM = "linear_{}_up_proj.layer_norm_weight"
-MLA = (
-    blocks.INPUT_NORM,
-    *blocks.attention(
-        Rule("linear_q_proj.weight", rows, ("q_proj.weight [q, hidden]",), when="full_q"),
-        Rule("linear_q_down_proj.weight", rows, ("q_a_proj.weight [q_lora, hidden]",), "", whole, when="q_lora"),
-        Rule("q_layernorm.weight", whole, ("q_a_layernorm.weight [q_lora]",), LORA_NORM.format("q"), when="q_lora"),
-        Rule("linear_q_up_proj.weight", rows, ("q_b_proj.weight [q, q_lora]",), when="q_lora"),
-        Rule("linear_kv_down_proj.weight", rows, ("kv_a_proj_with_mqa.weight [kv_lora_rope, hidden]",), "", whole),
-        Rule("kv_layernorm.weight", whole, ("kv_a_layernorm.weight [kv_lora]",), LORA_NORM.format("kv")),
-        Rule("linear_kv_up_proj.weight", rows, ("kv_b_proj.weight [kv, kv_lora]",)),
-        Rule("linear_proj.weight", columns, ("o_proj.weight [hidden, v]",)),
-    ),
-)
-BIASED_ROUTER = (blocks.ROUTER, Rule("mlp.router.expert_bias", whole, ("mlp.gate.e_score_correction_bias [experts]",)))
-SHARED_EXPERTS = within("mlp.shared_experts", "mlp.shared_experts", *blocks.mlp_rules("shared_ffn"))
-MTP = (
-    "embed_tokens.weight [vocab, hidden]",
-    "enorm.weight [hidden]",
-    "hnorm.weight [hidden]",
-    "eh_proj.weight [hidden, two_hidden]",
-    "shared_head.norm.weight [hidden]",
-    "shared_head.head.weight [vocab, hidden]",
-)
 
 
 def dims(hf_config: HFConfig) -> dict[str, int]:
@@ -134,10 +109,10 @@ FAMILY = Family(
         "topk_method": ("noaux_tc", None),
     },
     refuse=refuse,
-    layer=MLA,
+    layer=rules_of("mla"),
     is_sparse=lambda hf_config, layer: layer >= (hf_config.get("first_k_dense_replace") or 0),
-    sparse=(blocks.SPARSE_NORM, *BIASED_ROUTER, *SHARED_EXPERTS),
-    expert=blocks.EXPERT,
-    mtp=MTP,
+    sparse=rules_of("sparse_norm", "router", "router_bias", "shared_experts"),
+    expert=rules_of("expert"),
+    mtp=rules_of("deepseek_mtp"),
     mla=True,
 )

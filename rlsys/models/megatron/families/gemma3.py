@@ -1,19 +1,12 @@
 """Gemma 3, its text models: norms whose weights count from one, before and after attention and MLP and on queries and
 keys, a gated GELU, scaled embeddings, and windows with a rotary base of their own in most layers."""
 
-from dataclasses import replace
 from functools import partial
 
-from rlsys.models.megatron.blocks import ATTENTION, GATED_MLP, ONLY, QK_NORM, Settings, attention_settings, rope_args
+from rlsys.models.megatron.blocks import ONLY, Settings, attention_settings, rope_args
 from rlsys.models.megatron.family import Family
-from rlsys.models.megatron.rules import Rule, whole
+from rlsys.models.megatron.rules import rules_of
 from rlsys.types import HFConfig
-
-MLP_NORM = ("pre_feedforward_layernorm.weight [hidden]",)
-POST_NORMS = (
-    Rule("self_attention.post_layernorm.weight", whole, ("post_attention_layernorm.weight [hidden]",)),
-    Rule("mlp.post_layernorm.weight", whole, ("post_feedforward_layernorm.weight [hidden]",)),
-)
 
 
 def settings(hf_config: HFConfig) -> Settings:
@@ -47,8 +40,8 @@ FAMILY = Family(
         "attn_logit_softcapping": (None,),
         "final_logit_softcapping": (None,),
     },
-    layer=(*ATTENTION, *QK_NORM, replace(GATED_MLP[0], hf=MLP_NORM), *POST_NORMS),
-    dense=GATED_MLP[1:],
+    layer=rules_of("attention", "qk_norm", "gemma3_norms"),
+    dense=rules_of("mlp"),
     post_norms=True,
     scaled_embedding=True,
 )

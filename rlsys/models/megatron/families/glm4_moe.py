@@ -6,9 +6,8 @@ from dataclasses import replace
 from rlsys.models.megatron import blocks
 from rlsys.models.megatron.families import deepseek_v3
 from rlsys.models.megatron.family import SPARSE_NEEDS
+from rlsys.models.megatron.rules import rules_of
 from rlsys.types import HFConfig
-
-QK_NORM = tuple(replace(rule, when="qk_norm") for rule in blocks.QK_NORM)
 
 
 def dims(hf_config: HFConfig) -> dict[str, int]:
@@ -32,6 +31,6 @@ FAMILY = replace(
     rope=lambda hf_config: blocks.rope_args({"partial_rotary_factor": 0.5, **hf_config}),
     needs=SPARSE_NEEDS,
     only={**blocks.ONLY, "attention_bias": (True, False, None), "norm_topk_prob": (True,)},
-    layer=(*blocks.ATTENTION, replace(blocks.QKV_BIAS, when="qkv_bias"), *QK_NORM),
+    layer=rules_of("attention", "qkv_bias_of_some", "qk_norm_of_some"),
     mla=False,
 )

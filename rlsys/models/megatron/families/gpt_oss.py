@@ -5,15 +5,8 @@ from dataclasses import replace
 
 from rlsys.models.megatron import blocks
 from rlsys.models.megatron.families import mixtral
-from rlsys.models.megatron.rules import Rule, rows, whole, within
+from rlsys.models.megatron.rules import rules_of
 from rlsys.types import HFConfig
-
-STACKS = (
-    Rule("gate_up_proj", rows, ("gate_up_proj [experts, hidden, gate_up]",)),
-    Rule("gate_up_proj_bias", rows, ("gate_up_proj_bias [experts, gate_up]",)),
-    Rule("down_proj", rows, ("down_proj [experts, expert_ffn, hidden]",)),
-    Rule("down_proj_bias", rows, ("down_proj_bias [experts, hidden]",)),
-)
 
 
 def settings(hf_config: HFConfig) -> blocks.Settings:
@@ -28,19 +21,8 @@ FAMILY = replace(
     model_types=("gpt_oss",),
     settings=settings,
     only={**blocks.ONLY, "attention_bias": (True,), "swiglu_alpha": (1.702,)},
-    layer=(
-        *blocks.ATTENTION,
-        blocks.QKV_BIAS,
-        *blocks.attention(
-            Rule("linear_proj.bias", whole, ("o_proj.bias [hidden]",)),
-            Rule("core_attention.softmax_offset", rows, ("sinks [heads]",)),
-        ),
-    ),
-    sparse=(
-        blocks.SPARSE_NORM,
-        Rule("mlp.router.weight", whole, ("mlp.router.weight [experts, hidden]",)),
-        Rule("mlp.router.bias", whole, ("mlp.router.bias [experts]",)),
-    ),
+    layer=rules_of("attention", "qkv_bias", "gpt_oss_attention"),
+    sparse=rules_of("sparse_norm", "gpt_oss_router"),
     expert=(),
-    expert_stacks=within("mlp.experts", "mlp.experts", *STACKS),
+    expert_stacks=rules_of("gpt_oss_stacks"),
 )

@@ -2,7 +2,7 @@
 
 from rlsys.models.megatron import blocks
 from rlsys.models.megatron.family import NEEDS, Family
-from rlsys.models.megatron.rules import Rule, whole
+from rlsys.models.megatron.rules import rules_of
 from rlsys.types import HFConfig
 
 
@@ -25,6 +25,6 @@ FAMILY = Family(
     only={**blocks.ONLY, "router_jitter_noise": (0, 0.0, None)},
     dense=(),
     is_sparse=lambda hf_config, layer: True,
-    sparse=(blocks.SPARSE_NORM, Rule("mlp.router.weight", whole, ("block_sparse_moe.gate.weight [experts, hidden]",))),
-    expert=blocks.mlp_rules("expert_ffn", "block_sparse_moe.experts.{e}.", ("w1", "w3", "w2")),
+    sparse=rules_of("sparse_norm", "mixtral_router"),
+    expert=rules_of("mixtral_expert"),
 )

@@ -5,15 +5,8 @@ from dataclasses import replace
 from rlsys.models.megatron import blocks
 from rlsys.models.megatron.families import qwen3_next
 from rlsys.models.megatron.family import NEEDS
-from rlsys.models.megatron.rules import Rule, regrouped
+from rlsys.models.megatron.rules import rules_of
 from rlsys.types import HFConfig
-
-PARTS = {"qkv": "qkv", "z": "v", "b": "values", "a": "values"}
-IN_PROJ = Rule(
-    "in_proj.weight",
-    regrouped(("delta_k", "delta_k", "delta_v"), ("delta_v",), ("delta_values",), ("delta_values",)),
-    tuple(f"in_proj_{part}.weight [delta_{size}, hidden]" for part, size in PARTS.items()),
-)
 
 
 def sparse_config(hf_config: HFConfig) -> HFConfig:
@@ -27,7 +20,7 @@ FAMILY = replace(
     dims=qwen3_next.delta_dims,
     settings=lambda hf_config: {**blocks.attention_settings(hf_config), **qwen3_next.delta_settings(hf_config)},
     needs=(*NEEDS, *qwen3_next.DELTA),
-    linear=qwen3_next.delta_rules(IN_PROJ),
+    linear=rules_of("delta_norm", "qwen3_5_in_proj", "delta"),
     is_sparse=lambda hf_config, layer: False,
     sparse=(),
     expert=(),

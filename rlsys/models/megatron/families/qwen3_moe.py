@@ -2,6 +2,7 @@
 
 from rlsys.models.megatron import blocks
 from rlsys.models.megatron.family import SPARSE_NEEDS, Family
+from rlsys.models.megatron.rules import rules_of
 from rlsys.types import HFConfig
 
 
@@ -23,8 +24,8 @@ FAMILY = Family(
     dims=blocks.expert_dims,
     settings=settings,
     needs=SPARSE_NEEDS,
-    layer=(*blocks.ATTENTION, *blocks.QK_NORM),
+    layer=rules_of("attention", "qk_norm"),
     is_sparse=is_sparse,
-    sparse=(blocks.SPARSE_NORM, blocks.ROUTER),
-    expert=blocks.EXPERT,
+    sparse=rules_of("sparse_norm", "router"),
+    expert=rules_of("expert"),
 )

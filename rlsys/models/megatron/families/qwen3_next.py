@@ -6,36 +6,12 @@ from dataclasses import replace
 from rlsys.models.megatron import blocks
 from rlsys.models.megatron.families import qwen3_moe
 from rlsys.models.megatron.family import SPARSE_NEEDS
-from rlsys.models.megatron.rules import Rule, columns, gated_grouped, regrouped, rows, whole, within
+from rlsys.models.megatron.rules import rules_of
 from rlsys.types import HFConfig
 
 SIZES = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
 DELTA = tuple(f"linear_{size}" for size in SIZES)
 """Sizes of gated delta layers, which Megatron calls as config.json does."""
-NORM, QKV, OUT = blocks.ATTENTION
-GATED_QKV = replace(QKV, shard_fn=gated_grouped, hf=("self_attn.q_proj.weight [gated_q, hidden]", *QKV.hf[1:]))
-
-
-def delta_rules(in_proj: Rule) -> tuple[Rule, ...]:
-    """The rules of a layer with gated delta attention, whose input projection families store in different tensors."""
-    own = (
-        in_proj,
-        Rule("conv1d.weight", regrouped(("delta_k", "delta_k", "delta_v")), ("conv1d.weight [delta_qkv, 1, conv]",)),
-        Rule("dt_bias", rows, ("dt_bias [delta_values]",)),
-        Rule("A_log", rows, ("A_log [delta_values]",)),
-        Rule("out_norm.weight", whole, ("norm.weight [delta_head_v]",)),
-        Rule("out_proj.weight", columns, ("out_proj.weight [hidden, delta_v]",)),
-    )
-    return replace(NORM, te="self_attention.in_proj.layer_norm_weight"), *within("self_attention", "linear_attn", *own)
-
-
-IN_PROJ = Rule(
-    "in_proj.weight",
-    regrouped(("delta_head_k", "delta_head_k", "delta_each_v", "delta_each_v"), ("delta_each", "delta_each")),
-    ("in_proj_qkvz.weight [delta_qkvz, hidden]", "in_proj_ba.weight [delta_ba, hidden]"),
-)
-MTP_NORMS = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
-MTP = ("fc.weight [hidden, two_hidden]", *(f"{name}.weight [hidden]" for name in MTP_NORMS))
 
 
 def delta_dims(hf_config: HFConfig) -> dict[str, int]:
@@ -82,14 +58,10 @@ FAMILY = replace(
     settings=settings,
     rope=lambda hf_config: blocks.rope_args({"partial_rotary_factor": 0.25, **hf_config}),
     needs=(*SPARSE_NEEDS, *DELTA, "shared_expert_intermediate_size"),
-    layer=(NORM, GATED_QKV, OUT, *blocks.QK_NORM),
-    linear=delta_rules(IN_PROJ),
+    layer=rules_of("gated_attention", "qk_norm"),
+    linear=rules_of("delta_norm", "qwen3_next_in_proj", "delta"),
     is_linear=is_linear,
-    sparse=(
-        *qwen3_moe.FAMILY.sparse,
-        *within("mlp.shared_experts", "mlp.shared_expert", *blocks.mlp_rules("shared_ffn")),
-        Rule("mlp.shared_experts.gate_weight", whole, ("mlp.shared_expert_gate.weight [1, hidden]",)),
-    ),
-    mtp=MTP,
+    sparse=rules_of("sparse_norm", "router", "gated_shared_expert"),
+    mtp=rules_of("qwen3_next_mtp"),
     mtp_prefix="mtp.",
 )
