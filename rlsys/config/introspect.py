@@ -12,11 +12,12 @@ from pydantic import Field, TypeAdapter
 from pydantic.fields import FieldInfo
 
 from rlsys.config.overrides import format_value
-from rlsys.config.schema.base import Condition, Registered, Section
+from rlsys.config.schema.base import ActiveIf, Condition, Registered, Requires, Section
 from rlsys.utils.data_files import read_table
 
 _HUGE = 1e6
 _WORDS = read_table(__file__, "json_schema_words.toml")
+RULES, LISTS = read_table(__file__, "rules.toml"), {"values", "given", "besides"}
 _SHOWN_CHARS = 80
 
 
@@ -55,14 +56,26 @@ def leaves(schema: type[Section]) -> dict[str, FieldInfo]:
 
 @cache
 def rules(schema: type[Section]) -> tuple[tuple[str, str, Condition | Registered], ...]:
-    """(key or section, section it is in, rule) of every rule that the schema declares."""
+    """(key or section, section it is in, rule) of every rule of a schema."""
     return tuple(
         (f"{path}.{name}" if path else name, path, rule)
         for path, section in sections(schema).items()
         for name, field in section.model_fields.items()
-        for rule in field.metadata
-        if isinstance(rule, Condition | Registered)
+        for rule in (*_conditions(section, name), *(one for one in field.metadata if isinstance(one, Registered)))
     )
+
+
+def _conditions(section: type[Section], name: str) -> list[Condition]:
+    """The entries of rules.toml for a key, by the class that declares it."""
+    owner = next(cls for cls in section.__mro__ if name in vars(cls).get("__annotations__", ()))
+    entries = RULES.get(owner.__name__, {}).get(name, [])
+    return [_condition(**entry) for entry in (entries if isinstance(entries, list) else [entries])]
+
+
+def _condition(*, active_if: str = "", requires: str = "", **more: Any) -> Condition:
+    for name in more.keys() & LISTS:
+        more[name] = tuple(None if one == "null" else one for one in more[name])
+    return ActiveIf(active_if, **more) if active_if else Requires(requires, **more)
 
 
 def absolute(path: str, section: str) -> str:

@@ -97,8 +97,6 @@ def _input_tokenizer(cfg: PPOConfig) -> Iterator[str]:
     key = "reward.reward_model.input_tokenizer"
     if given is not None and given not in (policy.path, policy.tokenizer_path):
         yield wrong(cfg, key, "answers are decoded by the policy's tokenizer", policy.tokenizer_path or policy.path)
-    if given is not None and cfg.actor_rollout_ref.rollout.has_workflow:
-        yield wrong(cfg, key, "the turns of an episode cannot be rendered by another template", "null")
 
 
 def _judge(cfg: PPOConfig) -> Iterator[str]:

@@ -40,10 +40,6 @@ def _router_replay(cfg: PPOConfig) -> Iterator[str]:
     key, returned = f"{ACTOR}.router_replay.mode", "actor_rollout_ref.rollout.enable_rollout_routing_replay"
     if rollout.enable_rollout_routing_replay != (mode == "R3"):
         yield wrong(cfg, returned, f"routes of the rollout are replayed with {key}=R3, and only then", mode == "R3")
-    if mode != "disabled" and cfg.actor_rollout_ref.actor.strategy != "megatron":
-        yield wrong(cfg, key, f"only Megatron replays routes; set {ACTOR}.strategy=megatron")
-    if mode == "R2" and cfg.algorithm.rollout_correction.bypass_mode:
-        yield wrong(cfg, key, "in bypass mode nothing computes old_log_probs, whose routes R2 replays", "R3")
     if mode != "disabled" and is_dense(decoder_sizes(model_facts(cfg.actor_rollout_ref.model.path))):
         yield wrong(cfg, key, "the model has no experts, so there are no routes", "disabled")
     if mode == "R3" and (rollout.has_workflow or rollout_backend(rollout.name).is_external):

@@ -82,8 +82,6 @@ def _pools(cfg: PPOConfig) -> Iterator[str]:
     if hybrid is not None and hybrid != pools.colocated:
         key = "actor_rollout_ref.hybrid_engine"
         yield wrong(cfg, key, f"conflicts with {WORKERS}={trainer.rollout_workers}; remove {key}")
-    if trainer.backend == "local" and trainer.rollout_workers:
-        yield wrong(cfg, WORKERS, "with trainer.backend=local everything runs in this one process", 0)
 
 
 def _staleness(cfg: PPOConfig) -> Iterator[str]:

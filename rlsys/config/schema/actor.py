@@ -6,35 +6,30 @@ from pydantic import Field, Strict
 
 from rlsys.config.schema import model as m
 from rlsys.config.schema import types as t
-from rlsys.config.schema.base import IF_MEGATRON, IF_REFERENCE, ActiveIf, Registered, Requires, Section, linked, section
+from rlsys.config.schema.base import Registered, Section, linked, section
 from rlsys.config.schema.megatron import MegatronConfig, MegatronRoleConfig
 from rlsys.config.schema.rollout import RolloutConfig
 from rlsys.config.vocabulary import POLICY_LOSSES, KLEstimator, LossAggMode
 
 _ACTOR = "actor_rollout_ref.actor"
 
-SPLIT_NEEDS_PACKING = Requires(
-    "actor_rollout_ref.model.use_remove_padding", why="sequences are split over ranks only when packed"
-)
-DRO_NEEDS_BETA = Requires(".dro_beta", given=("dro",), why="the loss has no default weight", to="1.0")
-
 
 class PolicyLossConfig(Section):
     """The policy loss and the parameters that only some losses have."""
 
-    loss_mode: Annotated[t.Text, Registered(POLICY_LOSSES), DRO_NEEDS_BETA] = "vanilla"
+    loss_mode: Annotated[t.Text, Registered(POLICY_LOSSES)] = "vanilla"
     """Policy loss."""
-    clip_cov_ratio: Annotated[t.Fraction, ActiveIf(".loss_mode", ("clip_cov",))] = 0.0002
+    clip_cov_ratio: t.Fraction = 0.0002
     """clip_cov: fraction of tokens whose gradient is dropped."""
-    clip_cov_lb: Annotated[t.Coefficient, ActiveIf(".loss_mode", ("clip_cov",))] = 1.0
+    clip_cov_lb: t.Coefficient = 1.0
     """clip_cov: smallest covariance of a dropped token."""
-    clip_cov_ub: Annotated[t.Coefficient, ActiveIf(".loss_mode", ("clip_cov",))] = 5.0
+    clip_cov_ub: t.Coefficient = 5.0
     """clip_cov: largest covariance of a dropped token."""
-    kl_cov_ratio: Annotated[t.Fraction, ActiveIf(".loss_mode", ("kl_cov",))] = 0.0002
+    kl_cov_ratio: t.Fraction = 0.0002
     """kl_cov: fraction of tokens that get the KL penalty."""
-    ppo_kl_coef: Annotated[t.Coefficient, ActiveIf(".loss_mode", ("kl_cov",))] = 0.1
+    ppo_kl_coef: t.Coefficient = 0.1
     """kl_cov: weight of that penalty."""
-    dro_beta: Annotated[t.Positive | None, ActiveIf(".loss_mode", ("dro",))] = None
+    dro_beta: t.Positive | None = None
     """dro: weight of the squared log-ratio; must be set for it."""
 
 
@@ -68,16 +63,14 @@ class TrainedRoleConfig(Section):
     """Seed of that shuffling."""
     loss_agg_mode: LossAggMode = "token-mean"
     """How token losses are aggregated."""
-    loss_scale_factor: Annotated[
-        t.Positive | None, Requires(".loss_agg_mode", ("seq-mean-token-sum-norm",), why="only that mode uses it")
-    ] = None
+    loss_scale_factor: t.Positive | None = None
     """Divisor of seq-mean-token-sum-norm; null is data.max_response_length."""
     grad_clip: t.Coefficient = 1.0
     """Largest gradient norm; 0 disables clipping."""
-    ulysses_sequence_parallel_size: Annotated[t.Count, SPLIT_NEEDS_PACKING] = 1
+    ulysses_sequence_parallel_size: t.Count = 1
     """Ranks that one sequence is split over."""
     optim: m.OptimConfig = section(m.OptimConfig)
-    megatron: Annotated[MegatronConfig, IF_MEGATRON] = section(MegatronConfig)
+    megatron: MegatronConfig = section(MegatronConfig)
     checkpoint: m.CheckpointConfig = section(m.CheckpointConfig)
 
     @property
@@ -99,9 +92,9 @@ class ActorConfig(TrainedRoleConfig):
     """Clip range above 1 (DAPO's clip-higher); the divergence bound of dppo_tv and dppo_kl."""
     clip_ratio_c: Annotated[float, Strict(), Field(gt=1, le=1e6)] = 3.0
     """Dual clip: bound of the loss for negative advantages."""
-    tau_pos: Annotated[t.Positive, ActiveIf(".policy_loss.loss_mode", ("sapo",))] = 1.0
+    tau_pos: t.Positive = 1.0
     """sapo: temperature for positive advantages."""
-    tau_neg: Annotated[t.Positive, ActiveIf(".policy_loss.loss_mode", ("sapo",))] = 1.05
+    tau_neg: t.Positive = 1.05
     """sapo: temperature for negative advantages."""
     policy_loss: PolicyLossConfig = section(PolicyLossConfig)
     entropy_coeff: Annotated[float, Strict(), Field(ge=-1e3, le=1e3)] = 0.0
@@ -110,9 +103,9 @@ class ActorConfig(TrainedRoleConfig):
     """Report the entropy of the updates, not only that of the old policy, even if entropy_coeff is 0."""
     use_kl_loss: t.Flag = False
     """Add a KL loss against the reference."""
-    kl_loss_coef: Annotated[t.Coefficient, ActiveIf(".use_kl_loss")] = 0.001
+    kl_loss_coef: t.Coefficient = 0.001
     """Weight of the KL loss."""
-    kl_loss_type: Annotated[KLEstimator, ActiveIf(".use_kl_loss")] = "low_var_kl"
+    kl_loss_type: KLEstimator = "low_var_kl"
     """Estimator of the KL loss; + is its straight-through form."""
     fsdp_config: m.FSDPConfig = section(m.FSDPConfig)
     router_replay: RouterReplayConfig = section(RouterReplayConfig)
@@ -146,9 +139,7 @@ class RefConfig(m.LogProbConfig):
             *("model_dtype", "dtype", "full_determinism"),
         ),
     )
-    megatron: Annotated[MegatronRoleConfig, ActiveIf(f"{_ACTOR}.strategy", ("megatron",))] = section(
-        MegatronRoleConfig, follows=f"{_ACTOR}.megatron"
-    )
+    megatron: MegatronRoleConfig = section(MegatronRoleConfig, follows=f"{_ACTOR}.megatron")
 
 
 class ActorRolloutRefConfig(Section):
@@ -156,7 +147,7 @@ class ActorRolloutRefConfig(Section):
 
     model: m.PolicyModelConfig = section(m.PolicyModelConfig)
     actor: ActorConfig = section(ActorConfig)
-    ref: Annotated[RefConfig, IF_REFERENCE] = section(RefConfig)
+    ref: RefConfig = section(RefConfig)
     rollout: RolloutConfig = section(RolloutConfig)
     hybrid_engine: t.Flag | None = None
     """Whether the actor's processes also generate; null follows from trainer.rollout_workers and the engine."""

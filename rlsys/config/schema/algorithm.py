@@ -6,7 +6,7 @@ from pydantic import Field, Strict
 
 from rlsys.config.engines import IN_JOB_ENGINES
 from rlsys.config.schema import types as t
-from rlsys.config.schema.base import ActiveIf, Registered, Requires, Section, linked, open_dict, section
+from rlsys.config.schema.base import Registered, Section, linked, open_dict, section
 from rlsys.config.schema.model import ServedModelConfig
 from rlsys.config.schema.rollout import GenerationConfig, ServingConfig
 from rlsys.config.vocabulary import ADV_ESTIMATORS, REWARD_MANAGERS, KLEstimator
@@ -14,43 +14,23 @@ from rlsys.config.vocabulary import ADV_ESTIMATORS, REWARD_MANAGERS, KLEstimator
 Level = Literal["batch", "group"]
 
 
-ADAPTIVE_NEEDS_PENALTY = Requires("algorithm.use_kl_in_reward", given=("adaptive",), why="its penalty is off")
-BOUND_NEEDS_RS = Requires(".rollout_rs", why="there is nothing to bound", to="token_k1")
-REINFORCE_NEEDS_BYPASS = Requires(".bypass_mode", given=("reinforce",), why="it is a loss of bypass mode")
-GDPO_NEEDS_KEYS = Requires(".gdpo_reward_keys", given=("gdpo",), why="it normalizes keys", to="[correct,format]")
-ONLY_GDPO = Requires(".adv_estimator", ("gdpo",), why="only gdpo uses it")
-IF_GRPO = ActiveIf(".adv_estimator", ("grpo", "grpo_vectorized", "grpo_passk", "gdpo"))
-HAS_TURNS = Requires(".adv_estimator", ("gae", "grpo", "rloo", "rloo_vectorized"), why="others ignore turns", to="grpo")
-ONLY_CUSTOM = Requires(".path", why="there is no custom function", to="<file>")
-IF_FUNCTION = ActiveIf("reward.custom_reward_function.path")
-GRADER_NEEDS_MODEL = Requires(".model_path", why="it needs a model", to="<folder of the reward model>")
-POOL_NEEDS_NODES = Requires(".nnodes", why="its own pool needs nodes", to="1")
-ZERO_NEEDS_LOCAL = Requires("trainer.backend", ("local",), given=(0,), why="it grades in this process", to="local")
-FIX_TEACHER = "set distillation.teacher_models.teacher_model.model_path=<model>"
-NEEDS_TEACHER = Requires(".teacher_models", why="there is no teacher", fix=FIX_TEACHER)
-ONLY_GRADIENT = Requires(".use_policy_gradient", given=("kl", "k1"), why="its gradient ignores the teacher")
-IF_TOPK = ActiveIf(".loss_mode", ("forward_kl_topk",))
-IF_GRADIENT = ActiveIf(".use_policy_gradient")
-IMPORT_NEEDS_PATH = Requires(".module.path", given=("importlib",), why="it loads a file", to="<file>")
-
-
 class KLControlConfig(Section):
     """Weight of the KL penalty in the reward."""
 
-    type: Annotated[Literal["fixed", "adaptive"], ADAPTIVE_NEEDS_PENALTY] = "fixed"
+    type: Literal["fixed", "adaptive"] = "fixed"
     """Keep the weight, or adapt it towards target_kl."""
     kl_coef: t.Coefficient = 0.001
     """The weight, or its initial value."""
-    horizon: Annotated[t.Count, ActiveIf(".type", ("adaptive",))] = 10000
+    horizon: t.Count = 10000
     """adaptive: number of samples over which the weight reacts."""
-    target_kl: Annotated[t.Positive, ActiveIf(".type", ("adaptive",))] = 0.1
+    target_kl: t.Positive = 0.1
     """adaptive: target KL."""
 
 
 class FilterGroupsConfig(Section):
     """DAPO's dynamic sampling: replace prompts whose answers all have the same score."""
 
-    enable: Annotated[t.Flag, Requires(".metric", why="groups are filtered by a metric", to="seq_reward")] = False
+    enable: t.Flag = False
     """Filter groups."""
     metric: t.Text | None = None
     """What must differ within a group: acc, score, seq_reward, seq_final_reward or a key your reward returns."""
@@ -67,18 +47,18 @@ class RolloutCorrectionConfig(Section):
     """Upper bound that weights are truncated to, or "low_high", outside of which they are 0."""
     rollout_is_batch_normalize: t.Flag = False
     """Normalize the weights to a mean of 1 over the batch."""
-    rollout_rs: Annotated[t.Text | None, Requires(".rollout_rs_threshold", why="it needs a bound", to="0.5_2.0")] = None
+    rollout_rs: t.Text | None = None
     """Drop tokens or sequences by token_k1|k2|k3, seq_sum_*, seq_mean_* or seq_max_k2|k3, or by token_m2
     (M2PO): the largest ratios, until the mean squared log ratio of the others is within the bound; commas join them."""
-    rollout_rs_threshold: Annotated[t.Text | None, BOUND_NEEDS_RS] = None
+    rollout_rs_threshold: t.Text | None = None
     """Bound for each measure, joined by commas; k1 takes "low_high"."""
-    rollout_rs_threshold_lower: Annotated[t.Positive | None, BOUND_NEEDS_RS] = None
+    rollout_rs_threshold_lower: t.Positive | None = None
     """Lower bound of the ratio trainer / rollout for k1, where rollout_rs_threshold is its upper bound alone."""
     rollout_token_veto_threshold: t.Positive | None = None
     """Drop sequences with a token whose ratio trainer / rollout is below it."""
     bypass_mode: t.Flag = False
     """Use the rollout's log-probs as old log-probs (saves a forward pass)."""
-    loss_type: Annotated[Literal["ppo_clip", "reinforce"], REINFORCE_NEEDS_BYPASS] = "ppo_clip"
+    loss_type: Literal["ppo_clip", "reinforce"] = "ppo_clip"
     """Loss in bypass mode."""
 
     @property
@@ -119,26 +99,26 @@ class PFPPOConfig(Section):
 class DistillationLossConfig(Section):
     """How the divergence from the teacher is trained."""
 
-    loss_mode: Annotated[Literal[KLEstimator, "forward_kl_topk"], ONLY_GRADIENT] = "k3"
+    loss_mode: Literal[KLEstimator, "forward_kl_topk"] = "k3"
     """Estimator of the reverse KL from the sampled tokens (k1 only with use_policy_gradient), or the forward KL over
     the teacher's most likely tokens."""
-    topk: Annotated[t.Count, IF_TOPK] = 32
+    topk: t.Count = 32
     """forward_kl_topk: number of those tokens."""
-    log_prob_min_clamp: Annotated[t.Number | None, IF_TOPK] = None
+    log_prob_min_clamp: t.Number | None = None
     """forward_kl_topk: log-probs below count as this."""
     use_policy_gradient: t.Flag = False
     """Train on its negative as advantages of a loss of their own, instead of on the divergence itself."""
-    policy_loss_mode: Annotated[Literal["vanilla"], IF_GRADIENT] = "vanilla"
+    policy_loss_mode: Literal["vanilla"] = "vanilla"
     """use_policy_gradient: the policy loss."""
-    clip_ratio: Annotated[t.Coefficient, IF_GRADIENT] = 0.2
+    clip_ratio: t.Coefficient = 0.2
     """use_policy_gradient: PPO's clip range on both sides."""
-    clip_ratio_low: Annotated[t.Coefficient, IF_GRADIENT] = linked(".clip_ratio")
+    clip_ratio_low: t.Coefficient = linked(".clip_ratio")
     """use_policy_gradient: clip range below 1."""
-    clip_ratio_high: Annotated[t.Coefficient, IF_GRADIENT] = linked(".clip_ratio")
+    clip_ratio_high: t.Coefficient = linked(".clip_ratio")
     """use_policy_gradient: clip range above 1."""
     use_task_rewards: t.Flag = True
     """Train on the rewards too; else on the teacher alone."""
-    distillation_loss_coef: Annotated[t.Coefficient, ActiveIf(".use_task_rewards")] = 1.0
+    distillation_loss_coef: t.Coefficient = 1.0
     """Weight of the divergence beside the rewards."""
     loss_max_clamp: t.Positive | None = None
     """Largest magnitude of a token's divergence."""
@@ -181,7 +161,7 @@ class TeacherConfig(Section):
 class DistillationConfig(Section):
     """On-policy distillation: teachers score what the policy samples."""
 
-    enabled: Annotated[t.Flag, NEEDS_TEACHER] = False
+    enabled: t.Flag = False
     """Train towards teachers."""
     teacher_models: dict[str, TeacherConfig] = open_dict()
     """Teachers by a name of yours, each with model_path, trust_remote_code and, of several, the key of its rows."""
@@ -197,30 +177,30 @@ class DistillationConfig(Section):
 class AlgorithmConfig(Section):
     """Advantage estimation."""
 
-    adv_estimator: Annotated[t.Text, Registered(ADV_ESTIMATORS), GDPO_NEEDS_KEYS] = "gae"
+    adv_estimator: Annotated[t.Text, Registered(ADV_ESTIMATORS)] = "gae"
     """Advantage estimator."""
-    gamma: Annotated[t.Fraction, ActiveIf(".adv_estimator", ("gae", "reinforce_plus_plus"))] = 1.0
+    gamma: t.Fraction = 1.0
     """Discount."""
-    lam: Annotated[t.Fraction, ActiveIf(".adv_estimator", ("gae",))] = 1.0
+    lam: t.Fraction = 1.0
     """GAE's lambda."""
-    adv_unit: Annotated[Literal["token", "turn"], HAS_TURNS] = "token"
+    adv_unit: Literal["token", "turn"] = "token"
     """What GAE discounts by (token, turn) and groups compare (answers, turns of episodes); a turn's tokens share its
     advantage."""
-    norm_adv_by_std_in_grpo: Annotated[t.Flag, IF_GRPO] = True
+    norm_adv_by_std_in_grpo: t.Flag = True
     """Divide GRPO advantages by the group's standard deviation; false is Dr. GRPO."""
     use_kl_in_reward: t.Flag = False
     """Subtract a KL penalty from the reward of each token."""
-    kl_penalty: Annotated[KLEstimator, ActiveIf(".use_kl_in_reward")] = "kl"
+    kl_penalty: KLEstimator = "kl"
     """Estimator of that penalty."""
-    kl_ctrl: Annotated[KLControlConfig, ActiveIf(".use_kl_in_reward")] = section(KLControlConfig)
-    filter_groups: Annotated[FilterGroupsConfig, ActiveIf(".filter_groups.enable")] = section(FilterGroupsConfig)
+    kl_ctrl: KLControlConfig = section(KLControlConfig)
+    filter_groups: FilterGroupsConfig = section(FilterGroupsConfig)
     rollout_correction: RolloutCorrectionConfig = section(RolloutCorrectionConfig)
     use_pf_ppo: t.Flag = False
     """Resample the samples of a step by reward (policy filtration)."""
-    pf_ppo: Annotated[PFPPOConfig, ActiveIf(".use_pf_ppo")] = section(PFPPOConfig)
-    gdpo_reward_keys: Annotated[t.Texts | None, ONLY_GDPO] = None
+    pf_ppo: PFPPOConfig = section(PFPPOConfig)
+    gdpo_reward_keys: t.Texts | None = None
     """gdpo: keys of the reward's parts, each normalized separately."""
-    gdpo_reward_weights: Annotated[t.Numbers | None, ONLY_GDPO] = None
+    gdpo_reward_weights: t.Numbers | None = None
     """gdpo: weights of these parts; null weights them equally."""
     reward_bias: t.Number = 0.0
     """Added to each score."""
@@ -241,7 +221,7 @@ class CustomRewardConfig(Section):
     """Python file of the function; null chooses a built-in one by data source."""
     name: t.Text = "compute_score"
     """Name of the function: compute_score(data_source, solution_str, ground_truth, extra_info, **reward_kwargs)."""
-    reward_kwargs: Annotated[t.OpenDict, ONLY_CUSTOM] = open_dict()
+    reward_kwargs: t.OpenDict = open_dict()
     """More arguments of the function."""
 
 
@@ -257,9 +237,9 @@ class ModuleConfig(Section):
 class RewardManagerConfig(Section):
     """How scores become rewards."""
 
-    name: Annotated[t.Text, Registered(REWARD_MANAGERS), ActiveIf(".source", ("register",))] = "naive"
+    name: Annotated[t.Text, Registered(REWARD_MANAGERS)] = "naive"
     """Reward manager; dapo adds the overlong penalty."""
-    source: Annotated[Literal["register", "importlib"], IMPORT_NEEDS_PATH] = "register"
+    source: Literal["register", "importlib"] = "register"
     """Take the manager from the registry, or from the file module.path."""
     module: ModuleConfig = section(ModuleConfig)
 
@@ -280,7 +260,7 @@ class OverlongConfig(Section):
 class RewardKwargsConfig(Section, extra="allow"):
     """Settings of the dapo manager, and any keys that the constructor of a manager of your own takes."""
 
-    overlong_buffer_cfg: Annotated[OverlongConfig, ActiveIf(".overlong_buffer_cfg.enable")] = section(OverlongConfig)
+    overlong_buffer_cfg: OverlongConfig = section(OverlongConfig)
     max_resp_len: t.Count | None = None
     """Longest length for the penalty; null is data.max_response_length."""
 
@@ -288,7 +268,7 @@ class RewardKwargsConfig(Section, extra="allow"):
 class JudgeRolloutConfig(ServingConfig):
     """The engine of a generative reward model, which the reward function asks."""
 
-    name: Annotated[t.Text | None, Registered(IN_JOB_ENGINES), IF_FUNCTION] = None
+    name: Annotated[t.Text | None, Registered(IN_JOB_ENGINES)] = None
     """Engine that serves the model to reward.custom_reward_function: hf, sglang or vllm; null if it is a classifier."""
     prompt_length: t.Count = 2048
     """Longest question, in tokens; a longer one is answered with an error."""
@@ -304,18 +284,16 @@ class JudgeRolloutConfig(ServingConfig):
 class RewardModelConfig(Section):
     """Grading by a trained reward model."""
 
-    enable: Annotated[t.Flag, GRADER_NEEDS_MODEL] = False
+    enable: t.Flag = False
     """Grade with a reward model."""
-    model_path: Annotated[
-        t.LocalPath | None, ActiveIf(".enable", why="the reward model is off; set reward.reward_model.enable=true")
-    ] = None
+    model_path: t.LocalPath | None = None
     """Folder of the model, e.g. one exported by trainer.main_rm."""
     trust_remote_code: t.Flag = False
     """Allow Python code in the model folder to run."""
-    input_tokenizer: Annotated[t.LocalPath | None, Requires(".enable", why="the reward model is off")] = None
+    input_tokenizer: t.LocalPath | None = None
     """The policy's model, if the reward model has another tokenizer or chat template: answers are decoded, and rendered
     by the reward model's template; null passes token ids on."""
-    enable_resource_pool: Annotated[t.Flag, POOL_NEEDS_NODES] = False
+    enable_resource_pool: t.Flag = False
     """Run it in separate processes."""
     n_gpus_per_node: t.Count = 1
     """Processes per node of that pool."""
@@ -356,7 +334,7 @@ class SandboxConfig(Section):
 class GradingConfig(Section):
     """Grading by functions."""
 
-    num_workers: Annotated[t.CountOrZero, ZERO_NEEDS_LOCAL] = 8
+    num_workers: t.CountOrZero = 8
     """Number of grading processes; 0 grades in this process without time limits, so that breakpoint() works."""
     max_failed: t.Fraction = 0.5
     """Share of a batch that may stay without a score (errors, timeouts); more ends the run."""

@@ -4,9 +4,8 @@ A key whose default is another key's value is declared with `linked("other.key")
 the defaults, so a link, an interpolation in a file and an override all resolve in one place. A section built on its
 own, `ActorConfig(clip_ratio=0.1)`, resolves links to its own keys; a link to another section takes the default there.
 
-What a key needs of other keys is declared with it, `Annotated[Count, ActiveIf(".shuffle")]`: see `ActiveIf`, `Requires`
-and `Registered`. rlsys/config/checks evaluates these rules. They name keys as links do; with a leading dot a key
-relative to the section that holds the annotated key.
+What a key needs of other keys, `ActiveIf` and `Requires`, is in rlsys/config/rules.toml, and rlsys/config/checks
+evaluates it; only `Registered` is declared with its key. Rules name keys as links do.
 """
 
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ class Condition:
     """Holds if the value of `key` is one of `values`; without values, if it is true or set."""
 
     key: str
-    values: tuple[Any, ...] = ()
+    values: tuple[object, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Requires(Condition):
     """
 
     why: str = field(default="", kw_only=True)
-    given: tuple[Any, ...] = field(default=(), kw_only=True)
+    given: tuple[object, ...] = field(default=(), kw_only=True)
     to: str = field(default="true", kw_only=True)
     fix: str = field(default="", kw_only=True)
 
@@ -87,10 +86,3 @@ def section(cls: type[Section], *, follows: str = "", only: tuple[str, ...] = ()
 def open_dict() -> Any:
     """A key that holds any keys of its own; empty by default."""
     return Field(default_factory=dict)
-
-
-IF_REFERENCE = ActiveIf(
-    "use_ref_settings",
-    why="no reference is used; set actor_rollout_ref.actor.use_kl_loss=true or algorithm.use_kl_in_reward=true",
-)
-IF_MEGATRON = ActiveIf(".strategy", ("megatron",))

@@ -1,9 +1,9 @@
 """Data files, and how rows become prompts or training texts."""
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from rlsys.config.schema import types as t
-from rlsys.config.schema.base import ActiveIf, Requires, Section, linked, open_dict, section
+from rlsys.config.schema.base import Section, linked, open_dict, section
 
 Truncation = Literal["error", "left", "right", "middle"]
 BadRows = Literal["refuse", "skip"]
@@ -12,18 +12,18 @@ BadRows = Literal["refuse", "skip"]
 class CustomClassConfig(Section):
     """A custom dataset class."""
 
-    path: Annotated[t.LocalPath | None, Requires(".name", why="the file may hold several classes", to="<class>")] = None
+    path: t.LocalPath | None = None
     """Python file of the class."""
-    name: Annotated[t.Text | None, Requires(".path", why="the file of the class is not set", to="<file>")] = None
+    name: t.Text | None = None
     """Name of the class: __init__(data_files, tokenizer, config, processor, max_samples)."""
 
 
 class SamplerConfig(Section):
     """A custom order of the training rows."""
 
-    class_path: Annotated[t.LocalPath | None, Requires(".class_name", why="no class is named", to="<class>")] = None
+    class_path: t.LocalPath | None = None
     """Python file of the class, or pkg:// and its module."""
-    class_name: Annotated[t.Text | None, Requires(".class_path", why="its file is not set", to="<file>")] = None
+    class_name: t.Text | None = None
     """Name of the class: a Sampler, __init__(data_source, data_config), whose `update` gets each trained batch."""
 
 
@@ -41,12 +41,6 @@ class RowsConfig(Section):
     """Stop at a row that cannot be used, with its file and number (refuse), or skip and count it."""
 
 
-STREAM_NEEDS_STEPS = Requires("trainer.total_training_steps", why="a stream has no length", to="<steps>")
-STREAM_NEEDS_FILES = Requires(
-    ".custom_cls.path", (None,), why="a dataset class is not read as a stream", fix="remove data.custom_cls"
-)
-
-
 class TrainingRowsConfig(RowsConfig):
     """Training rows, for every job that trains."""
 
@@ -58,10 +52,10 @@ class TrainingRowsConfig(RowsConfig):
     """Shuffle training rows every epoch."""
     seed: t.Seed = 1
     """Seed of that shuffling."""
-    streaming: Annotated[t.Flag, STREAM_NEEDS_STEPS, STREAM_NEEDS_FILES] = False
+    streaming: t.Flag = False
     """Read training rows during training, and of datasets of the hub for validation the first
     val_max_samples."""
-    shuffle_buffer_size: Annotated[t.Count, ActiveIf(".streaming")] = 10000
+    shuffle_buffer_size: t.Count = 10000
     """Rows that are read, and with shuffle permuted, at a time."""
 
 
@@ -90,7 +84,7 @@ class PromptsConfig(RowsConfig):
     """How a prompt that is too long and not filtered is truncated; error stops."""
     filter_overlong_prompts: t.Flag = False
     """Drop prompts that are too long before training starts."""
-    filter_overlong_prompts_workers: Annotated[t.Count, ActiveIf(".filter_overlong_prompts")] = 1
+    filter_overlong_prompts_workers: t.Count = 1
     """Threads that tokenize prompts to filter them."""
 
 
@@ -159,7 +153,7 @@ class RMDataConfig(SupervisedDataConfig):
 class DPODataConfig(RMDataConfig):
     """Pairs, or for KTO a prompt, a completion and whether it is desirable."""
 
-    completion_key: Annotated[t.Text, ActiveIf("dpo.loss_type", ("kto",))] = "completion"
+    completion_key: t.Text = "completion"
     """kto: column of the response."""
-    label_key: Annotated[t.Text, ActiveIf("dpo.loss_type", ("kto",))] = "label"
+    label_key: t.Text = "label"
     """kto: column that is true for a desirable response."""

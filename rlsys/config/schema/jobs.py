@@ -10,14 +10,10 @@ from rlsys.config.schema import trainer as run
 from rlsys.config.schema import types as t
 from rlsys.config.schema.actor import ActorConfig, ActorRolloutRefConfig, CriticConfig
 from rlsys.config.schema.algorithm import AlgorithmConfig, DistillationConfig, GradingConfig, RewardConfig
-from rlsys.config.schema.base import IF_MEGATRON, ActiveIf, Registered, Requires, RootConfig, Section, section
+from rlsys.config.schema.base import Registered, RootConfig, Section, section
 from rlsys.config.schema.megatron import MegatronShardConfig, MegatronTrainConfig
 from rlsys.config.schema.model import CheckpointConfig, OptimConfig, PolicyModelConfig, ServedModelConfig, ShardConfig
 from rlsys.config.schema.rollout import GenerationConfig, ValKwargsConfig
-
-KTO_NEEDS_ROWS = Requires("data.streaming", (False,), given=("kto",), why="responses are paired over all rows")
-IF_DISTILLED = ActiveIf("distillation.enabled", besides=("enabled",))
-
 
 FOLLOWED_BY_CRITIC = (
     *("strategy", "ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "use_dynamic_bsz", "ppo_epochs", "shuffle"),
@@ -30,14 +26,12 @@ class PPOConfig(RootConfig):
 
     data: d.DataConfig = section(d.DataConfig)
     actor_rollout_ref: ActorRolloutRefConfig = section(ActorRolloutRefConfig)
-    critic: Annotated[CriticConfig, run.IF_CRITIC] = section(
-        CriticConfig, follows="actor_rollout_ref.actor", only=FOLLOWED_BY_CRITIC
-    )
+    critic: CriticConfig = section(CriticConfig, follows="actor_rollout_ref.actor", only=FOLLOWED_BY_CRITIC)
     algorithm: AlgorithmConfig = section(AlgorithmConfig)
-    distillation: Annotated[DistillationConfig, IF_DISTILLED] = section(DistillationConfig)
+    distillation: DistillationConfig = section(DistillationConfig)
     reward: RewardConfig = section(RewardConfig)
     trainer: run.TrainerConfig = section(run.TrainerConfig)
-    global_profiler: Annotated[run.ProfilerConfig, run.IF_PROFILED] = section(run.ProfilerConfig)
+    global_profiler: run.ProfilerConfig = section(run.ProfilerConfig)
     ray_kwargs: run.RayKwargsConfig = section(run.RayKwargsConfig)
 
     @property
@@ -83,7 +77,7 @@ class SupervisedEngineConfig(ShardConfig):
 
     strategy: t.Strategy = "fsdp2"
     """Training engine: fsdp and fsdp2 are both FSDP2, megatron is Megatron-Core."""
-    megatron: Annotated[MegatronTrainConfig, IF_MEGATRON] = section(
+    megatron: MegatronTrainConfig = section(
         MegatronTrainConfig, follows="engine", only=("dtype", "full_determinism", "seed")
     )
     ulysses_sequence_parallel_size: t.Count = 1
@@ -117,7 +111,7 @@ class SupervisedConfig(RootConfig):
     optim: SupervisedOptimConfig = section(SupervisedOptimConfig)
     checkpoint: CheckpointConfig = section(CheckpointConfig)
     trainer: run.SupervisedRunConfig = section(run.SupervisedRunConfig)
-    global_profiler: Annotated[run.ProfilerConfig, run.IF_PROFILED] = section(run.ProfilerConfig)
+    global_profiler: run.ProfilerConfig = section(run.ProfilerConfig)
     ray_kwargs: run.RayKwargsConfig = section(run.RayKwargsConfig)
     nccl_timeout: t.Seconds = 600.0
     """Longest a collective operation may take, in seconds."""
@@ -138,15 +132,15 @@ class RMConfig(SupervisedConfig):
 class DPOLossConfig(Section):
     """The loss on preferences, by TRL's names."""
 
-    loss_type: Annotated[Literal["sigmoid", "ipo", "kto"], KTO_NEEDS_ROWS] = "sigmoid"
+    loss_type: Literal["sigmoid", "ipo", "kto"] = "sigmoid"
     """sigmoid: DPO on pairs; ipo: IPO on pairs; kto: KTO on single responses with a label."""
     beta: t.Positive = 0.1
     """How strongly the policy is held to the reference; more is closer."""
-    label_smoothing: Annotated[float, Strict(), Field(ge=0, lt=0.5), ActiveIf(".loss_type", ("sigmoid",))] = 0.0
+    label_smoothing: Annotated[float, Strict(), Field(ge=0, lt=0.5)] = 0.0
     """sigmoid: probability that a label is wrong (cDPO)."""
-    desirable_weight: Annotated[t.Positive, ActiveIf(".loss_type", ("kto",))] = 1.0
+    desirable_weight: t.Positive = 1.0
     """kto: weight of desirable responses."""
-    undesirable_weight: Annotated[t.Positive, ActiveIf(".loss_type", ("kto",))] = 1.0
+    undesirable_weight: t.Positive = 1.0
     """kto: weight of undesirable responses."""
 
 

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, Strict
 
 from rlsys.config.schema import types as t
-from rlsys.config.schema.base import ActiveIf, Requires, Section, linked, open_dict, section
+from rlsys.config.schema.base import Section, linked, open_dict, section
 
 _SHORT_DTYPES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 
@@ -17,8 +17,6 @@ def _dtype(value: object) -> object:
 
 AnyDType = Annotated[Literal["auto", "float32", "bfloat16", "float16"], BeforeValidator(_dtype)]
 Scheduler = Literal["constant", "cosine", "linear"]
-NOT_WITH_POLICY = ActiveIf(".offload_policy", (False,), why="offload_policy already keeps it in host memory")
-NO_ZERO_SCALE = Requires(".lora_rank", (0,), given=(0,), why="it multiplies adapters by 0", fix="set a number above 0")
 CheckpointPart = Literal["model", "optimizer", "extra", "hf_model"]
 CheckpointParts = Annotated[tuple[CheckpointPart, ...], BeforeValidator(t.as_tuple)]
 
@@ -55,13 +53,13 @@ class ModelConfig(ModelFolderConfig):
     """Pack sequences without padding in training and in log-prob passes."""
     lora_rank: t.CountOrZero = 0
     """Rank of LoRA adapters; 0 trains all weights."""
-    lora_alpha: Annotated[t.CountOrZero, ActiveIf(".lora_rank"), NO_ZERO_SCALE] = 16
+    lora_alpha: t.CountOrZero = 16
     """LoRA scale; adapter outputs are multiplied by lora_alpha / lora_rank."""
-    target_modules: Annotated[t.Texts, ActiveIf(".lora_rank")] = ("all-linear",)
+    target_modules: t.Texts = ("all-linear",)
     """Modules that get adapters: names, or all-linear (on Megatron including experts)."""
-    exclude_modules: Annotated[t.Text | tuple[t.Text, ...], ActiveIf(".lora_rank")] = ()
+    exclude_modules: t.Text | tuple[t.Text, ...] = ()
     """Modules of those without adapters: a list of names, or a regular expression of whole names."""
-    lora_A_init_method: Annotated[Literal["kaiming", "xavier", "normal"], ActiveIf(".lora_rank")] = "kaiming"
+    lora_A_init_method: Literal["kaiming", "xavier", "normal"] = "kaiming"
     """How the adapters' first factor starts: Kaiming-uniform, Xavier-normal or normal with deviation 0.2."""
     lora_adapter_path: t.LocalPath | None = None
     """Folder of a trained adapter to start from; its rank, scale and modules are taken."""
@@ -101,9 +99,7 @@ class OptimConfig(Section):
     """AdamW8bit keeps moments in 8 bits; Muon steps the matrices of the layers, and AdamW everything else."""
     optimizer_impl: Literal["torch.optim", "bitsandbytes.optim"] = "torch.optim"
     """Where the optimizer is from: bitsandbytes.optim for AdamW8bit, torch.optim for the others."""
-    override_optimizer_config: Annotated[
-        OverrideOptimizerConfig, ActiveIf(".optimizer", ("Muon",), besides=("optimizer_cpu_offload",))
-    ] = section(OverrideOptimizerConfig)
+    override_optimizer_config: OverrideOptimizerConfig = section(OverrideOptimizerConfig)
     """Settings of one optimizer alone."""
     lr: Annotated[float, Strict(), Field(ge=0, le=10)] = 1e-6
     """Peak learning rate."""
@@ -161,14 +157,14 @@ class ShardConfig(Section):
 class RoleShardConfig(ShardConfig):
     """How FSDP2 shards a model that shares its ranks with other roles."""
 
-    param_offload: Annotated[t.Flag, NOT_WITH_POLICY] = False
+    param_offload: t.Flag = False
     """Offload parameters to host memory while another role runs."""
 
 
 class FSDPConfig(RoleShardConfig):
     """How FSDP2 shards a trained model that shares its ranks with other roles."""
 
-    optimizer_offload: Annotated[t.Flag, NOT_WITH_POLICY] = False
+    optimizer_offload: t.Flag = False
     """Offload optimizer state to host memory between updates."""
     full_determinism: t.Flag = linked("actor_rollout_ref.rollout.full_determinism")
     """Use bitwise reproducible CUDA kernels; this applies to the whole process."""

@@ -7,11 +7,10 @@ from pydantic import BeforeValidator, Field, Strict
 
 from rlsys.config.engines import rollout_backends
 from rlsys.config.schema import types as t
-from rlsys.config.schema.base import ActiveIf, Registered, Requires, Section, linked, open_dict, section
+from rlsys.config.schema.base import Registered, Section, linked, open_dict, section
 from rlsys.config.schema.model import AnyDType, LogProbConfig
 
 ToolFormat = Literal["hermes", "llama3", "mistral", "deepseek", "json", "gpt-oss", "python"]
-KWARGS_NEED_CLASS = Requires("actor_rollout_ref.rollout.workflow", why="no class takes them", to="module.Class")
 
 Temperature = Annotated[float, Strict(), Field(ge=0, le=100)]
 TopP = Annotated[float, Strict(), Field(gt=0, le=1)]
@@ -21,13 +20,11 @@ Executor = Annotated[
     BeforeValidator(lambda v: "auto" if v == "naive" else v),
 ]
 
-SERVED_ADAPTERS = Requires("actor_rollout_ref.model.lora_rank", why="there are no adapters to push", to="16")
-
 
 class AgentConfig(Section):
     """How episodes run, with rollout.workflow or multi_turn.enable."""
 
-    workflow_kwargs: Annotated[t.OpenDict, KWARGS_NEED_CLASS] = open_dict()
+    workflow_kwargs: t.OpenDict = open_dict()
     """Arguments of the workflow's class."""
     command: t.Text | None = None
     """Program that answers a prompt: it gets OPENAI_BASE_URL, OPENAI_API_KEY and RLSYS_ROW (JSON)."""
@@ -96,9 +93,9 @@ class ValKwargsConfig(Section):
 
     temperature: Temperature = 0.0
     """Temperature; 0 is greedy."""
-    top_k: Annotated[TopK, ActiveIf(".do_sample")] = -1
+    top_k: TopK = -1
     """Sample from the k most likely tokens; -1 or 0 is all."""
-    top_p: Annotated[TopP, ActiveIf(".do_sample")] = 1.0
+    top_p: TopP = 1.0
     """Sample from the most likely tokens with this total probability."""
     n: t.Count = 1
     """Answers per prompt."""
@@ -123,13 +120,6 @@ class EngineKwargsConfig(Section):
     """vLLM's EngineArgs."""
     sglang: t.OpenDict = open_dict()
     """SGLang's ServerArgs."""
-
-
-IF_WORKFLOW = ActiveIf(
-    ".has_workflow",
-    why="each prompt is answered by one draw; set rollout.workflow, rollout.agent.command or multi_turn.enable=true",
-    besides=("enable", "default_agent_loop", "agent_loop_config_path", "command", "path"),
-)
 
 
 class ServingConfig(Section):
@@ -206,8 +196,8 @@ class GenerationConfig(ServingConfig):
     workflow: t.Text | None = None
     """How a prompt is answered: a name of rlsys.agent.presets, module.Class, module:function or file.py:name; null
     draws one answer."""
-    agent: Annotated[AgentConfig, IF_WORKFLOW] = section(AgentConfig)
-    multi_turn: Annotated[MultiTurnConfig, IF_WORKFLOW] = section(MultiTurnConfig)
+    agent: AgentConfig = section(AgentConfig)
+    multi_turn: MultiTurnConfig = section(MultiTurnConfig)
 
     @property
     def attention_size(self) -> int:
@@ -239,7 +229,7 @@ class ServersConfig(Section):
     """Addresses; null takes VLLM_API_BASE (vLLM) or AREAL_LLM_SERVER_ADDRS (either) from the environment."""
     model: t.Text | None = None
     """Name of the served model; null takes the server's."""
-    lora_name: Annotated[t.Text | None, SERVED_ADAPTERS] = None
+    lora_name: t.Text | None = None
     """Push only LoRA adapters, served under this name and their version; null pushes merged weights."""
     policy: Literal["least_loaded", "affinity"] = "least_loaded"
     """How a server is chosen; affinity sends equal prompts to one server, for its prefix cache."""
@@ -300,15 +290,13 @@ class RolloutConfig(GenerationConfig, LogProbConfig):
     """Sample; false is greedy."""
     n: t.Count = 1
     """Responses per prompt."""
-    over_sample_rate: Annotated[t.Fraction, IF_WORKFLOW] = 0.0
+    over_sample_rate: t.Fraction = 0.0
     """Share of a step's episodes that are not waited for: the last ones are ended and not trained on."""
     val_kwargs: ValKwargsConfig = section(ValKwargsConfig)
     checkpoint_engine: CheckpointEngineConfig = section(CheckpointEngineConfig)
     validate_weight: t.Flag = False
     """Compare every tensor of every engine with the actor's after each push; stop if one differs."""
-    validate_save_dir: Annotated[t.LocalPath | None, ActiveIf(".validate_weight")] = None
+    validate_save_dir: t.LocalPath | None = None
     """Folder for reports of these comparisons, weights_v{version}.json."""
-    parity: Annotated[
-        ParityConfig, ActiveIf(".parity.is_enabled", why="freq=-1 disables the parity probe", besides=("freq",))
-    ] = section(ParityConfig)
+    parity: ParityConfig = section(ParityConfig)
     servers: ServersConfig = section(ServersConfig)

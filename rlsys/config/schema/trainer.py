@@ -5,17 +5,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator
 
 from rlsys.config.schema import types as t
-from rlsys.config.schema.base import ActiveIf, Requires, Section, open_dict, section
-
-RESUME_NEEDS_PATH = Requires(
-    ".resume_from_path", given=("resume_path",), why="it needs a checkpoint", to="<folder>/global_step_N"
-)
-IF_CRITIC = ActiveIf("use_critic", why="no critic is trained; set critic.enable=true to train one")
-WARMUP_NEEDS_CRITIC = Requires("use_critic", why="there is no critic", fix="set trainer.critic_warmup=0")
-IF_ASYNC = ActiveIf(".max_staleness", why="the run is synchronous; set trainer.max_staleness")
-NEW_CLUSTER = Requires(
-    ".address", (None,), why="a running cluster has its own", fix="remove it or ray_kwargs.ray_init.address"
-)
+from rlsys.config.schema.base import Section, open_dict, section
 
 
 class DeadlinesConfig(Section):
@@ -63,9 +53,6 @@ class RunConfig(Section):
 
 
 Ranks = Annotated[tuple[t.CountOrZero, ...], BeforeValidator(t.as_numbers)]
-IF_PROFILED = ActiveIf(
-    "global_profiler.steps", why="no step is profiled; set global_profiler.steps", besides=("steps",)
-)
 
 
 class ProfilerConfig(Section):
@@ -98,7 +85,7 @@ class TrainingConfig(RunConfig):
     test_freq: t.Frequency = -1
     """Validate every N steps, or after_each_epoch, and after the last step; with -1, PPO does not validate while it
     trains, and SFT and reward-model runs validate only after the last step."""
-    resume_mode: Annotated[Literal["auto", "disable", "resume_path"], RESUME_NEEDS_PATH] = "auto"
+    resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
     """Resume from the latest checkpoint, never, or from resume_from_path."""
     resume_from_path: t.LocalPath | None = None
     """Folder global_step_N to resume from, if resume_mode=resume_path."""
@@ -139,11 +126,11 @@ class TrainerConfig(TrainingConfig):
     """Validate and stop."""
     log_val_generations: t.CountOrZero = 0
     """Number of validation answers shown in trackers."""
-    critic_warmup: Annotated[t.CountOrZero, WARMUP_NEEDS_CRITIC] = 0
+    critic_warmup: t.CountOrZero = 0
     """Initial steps that only train the critic."""
     max_actor_ckpt_to_keep: t.Count | None = None
     """Number of latest actor checkpoints to keep; null keeps all."""
-    max_critic_ckpt_to_keep: Annotated[t.Count | None, IF_CRITIC] = None
+    max_critic_ckpt_to_keep: t.Count | None = None
     """Number of latest critic checkpoints to keep; null keeps all."""
     rollout_data_dir: t.LocalPath | None = "${trainer.default_local_dir}/rollouts"
     """Folder for training answers, {step}.jsonl and a page that shows them; null writes none."""
@@ -156,13 +143,13 @@ class TrainerConfig(TrainingConfig):
     """Folder for all validation answers, {step}.jsonl."""
     max_staleness: t.Versions = 0
     """Weight versions that a token may be behind in training: 0 is synchronous, 1 one step off-policy."""
-    lookahead: Annotated[t.CountOrZero, IF_ASYNC] = 0
+    lookahead: t.CountOrZero = 0
     """Steps by which a finished prompt may overtake an unfinished one; fewer prompts are then in progress."""
-    reproducible: Annotated[t.Flag, IF_ASYNC] = False
+    reproducible: t.Flag = False
     """Make an asynchronous run repeatable to the bit: versions of tokens follow from their position, not from time."""
-    max_failed_in_a_row: Annotated[t.CountOrZero, IF_ASYNC] = 8
+    max_failed_in_a_row: t.CountOrZero = 8
     """Prompts in a row whose generation may fail before an asynchronous run stops; failed ones are skipped."""
-    max_failed_share: Annotated[t.Fraction, IF_ASYNC] = 0.05
+    max_failed_share: t.Fraction = 0.05
     """Share of all prompts whose generation may fail, once it is more than max_failed_in_a_row of them."""
     sync_freq: t.Count = 1
     """Push weights to the rollout every N steps."""
@@ -175,7 +162,7 @@ class TrainerConfig(TrainingConfig):
 class RayInitConfig(Section):
     """Arguments of ray.init."""
 
-    num_cpus: Annotated[t.Count | None, NEW_CLUSTER] = None
+    num_cpus: t.Count | None = None
     """CPUs of a newly started cluster; null is all."""
     address: t.Text | None = None
     """Cluster to join; null joins RAY_ADDRESS if set, else starts one."""

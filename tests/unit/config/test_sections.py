@@ -3,10 +3,10 @@
 import pytest
 from pydantic import ValidationError
 
-from rlsys.config.introspect import leaves, nest, sections
+from rlsys.config.introspect import RULES, absolute, leaves, nest, rules, sections, value_at
 from rlsys.config.merge import Layers
 from rlsys.config.schema.actor import ActorConfig, CriticConfig
-from rlsys.config.schema.base import Section
+from rlsys.config.schema.base import Condition, Section
 from rlsys.config.schema.jobs import DPOConfig, EvalConfig, PPOConfig, RMConfig, SFTConfig
 
 JOBS = (PPOConfig, SFTConfig, RMConfig, DPOConfig, EvalConfig)
@@ -44,3 +44,14 @@ def test_a_links_own_section_is_asked_first() -> None:
 def test_a_section_on_its_own_is_checked_like_a_loaded_one() -> None:
     with pytest.raises(ValidationError, match="clip_ratio_c"):
         ActorConfig(clip_ratio_c=1.0)
+
+
+def test_every_rule_is_of_a_declared_key_and_names_one() -> None:
+    declared = set()
+    for job in JOBS:
+        for cls in (cls for section in sections(job).values() for cls in section.__mro__):
+            declared |= {(cls.__name__, key) for key in vars(cls).get("__annotations__", ())}
+        for _, parent, rule in rules(job):
+            if isinstance(rule, Condition):
+                value_at(job(), absolute(rule.key, parent))
+    assert {(section, key) for section, keys in RULES.items() for key in keys} <= declared
