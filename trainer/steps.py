@@ -48,7 +48,7 @@ class Steps:
         lengths = batch.tensors["attention_mask"].sum(-1).tolist()
         batch.meta_info |= {"global_token_num": lengths, "global_steps": step}
         ranks, rows = self.plan.actor.dp_size, self.plan.actor.mini_batch_samples
-        size, order = batch.meta_info.get("rows_per_episode", 1), np.arange(len(batch))
+        size, order = stages.rows_per_episode(batch), np.arange(len(batch))
         if self.cfg.trainer.balance_batch and ranks > 1:
             order = balance_rows(np.reshape(lengths, (-1, size)).sum(1).tolist(), num_ranks=ranks, mini_batch_rows=rows)
             order = (order[:, None] * size + np.arange(size)).ravel()

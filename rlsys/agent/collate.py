@@ -12,7 +12,7 @@ from torch import Tensor
 from rlsys.agent.runner import EpisodeResult
 from rlsys.agent.trace import TraceRow
 from rlsys.algorithms.masked import at_last_token
-from rlsys.algorithms.stages import branch_rewards, with_columns
+from rlsys.algorithms.stages import branch_rewards, rows_per_episode, with_columns
 from rlsys.data.collate import padded_prompts
 from rlsys.protocol import IMAGES, DataProto, object_array
 from rlsys.protocol.rows import pad_rows, row_tensors
@@ -78,7 +78,7 @@ def with_branches(batch: DataProto, *, max_rows: int) -> DataProto:
 
 def first_rows(batch: DataProto) -> DataProto:
     """The row of each episode that `with_branches` was given, with the rewards of all turns of the episode."""
-    size = batch.meta_info.get("rows_per_episode", 1)
+    size = rows_per_episode(batch)
     rows = batch if size == 1 else batch.select_idxs(torch.arange(0, len(batch), size))
     if not (others := branch_rewards(rows)).any():
         return rows

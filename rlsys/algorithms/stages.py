@@ -81,7 +81,7 @@ def apply_kl_penalty(
     kl = torch.where(mask.bool(), kl, torch.zeros_like(kl))
     rewards = column(batch, "token_level_scores") - beta * kl
     is_row = mask.bool().any(dim=1)
-    is_row[:: batch.meta_info.get("rows_per_episode", 1)] = True
+    is_row[:: rows_per_episode(batch)] = True
     current_kl = masked_mean(kl, mask, dim=1)[is_row].mean().item()
     controller.update(current_kl, int(is_row.sum()))
     metrics = {"actor/reward_kl_penalty": current_kl, "actor/reward_kl_penalty_coeff": beta}
@@ -106,7 +106,7 @@ def shape_batch_rewards(batch: DataProto, config: AlgorithmConfig, *, num_repeat
         return batch
     scores, ids = column(batch, "token_level_scores").sum(dim=1), group_ids(batch, num_repeat=num_repeat)
     truncated = is_truncated(batch) if config.mask_no_eos_with_zero else torch.zeros(len(batch), dtype=torch.bool)
-    size = batch.meta_info.get("rows_per_episode", 1)
+    size = rows_per_episode(batch)
     shaped = (scores[::size].double() + config.reward_bias) * config.reward_scaling
     if config.reward_clip is not None:
         shaped = shaped.clamp(min=-config.reward_clip, max=config.reward_clip)
@@ -163,7 +163,7 @@ def compute_advantage(batch: DataProto, config: AlgorithmConfig, *, num_repeat: 
         weights = config.gdpo_reward_weights
         inputs["component_weights"] = None if weights is None else torch.tensor(weights, dtype=torch.float64)
     in_groups = bool(estimator_takes(config.adv_estimator) & {"group_ids", "index"})
-    size = batch.meta_info.get("rows_per_episode", 1) if in_groups else 1
+    size = rows_per_episode(batch) if in_groups else 1
     inputs["turn_ids"] = tensors.get("turn_ids") if config.adv_unit == "turn" else None
     if size > 1:
         inputs = episode_inputs(inputs, column(batch, "row_weights"), size)
@@ -182,7 +182,7 @@ def compute_advantage(batch: DataProto, config: AlgorithmConfig, *, num_repeat: 
     batch = with_columns(batch, advantages=advantages, returns=returns)
     if not config.use_pf_ppo:
         return batch
-    scores = column(batch, "token_level_scores").sum(dim=1)[:: batch.meta_info.get("rows_per_episode", 1)]
+    scores = column(batch, "token_level_scores").sum(dim=1)[:: rows_per_episode(batch)]
     return batch.select_idxs(episode_rows(batch, pf_ppo_rows(scores, config.pf_ppo, seed=seed)))
 
 
@@ -236,9 +236,14 @@ def branch_rewards(batch: DataProto) -> Tensor:
     return torch.tensor([math.fsum(sum(row["rewards"]) for row in of if row["weight"] == 1.0) for of in branches])
 
 
+def rows_per_episode(batch: DataProto) -> int:
+    """How many rows each episode has in sequence: one for each of its branches, with `rlsys.agent.collate`."""
+    return batch.meta_info.get("rows_per_episode", 1)
+
+
 def episode_rows(batch: DataProto, episodes: Tensor) -> Tensor:
     """The numbers of all rows of these episodes (E,), which have equally many in sequence."""
-    size = batch.meta_info.get("rows_per_episode", 1)
+    size = rows_per_episode(batch)
     return (episodes[:, None] * size + torch.arange(size)).flatten()
 
 

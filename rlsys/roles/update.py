@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from rlsys.algorithms.masked import to_loss_sum
-from rlsys.algorithms.stages import episode_rows, with_columns
+from rlsys.algorithms.stages import episode_rows, rows_per_episode, with_columns
 from rlsys.config.schema.actor import ActorConfig, CriticConfig
 from rlsys.interfaces import LossFn, LossSum, Output, TrainEngine
 from rlsys.protocol import DataProto
@@ -35,7 +35,7 @@ def mini_batches(
     They are contiguous. With `shuffle` each of the `ppo_epochs` has its own order, which depends only on
     `data_loader_seed`, the global step and the epoch, so it is the same on every rank.
     """
-    num_rows = config.ppo_mini_batch_size * rollout_n * batch.meta_info.get("rows_per_episode", 1) // dp_size
+    num_rows = config.ppo_mini_batch_size * rollout_n * rows_per_episode(batch) // dp_size
     if num_rows < 1:
         raise ValueError(f"ppo_mini_batch_size={config.ppo_mini_batch_size} gives {dp_size} ranks no row each")
     for epoch in range(config.ppo_epochs):
@@ -44,7 +44,7 @@ def mini_batches(
             seeds = np.random.SeedSequence([config.data_loader_seed, global_step(batch), epoch])
             (state,) = seeds.generate_state(1, np.uint64)
             draw = torch.Generator().manual_seed(int(state) >> 1)
-            order = torch.randperm(len(batch) // batch.meta_info.get("rows_per_episode", 1), generator=draw)
+            order = torch.randperm(len(batch) // rows_per_episode(batch), generator=draw)
             rows = batch.select_idxs(episode_rows(batch, order))
         yield from rows.split(num_rows)
 
