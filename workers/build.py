@@ -19,14 +19,13 @@ from rlsys.engines.fsdp.engine import FSDPEngine
 from rlsys.engines.fsdp.sharding import tensor_parallel_plan
 from rlsys.engines.mesh import ensure_process_group
 from rlsys.interfaces import TrainEngine
-from rlsys.models.flops import peak_flops
+from rlsys.models.flops import MfuMeter, peak_flops
 from rlsys.models.hf import Head, build, read_config
 from rlsys.models.megatron.family import decoder_family, need_packed_delta
 from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
 from rlsys.utils.errors import ConfigError, raised_as
 from rlsys.utils.hub import ensure_downloaded, is_hub_id
 from rlsys.utils.plugins import import_libraries
-from workers.mfu import MfuMeter
 
 if TYPE_CHECKING:
     from rlsys.engines.megatron.engine import MegatronEngine

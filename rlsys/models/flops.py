@@ -4,7 +4,9 @@ Only matrix products count, a multiply-add as two; attention counts what a causa
 gradient checkpointing does not count, as in Chowdhery et al. 2022 (PaLM, appendix B).
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from time import perf_counter
 from typing import Any
@@ -16,7 +18,11 @@ from transformers import PretrainedConfig
 from rlsys.config.vocabulary import EXPERTS
 from rlsys.models.hf import auto_model
 from rlsys.models.vision import is_tower
+from rlsys.protocol import DataProto
+from rlsys.telemetry.log import get_logger
 from rlsys.utils.gpus import data_sheet_flops
+
+log = get_logger(__name__)
 
 
 class ModelFlops:
@@ -57,6 +63,36 @@ class ModelFlops:
         tokens, pairs = sum(lengths), sum(n * (n + 1) // 2 for n in lengths)
         head_tokens = tokens if num_head_tokens is None else num_head_tokens
         return 2.0 * (tokens * self.blocks + pairs * self.attended + head_tokens * self.head)
+
+
+@dataclass(frozen=True)
+class MfuMeter:
+    """Measures the MFU of a role, under verl's names; `peak` is the total FLOP/s of the ranks that share their rows."""
+
+    model: PretrainedConfig
+    peak: float
+    lm_head: bool = True
+    clock: Callable[[], float] = perf_counter
+
+    @contextmanager
+    def __call__(self, name: str, rows: DataProto, *, epochs: int | None = None) -> Iterator[dict[str, float]]:
+        """Time the work inside; the dict that it yields has `perf/mfu/{name}` afterwards.
+
+        `epochs` are the passes over `rows` forward and backward; None is one pass forward. The dict stays empty for
+        models whose FLOPs cannot be counted.
+        """
+        metrics: dict[str, float] = {}
+        start_s = self.clock()
+        yield metrics
+        seconds = self.clock() - start_s
+        try:
+            mask = rows.tensors["attention_mask"]
+            num_predicted = int(mask[:, -rows.tensors["responses"].shape[1] :].sum()) if self.lm_head else 0
+            forward = ModelFlops(self.model).forward(mask.sum(1).tolist(), num_head_tokens=num_predicted)
+        except (AttributeError, TypeError, ValueError) as error:
+            log.debug("no MFU of a %s: %s", type(self.model).__name__, error)
+            return
+        metrics[f"perf/mfu/{name}"] = forward * (1 if epochs is None else 3 * epochs) / (seconds * self.peak)
 
 
 def _attended(text: PretrainedConfig) -> int:

@@ -6,10 +6,9 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from rlsys.models.flops import peak_flops
+from rlsys.models.flops import MfuMeter, peak_flops
 from rlsys.protocol import DataProto
 from rlsys.utils.gpus import data_sheet_flops
-from workers.mfu import MfuMeter
 
 MODEL = LlamaConfig(
     hidden_size=16,
