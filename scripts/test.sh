@@ -2,7 +2,7 @@
 # Install what the tests need into .venv (once) and run them; arguments go to pytest, e.g. `scripts/test.sh -m slow`.
 # Without arguments the tests run in parts, each in a process of its own, the longest first: tests that fork ranks need one
 # in which neither Ray nor a trainer has run. On 2 cores three run at a time, since those that start Ray wait much.
-# `scripts/test.sh -m gpu` runs the tests that need GPUs in parts too, sixteen at a time on the same one or two GPUs.
+# `scripts/test.sh -m gpu` runs the tests that need GPUs in parts too, sixteen at a time on one GPU and 24 on two.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/install.sh
@@ -102,11 +102,13 @@ else
   while read -r file; do
     [[ " ${gpu[*]} " == *" $file "* ]] || rest+=" $file"
   done < <(grep -rl --include='test_*.py' 'mark\.gpu' tests)
-  orders=(all all)
-  [ "$(nvidia-smi -L | wc -l)" -lt 2 ] || orders=('0,1' '1,0')  # tests that need one GPU take the first that they see
-  for part in "${gpu[@]}" "$rest"; do
+  orders=(all all) at_once=16
+  if [ "$(nvidia-smi -L | wc -l)" -ge 2 ]; then
+    orders=('0,1' '1,0') at_once=24  # tests that need one GPU take the first that they see
+  fi
+  for part in "$rest" "${gpu[@]}"; do
     printf '%s -m gpu\0%s\0' "$part" "${orders[number++ % 2]}"
-  done | xargs -0 -n 2 -P 16 bash -c 'run "$@"' _ &
+  done | xargs -0 -n 2 -P "$at_once" bash -c 'run "$@"' _ &
 fi
 wait $!
 if [ -e "$log/failed" ]; then echo "failed: $(paste -sd ' ' "$log/failed")"; exit 1; fi

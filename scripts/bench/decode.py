@@ -80,9 +80,10 @@ def main() -> int:
     engines: list[tuple[str, str, dict[str, Any]]] = []
     for case, runner, steps in [one for one in cases if one[0] in args.cases]:
         name = f"{case}, {steps} steps a schedule" if steps else case
-        engines.append((name, runner, {"num_scheduler_steps": steps}))
+        settings: dict[str, Any] = {"num_scheduler_steps": steps} if steps else {}
+        engines.append((name, runner, settings))
         if args.fp8:
-            engines.append((f"{name} in FP8", runner, {"num_scheduler_steps": steps, "quantization": "fp8"}))
+            engines.append((f"{name} in FP8", runner, settings | {"quantization": "fp8"}))
     for name, runner, settings in engines:
         os.environ[RUNNER] = runner
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:

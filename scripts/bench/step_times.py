@@ -100,6 +100,7 @@ RUNS = (
     Measured("the same, another host", "0.5B H200", FORCED, COMPILED_JOB, (3.48, 0.66, 1.85, 0.056, 6.20)),
     Measured("the same, sizes chosen, 8 steps", "0.5B H200", FORCED, CHOSEN_JOB, (2.04, 0.57, 1.54, 0.03, 4.43)),
     Measured("the same, another host", "0.5B H200", FORCED, CHOSEN_JOB, (2.69, 0.62, 1.61, 0.03, 5.17)),
+    Measured("the same, a third host", "0.5B H200", FORCED, CHOSEN_JOB, (2.14, 0.61, 1.57, 0.04, 4.70)),
     Measured("compiled FSDP, SGLang", "0.5B H200", FORCED, COMPILED_SGLANG, (2.33, 1.01, 2.43, 0.054, 6.03)),
     Measured("FSDP", "0.5B H100", FORCED, job(64, 8, VLLM, kept=True), (0, 1.01, 3.12, 0, 0)),
     Measured("compiled FSDP", "0.5B H100", FORCED, COMPILED_JOB, (0, 0.79, 2.29, 0, 0)),
@@ -134,9 +135,12 @@ RUNS = (
         "7B H200",
         (1, 4095, 4095),
         job(8, 1, TWO, MEGATRON, f"{ACTOR}.megatron.tensor_model_parallel_size=2", tokens=8192, kept=True),
-        (0, 0, 2.14, 0, 0),
+        (0, 0, 2.02, 0, 0),
     ),
     Measured("FSDP2, 8 x 4096", "7B H200", (1, 4095, 4095), job(8, 1, TWO, **LONG), (0, 0, 2.22, 0, 0)),
+    Measured(
+        "compiled FSDP2, 8 x 4096", "7B H200", (1, 4095, 4095), job(8, 1, TWO, COMPILED, **LONG), (0, 0, 2.04, 0, 0)
+    ),
     Measured("Megatron, 8 x 4096", "0.5B H200", (1, 4095, 4095), job(8, 1, MEGATRON, **LONG), (0, 0, 0.67, 0, 0)),
     Measured("FSDP, 8 x 4096", "0.5B H200", (1, 4095, 4095), job(8, 1, **LONG), (0, 0, 0.80, 0, 0)),
 )

@@ -129,7 +129,7 @@ def run_rank(rank: int, args: argparse.Namespace, folder: Path, port: int) -> No
     os.environ |= {"MASTER_PORT": str(port), "LOCAL_RANK": str(rank)}
     cuda = args.device == "cuda"
     if cuda:
-        torch.cuda.set_device(rank)
+        args.device = f"cuda:{rank}"  # the engine begins with CUDA, as in a job: Megatron's sets a variable before
     started_s = perf_counter()
     engine = build(args, folder)
     built_s = perf_counter() - started_s

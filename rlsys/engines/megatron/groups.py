@@ -4,6 +4,7 @@ Megatron keeps its groups in globals of a module. Engines of different sizes in 
 for as long as one of their methods runs.
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,7 +38,13 @@ class MegatronRanks(EngineRanks):
 
 
 def make_ranks(device: str, sizes: ParallelSizes) -> MegatronRanks:
-    """The groups of an engine over all ranks of the default process group."""
+    """The groups of an engine over all ranks of the default process group.
+
+    Where tensors are cut, exchanges start before the products that hide them, unless the environment has
+    CUDA_DEVICE_MAX_CONNECTIONS or CUDA has already started.
+    """
+    if sizes.tp > 1 and device.startswith("cuda"):
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     ensure_process_group(device)
     own = own_device(device)
     with current(sizes):
