@@ -17,6 +17,7 @@ from rlsys.interfaces import LossFn, LossSum, Output, TrainEngine
 from rlsys.protocol import DataProto
 from rlsys.roles.update import global_step, mini_batches, run_updates, with_scale
 from rlsys.types import WeightUpdateMeta
+from rlsys.utils.errors import DataError
 
 
 @dataclass(eq=False)
@@ -77,6 +78,8 @@ class PPOActor:
 
     def _update(self, batch: DataProto, parts: Iterable[DataProto]) -> dict[str, float]:
         config, distillation = with_scale(self.config, batch), self.distillation
+        if (mode := config.router_replay.mode) != "disabled" and batch.tensors.get("routed_experts", None) is None:
+            raise DataError(f"the batch has no routed_experts, which actor.router_replay.mode={mode} replays")
         taught: Output = "topk_log_probs" if distillation is not None and distillation.is_topk else "log_probs"
         wanted: dict[Output, bool] = {"log_probs": True, taught: True}
         wanted["entropy"] = config.calculate_entropy or config.entropy_coeff != 0

@@ -94,4 +94,7 @@ def _records(folder: Path) -> list[dict[str, object]]:
 if __name__ == "__main__":
     if len(sys.argv) != 2 or not _records(Path(sys.argv[1])):
         raise SystemExit("rlsys report RUN_FOLDER: writes index.html, the report page, from a run's metrics.jsonl")
-    print(RunReport(Path(sys.argv[1])).write())
+    try:
+        print(RunReport(Path(sys.argv[1])).write())
+    except OSError as error:
+        raise SystemExit(f"rlsys report: {error}; copy metrics.jsonl into a folder of your own") from None

@@ -92,3 +92,12 @@ def test_an_older_python_is_refused_in_one_line() -> None:
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=scaled_s(30), cwd=ROOT)
     assert (ended.returncode, ended.stderr.count("\n")) == (1, 1)
     assert "is too old; install Python 3.11 or later" in ended.stderr
+
+
+def test_a_report_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n')
+    (tmp_path / "index.html" / "sub").mkdir(parents=True)
+    ended = rlsys("report", ".", folder=tmp_path)
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("rlsys report: [Errno 21] Is a directory")
+    assert ended.stderr.count("\n") == 1

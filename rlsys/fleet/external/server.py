@@ -91,7 +91,7 @@ class ServerReplica:
                 self.is_admitted, self.cause = False, str(error)
             self._outbox.append(ResponseDelta(request.rid, error=str(error), refused=not is_lost))
         except ServerFault as fault:
-            log.warning("%s", fault)
+            log.log(logging.DEBUG if self.num_failures else logging.WARNING, "%s", fault)
             if isinstance(fault, StaleWeightsFault) or (self.engine.adapter and fault.status == 404):
                 self.is_admitted, self.cause = False, str(fault)
             wait_s = max(fault.wait_s, FIRST_BACKOFF_S * 2 ** min(self.num_failures, 30))

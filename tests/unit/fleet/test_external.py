@@ -199,6 +199,20 @@ def test_deadlines_name_the_server_and_the_stage(fleet: Fleet) -> None:
         unreachable.connect()
 
 
+def test_a_server_that_dies_is_one_warning_for_all_its_open_requests(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad, good = fleet.serve(2)
+    engine = fleet.engine(bad, good)
+    engine.connect()
+    bad.faults.append("die:6")
+    requests = requests_of(12)
+    assert_whole(engine.generate(requests), requests)
+    warnings = [record for record in caplog.records if record.funcName == "_answer" and record.levelname == "WARNING"]
+    assert len(warnings) == 1
+    assert bad.url in warnings[0].getMessage()
+
+
 def test_the_breaker_opens_and_a_server_that_comes_back_is_readmitted(fleet: Fleet) -> None:
     bad, good = fleet.serve(2)
     engine = fleet.engine(bad, good, breaker_failures=2)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlsys.algorithms.policy_loss import policy_loss_names
-from rlsys.config.schema.actor import ActorConfig, CriticConfig, PolicyLossConfig
+from rlsys.config.schema.actor import ActorConfig, CriticConfig, PolicyLossConfig, RouterReplayConfig
 from rlsys.config.schema.algorithm import RolloutCorrectionConfig
 from rlsys.protocol import DataProto
 from rlsys.roles.actor import PPOActor
@@ -17,6 +17,7 @@ from rlsys.roles.critic import PPOCritic
 from rlsys.roles.lm import LMEngine, mean_over_ranks
 from rlsys.roles.reward_model import RWEngine
 from rlsys.roles.update import mini_batches
+from rlsys.utils.errors import DataError
 from tests import tiny_engine as tiny
 
 
@@ -145,6 +146,14 @@ def test_a_refused_step_is_counted_and_leaves_the_others_alone() -> None:
     assert metrics["actor/skipped_steps"] == 1
     assert [step.applied for step in engine.steps] == [False, True]
     assert math.isfinite(metrics["actor/grad_norm"])
+
+
+def test_routes_that_are_to_be_replayed_must_be_there() -> None:
+    engine = tiny.TinyEngine()
+    actor = PPOActor(engine, ActorConfig(router_replay=RouterReplayConfig(mode="R3")))
+    with pytest.raises(DataError, match=r"no routed_experts, which actor\.router_replay\.mode=R3 replays"):
+        actor.ppo_update(ready(engine))
+    assert not engine.steps
 
 
 def test_train_batch_is_one_step_and_grpo_update_is_ppo_update() -> None:
