@@ -1,6 +1,7 @@
 """MegatronEngine on CUDA: bf16 with float32 masters, Transformer Engine where it is there, one GPU and several."""
 
 import importlib.util
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -305,6 +306,17 @@ def test_shared_sequences_have_the_numbers_of_one_gpu(name: str) -> None:
     assert far < case.gradients
     assert norms[0] == pytest.approx(norms[1], rel=max(0.02, case.gradients / 4))
     assert shared["metrics"]["row_length"] == alone["metrics"]["row_length"]
+
+
+def max_connections() -> str | None:
+    megatron(EVEN, case=Case(max_tokens=4096, megatron=ParallelSizes(tp=2)))
+    return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
+
+
+@needs(2)
+def test_exchanges_of_cut_tensors_start_before_the_products_that_hide_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    assert run_ranks(2, max_connections, backend=BACKEND) == ["1", "1"]
 
 
 FLOAT64 = [
