@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from queue import SimpleQueue
 
+from rlsys.fleet.fleet import POLL_S
 from rlsys.interfaces import State
 from rlsys.protocol import DataProto
 from rlsys.utils.errors import DeadlineError
@@ -35,19 +36,8 @@ class AsyncSource:
         """The graded batch of the next step."""
         with self._change:
             self._groups.add(self._meter.new_counts())
-            while (batch := self._taken()) is None:
-                left_s = self._last_progress_s + self._deadline_s - time.monotonic()
-                if left_s <= 0:
-                    raise DeadlineError(self._unfinished(), "generate and grade", self._deadline_s)
-                with self._meter.waiting():
-                    self._change.wait(left_s)
-            shares, lead = self._meter.shares(), min(self._window.lead, self._window.most_ahead)
-            if not self._is_first:
-                idle = shares["perf/trainer_idle"]
-                self._window.adapt_lead(idle / max(1.0 - idle, 1e-9))
-            self._is_first = False
-            self._start()
-        batch.meta_info["source_metrics"] |= {**shares, "rollout/lead": float(lead)}
+        while (batch := self._next()) is None:
+            self._answers.fleet.push_if_stranded()
         return batch
 
     def published(self, version: int) -> None:
@@ -76,6 +66,25 @@ class AsyncSource:
             self._answers.running.clear()
         for future in futures:
             future.cancel()
+
+    def _next(self) -> DataProto | None:
+        """The batch, or None where it is not complete, after a moment."""
+        with self._change:
+            if (batch := self._taken()) is None:
+                left_s = self._last_progress_s + self._deadline_s - time.monotonic()
+                if left_s <= 0:
+                    raise DeadlineError(self._unfinished(), "generate and grade", self._deadline_s)
+                with self._meter.waiting():
+                    self._change.wait(min(left_s, POLL_S))
+                return None
+            shares, lead = self._meter.shares(), min(self._window.lead, self._window.most_ahead)
+            if not self._is_first:
+                idle = shares["perf/trainer_idle"]
+                self._window.adapt_lead(idle / max(1.0 - idle, 1e-9))
+            self._is_first = False
+            self._start()
+        batch.meta_info["source_metrics"] |= {**shares, "rollout/lead": float(lead)}
+        return batch
 
     def _taken(self) -> DataProto | None:
         if self._failure is not None:

@@ -118,6 +118,7 @@ class RayPPOTrainer(CheckpointedLoop):
             self._parts = assemble(
                 self.cfg, self._groups, self.inputs, reporter=self.reporter, on_validation=self.dump_validation
             )
+            self._parts.weights.fleet.push = self.push_weights
 
     def fit(self) -> None:
         """Train until the last step; resumes where the latest checkpoint left off."""

@@ -9,14 +9,13 @@ from contextlib import ExitStack, contextmanager
 from itertools import compress
 from typing import Any
 
-from rlsys.fleet.fleet import IN_USE, RolloutFleet
+from rlsys.fleet.fleet import IN_USE, POLL_S, RolloutFleet
 from rlsys.fleet.requests import Replica, ReplicaState
 from rlsys.protocol import DataProto
 from rlsys.utils.errors import RolloutError
 
 log = logging.getLogger(__name__)
 
-POLL_S = 0.5
 RETRY_S = 5.0
 
 
@@ -26,9 +25,9 @@ class ElasticFleet(RolloutFleet):
     `places` are the processes of a worker group, one for each replica (`GroupReplica`), which it starts on other nodes.
     A replica without a process, one that failed its health check and one whose node drains is started in the background
     where the cluster finds a place, however long that takes. It gets the weights of the last push by `on_restart`
-    where these can be had, else by `copy(peer, newcomer)` from a replica that serves, else takes part in the next push.
-    Before it serves it is asked for its version. Each push connects the replicas that it goes to by `connect(ranks)` if
-    they have changed.
+    where these can be had, else by `copy(peer, newcomer)` from a replica that serves, else takes part in the next push,
+    which is `push` if none serves while answers are waited for. Before it serves it is asked for its version. Each push
+    connects the replicas that it goes to by `connect(ranks)` if they have changed.
     """
 
     recovers_before_push = False
@@ -83,6 +82,12 @@ class ElasticFleet(RolloutFleet):
             for entry in taking:
                 if entry.state == "joining":
                     self._bring_weights(entry)
+
+    def push_if_stranded(self) -> None:
+        states = {entry.state for entry in self._replicas}
+        if self.push is not None and "joining" in states and "ready" not in states and self._pending:
+            log.info("no replica serves: the weights are pushed to those that have joined")
+            self.push()
 
     def _taking(self) -> list[ReplicaState]:
         """The replicas that weights are pushed to."""
@@ -150,6 +155,7 @@ class ElasticFleet(RolloutFleet):
                     return self._serve(entry)
             log.info("%s waits for the next push: %s", entry.replica.name, "; ".join(reasons))
             self.counts["waited_for_push"] += self.version is not None
+            self._connected = ()  # a new process has joined no transfer
             self._set(entry, "joining")
 
     def _copy_from_peer(self, newcomer: Replica) -> None:

@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 MAX_SESSIONS = 100_000
 TURN_S = 0.00002  # how long a thread of the controller keeps the others waiting, which torch does at every operation
 IN_USE = ("ready", "joining")  # those that serve, and those that wait for the next push to do so
+POLL_S = 0.5
 EXCHANGED_S = 1.0  # a replica that answered an exchange in these seconds is healthy
 COUNTS = ("issued", "answered", "failures", "retries", "restarts", "refused_versions", "continued")
 
@@ -50,6 +51,8 @@ class RolloutFleet:
     """
 
     recovers_before_push = True
+    push: Callable[[], object] | None = None
+    """Pushes the trainer's weights, where the controller offers it."""
 
     def __init__(
         self,
@@ -106,20 +109,24 @@ class RolloutFleet:
             request.answer.add_done_callback(lambda answer, request=request: self._on_done(request))  # type: ignore[misc]
         return [request.answer for request in requests]
 
-    def generate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
+    def generate(
+        self, requests: Sequence[ModelRequest], *, meanwhile: Callable[[], object] = lambda: None
+    ) -> list[ModelResponse]:
         """Complete all requests together, in order; the first failure is raised and ends the others."""
         answers = self.submit(requests, together=True)
         try:
-            for answer in wait(answers, return_when=FIRST_EXCEPTION).done:
-                answer.result()
+            while (waited := wait(answers, POLL_S, FIRST_EXCEPTION)).not_done:
+                for answer in waited.done:
+                    answer.result()
+                meanwhile()
             return [answer.result() for answer in answers]
         finally:
             for answer in answers:
                 answer.cancel()
 
     def generate_sequences(self, batch: DataProto) -> DataProto:
-        """Complete every row of a batch of prompts, as `rlsys.rollout.batch.generate_sequences` does."""
-        return from_responses(batch, self.generate(to_requests(batch)))
+        """As `rlsys.rollout.batch.generate_sequences` on all rows of a batch; for the thread that pushes weights."""
+        return from_responses(batch, self.generate(to_requests(batch), meanwhile=self.push_if_stranded))
 
     async def sample(self, request: ModelRequest) -> ModelResponse:
         """Complete one prompt; requests of one session go to the same replica while it serves."""
@@ -446,6 +453,9 @@ class RolloutFleet:
                     # one may have been lost since its last exchange
                     entry.heard_s, entry.exchanged_s, entry.restarts = time.monotonic(), 0.0, 0
                 self._change.notify_all()
+
+    def push_if_stranded(self) -> None:
+        """Push where no replica can serve otherwise; what waits for answers calls it, in the thread that pushes."""
 
     def settle(self) -> None:
         """Wait until no replica is being recovered or, during a push, asked for anything."""

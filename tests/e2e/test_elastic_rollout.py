@@ -62,6 +62,14 @@ LARGE = (
     "data.train_batch_size=12",
     "actor_rollout_ref.actor.ppo_mini_batch_size=12",
 )
+LONG = (
+    "trainer.n_gpus_per_node=2",
+    "trainer.rollout_workers=2",
+    "data.train_batch_size=4",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+    "data.max_response_length=480",
+    "actor_rollout_ref.rollout.ignore_eos=true",
+)
 STILL = (
     "trainer.rollout_workers=2",
     "actor_rollout_ref.rollout.enforce_eager=true",
@@ -209,6 +217,30 @@ def test_nodes_join_drain_and_die_under_a_run(cluster: tuple[Cluster, str], tmp_
     counted = counted_in(lines)
     assert [counted[f"rollout/{name}"] for name in ("joined", "left", "waited_for_push")] == [2, 2, 0]
     assert counted["rollout/issued"] == counted["rollout/answered"] + lines[-1]["rollout/pending"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_newcomer_continues_the_answers_that_the_trainer_waits_for(
+    cluster: tuple[Cluster, str], tmp_path: Path
+) -> None:
+    """The node that generates is killed within the first answers: the newcomer has no peer to copy weights from."""
+    nodes, address = cluster
+    with job_on(address, tmp_path, [*JOB, *LONG, f"trainer.default_local_dir={tmp_path}"]) as job:
+        assert wait_until(lambda: "loading the model of rollout" in job.log, STAGE_S), job.log
+        (worker,) = nodes.workers("Colocated_rollout")
+        loaded_s = worker.cpu_times().user
+        assert wait_until(lambda: worker.cpu_times().user > loaded_s + 1.5, STAGE_S), job.log  # it generates
+        nodes.do("kill")
+        assert wait_until(lambda: "rollout 0 is lost" in job.log, STAGE_S), job.log
+        nodes.do("add")
+        job.continues()
+        job.end()
+    lines, counted = job.steps, counted_in(job.steps)
+    assert "no replica serves: the weights are pushed" in job.log
+    assert counted["rollout/issued"] == counted["rollout/answered"] + lines[-1]["rollout/pending"]
+    assert lines[-1]["rollout/groups_issued"] == 4 * len(lines) + lines[-1]["rollout/groups_open"]
+    assert all(line["rollout/dropped"] == 0 for line in lines)
 
 
 CHANGES = {

@@ -275,7 +275,7 @@ def test_too_few_replicas_end_the_push() -> None:
 
 @pytest.mark.parametrize("joins", [False, True])
 def test_requests_fail_when_no_replica_serves_for_long(joins: bool) -> None:
-    """Also where a newcomer waits for a push, which the trainer does not make while it waits for answers."""
+    """Also where a newcomer waits for a push that is not made."""
     here, weights = Elastic(0), Weights()
     with elastic([here], weights, max_attempts=9) as fleet:
         weights.push(fleet, 1)
@@ -287,6 +287,27 @@ def test_requests_fail_when_no_replica_serves_for_long(joins: bool) -> None:
         with pytest.raises(RolloutError, match="no replica was ready for"):
             fleet.submit(requests_of(3, num_tokens=30))[0].result(scaled_s(10))
         assert here.restarts == joins
+
+
+def test_what_waits_for_answers_pushes_to_a_newcomer_where_all_others_are_lost() -> None:
+    here, weights = Elastic(0), Weights()
+    with elastic([here], weights) as fleet:
+        weights.push(fleet, 1)
+        here.placed, dying = True, iter(["die"])
+        here.plan = lambda call: next(dying, "ok")
+        pushed_in: list[int] = []
+
+        def push() -> None:
+            pushed_in.append(threading.get_ident())
+            weights.push(fleet, 1)
+
+        fleet.push = push
+        fleet.deadlines = FleetDeadlines(generate_s=scaled_s(20))
+        answers = fleet.generate(requests_of(6, num_tokens=30), meanwhile=fleet.push_if_stranded)
+        assert_answered(requests_of(6, num_tokens=30), answers)
+        assert (pushed_in, weights.connected, here.restarts) == ([threading.get_ident()], [(0,), (0,)], 1)
+        counts = fleet.metrics()
+        assert [counts[f"rollout/{name}"] for name in ("issued", "answered", "dropped", "left")] == [6, 6, 0, 1]
 
 
 def test_a_push_after_one_that_failed_connects_those_that_live() -> None:
