@@ -18,7 +18,7 @@ from rlsys.single_controller.local import LocalWorkerGroup
 from rlsys.single_controller.resource_pool import ResourcePoolManager
 from rlsys.utils.errors import ConfigError, raised_as
 from rlsys.utils.plugins import import_libraries
-from trainer.job import exit_on_sigterm
+from trainer.job import exit_on_sigterm, exit_without_gcs
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,7 @@ def start_backend(run: RunConfig, ray_kwargs: RayKwargsConfig, *, num_ranks: int
         timeline_json_file=ray_kwargs.timeline_json_file,
         deadline_s=run.deadlines.start_s,
     )
+    cluster.watch_gcs(exit_without_gcs)
     device = _device(run.device, any(node.num_gpus > 0 for node in on_ray.cluster_nodes()))
     node_size = on_ray.node_size(use_gpu=device != "cpu")
     worker_env = {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}

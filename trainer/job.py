@@ -6,6 +6,7 @@ Imports nothing heavy: the entry points import it together with the configuratio
 import errno
 import gc
 import os
+import shlex
 import signal
 import socket
 import sys
@@ -23,7 +24,7 @@ from rlsys.config.arguments import Arguments
 from rlsys.config.derive import ENGINE
 from rlsys.config.introspect import replaced, value_at
 from rlsys.config.schema.jobs import GradedJob, SupervisedConfig
-from rlsys.telemetry.log import FILE_ONLY, get_logger, setup_logging
+from rlsys.telemetry.log import FILE_ONLY, get_logger, redact, setup_logging
 from rlsys.utils import errors
 from rlsys.utils.gpus import GPUS
 from rlsys.utils.hub import download_config, is_hub_id
@@ -227,6 +228,15 @@ def exit_on_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
         signal.set_wakeup_fd(wakeup_before)
         wakeup.close()
+
+
+def exit_without_gcs(address: str) -> None:
+    """Print how to resume, and exit at once: calls of Ray wait for its GCS until Ray ends the process."""
+    outcome, command = Outcome(), redact(shlex.join(sys.orig_argv))
+    why = f"Ray's GCS at {address} is lost: see gcs_server.out on the head node and start the cluster again"
+    outcome.report(f"{why}; resume with: {command}", 1, sys.stderr)
+    get_logger(FILE_ONLY).info(outcome.text)
+    os._exit(outcome.exit_code)
 
 
 def _exit_late(received: socket.socket) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shlex
 import signal
 import subprocess
 import sys
@@ -241,6 +242,24 @@ def test_a_newcomer_continues_the_answers_that_the_trainer_waits_for(
     assert counted["rollout/issued"] == counted["rollout/answered"] + lines[-1]["rollout/pending"]
     assert lines[-1]["rollout/groups_issued"] == 4 * len(lines) + lines[-1]["rollout/groups_open"]
     assert all(line["rollout/dropped"] == 0 for line in lines)
+
+
+@pytest.mark.timeout(1200)
+def test_a_job_whose_gcs_is_killed_ends_with_how_to_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "20")  # Ray's default is 60
+    with (
+        cluster_of() as (nodes, address),
+        job_on(address, tmp_path, [*JOB, *LONG, f"trainer.default_local_dir={tmp_path}"]) as job,
+    ):
+        job.wait_for(1)
+        (gcs,), workers = nodes.workers("gcs_server"), nodes.workers("Colocated_")
+        assert len(workers) == 3
+        gcs.kill()
+        assert job.process.wait(scaled_s(60)) == 1, job.log
+        command = shlex.join([sys.executable, "-m", "trainer.main_ppo"])
+        (line,) = [line for line in job.log.splitlines() if line.startswith(f"rlsys: Ray's GCS at {address} is lost")]
+        assert f"start the cluster again; resume with: {command} " in line
+        assert not psutil.wait_procs(workers, scaled_s(60))[1], "they ended neither with the job nor with their raylets"
 
 
 CHANGES = {

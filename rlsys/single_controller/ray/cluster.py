@@ -8,10 +8,11 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -30,6 +31,7 @@ from rlsys.single_controller.guard import MARK, Guard
 from rlsys.single_controller.resource_pool import NodeCapacity
 from rlsys.utils.environment import environment
 from rlsys.utils.errors import ConfigError
+from rlsys.utils.polling import poll_until
 
 T = TypeVar("T")
 NAMESPACE = "rlsys"
@@ -37,6 +39,9 @@ ASK = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv
 """A client that exits with an error if the cluster at its argument refuses it, in a process that can be given up."""
 RAY_WAITS = "RAY_py_gcs_connect_timeout_s"
 """How long such a client waits for an answer, in whole seconds."""
+RAY_ENDS = "RAY_gcs_rpc_server_reconnect_timeout_s"
+"""After so many seconds without its GCS Ray ends a process, without a word to us."""
+GCS_LOST_S, GCS_POLL_S = 0.75 * float(os.environ.get(RAY_ENDS, "60")), 2.0
 _SOURCE_ROOT = str(Path(__file__).resolve().parents[3])
 _log = logging.getLogger(__name__)
 
@@ -52,8 +57,26 @@ class Cluster(AbstractContextManager["Cluster"]):
     connected_here: bool
     timeline_json_file: str | None = None
     guard: Guard | None = None
+    is_closed: threading.Event = field(default_factory=threading.Event)
+
+    def watch_gcs(self, on_lost: Callable[[str], None]) -> None:
+        """Call `on_lost` with the address, from another thread, once nothing has listened there for GCS_LOST_S."""
+        host, _, port = self.address.rpartition(":")
+
+        def is_there() -> bool:
+            with suppress(OSError), socket.create_connection((host.strip("[]"), int(port)), timeout=GCS_POLL_S):
+                return True
+            return self.is_closed.is_set() or not ray.is_initialized()
+
+        def watch() -> None:
+            while ray.is_initialized() and not self.is_closed.wait(GCS_POLL_S):
+                if not poll_until(is_there, GCS_LOST_S, every_s=GCS_POLL_S):
+                    on_lost(self.address)
+
+        threading.Thread(target=watch, name="gcs", daemon=True).start()
 
     def close(self) -> None:
+        self.is_closed.set()
         if self.timeline_json_file and ray.is_initialized():
             ray.timeline(filename=self.timeline_json_file)
         if self.connected_here:
