@@ -244,6 +244,7 @@ def test_a_newcomer_continues_the_answers_that_the_trainer_waits_for(
     assert all(line["rollout/dropped"] == 0 for line in lines)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_job_whose_gcs_is_killed_ends_with_how_to_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "20")  # Ray's default is 60
