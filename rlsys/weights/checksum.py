@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice, product
 from math import gcd
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,7 +45,8 @@ def prepared_checksums(boxes: Sequence[BoxValues], dtypes: Sequence[torch.dtype]
 
 def _is_readable(box: BoxValues, dtype: torch.dtype) -> bool:
     """Whether a kernel reads a box in place, and casts it where its dtype is another."""
-    values, is_cast = box[0], (box[0].dtype, dtype) in ((torch.float32, torch.bfloat16), (torch.float32, torch.float16))
+    values, *_ = box
+    is_cast = values.dtype == torch.float32 and dtype in (torch.bfloat16, torch.float16)
     return (values.dtype == dtype or is_cast) and (values.ndim == 0 or values.stride(-1) == 1)
 
 
@@ -81,21 +83,32 @@ class RowBlock:
         return gcd(8, self.address, self.width, self.pitch, self.first_column)
 
 
+class _Dim(NamedTuple):
+    """A dimension of a box: its size and stride in memory, and where it starts in the `full` one of the tensor."""
+
+    size: int
+    stride: int
+    start: int
+    full: int
+
+
 def row_blocks(values: Tensor, start: Sequence[int], full_shape: Sequence[int]) -> Iterator[RowBlock]:
     """A box as blocks of consecutive rows; its last dimension must be contiguous."""
-    size = values.element_size()
-    *outer, columns = [*zip(values.shape, values.stride(), start, full_shape, strict=True)] or [(1, 1, 0, 1)]
-    rows, pitch, first, full = outer.pop() if outer else (1, columns[0], 0, 1)
-    while outer and rows == full and outer[-1][1] == rows * pitch:
-        more, _, begin, whole = outer.pop()
-        rows, first, full = rows * more, begin * full, full * whole
-    for index in product(*(range(dim[0]) for dim in outer)):
-        row = 0
-        for at, (_, _, begin, whole) in zip(index, outer, strict=True):
-            row = row * whole + begin + at
-        offset = sum(at * stride for at, (_, stride, _, _) in zip(index, outer, strict=True))
-        address, width, first_column = values.data_ptr() + offset * size, columns[0] * size, columns[2] * size
-        yield RowBlock(address, rows, width, pitch * size, row * full + first, first_column)
+    itemsize = values.element_size()
+    outer = [_Dim(*dim) for dim in zip(values.shape, values.stride(), start, full_shape, strict=True)]
+    columns = outer.pop() if outer else _Dim(1, 1, 0, 1)
+    rows = outer.pop() if outer else _Dim(1, columns.size, 0, 1)
+    while outer and rows.size == rows.full and outer[-1].stride == rows.size * rows.stride:
+        dim = outer.pop()
+        rows = _Dim(rows.size * dim.size, rows.stride, dim.start * rows.full, dim.full * rows.full)
+    for index in product(*(range(dim.size) for dim in outer)):
+        row = offset = 0
+        for at, dim in zip(index, outer, strict=True):
+            row = row * dim.full + dim.start + at
+            offset += at * dim.stride
+        address, first_row = values.data_ptr() + offset * itemsize, row * rows.full + rows.start
+        width, pitch, first_column = (number * itemsize for number in (columns.size, rows.stride, columns.start))
+        yield RowBlock(address, rows.size, width, pitch, first_row, first_column)
 
 
 @torch.no_grad()

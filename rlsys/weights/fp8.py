@@ -61,11 +61,10 @@ class Fp8Weights:
                 self._own[name] = torch.empty(shape, dtype=FP8, device=device)
         if (addresses := [given[shard.local].data_ptr() for shard in self._matrices]) != self._addresses:
             scales, shapes = {s.box.tensor: shard_view(self._own, s) for s in self._scales}, self.layout.full_shapes
-            boxes = [
-                MatrixBox(shard_view(given, held), box, shapes[box.tensor], scales[box.tensor + SCALE], elements)
-                for held, own in zip(self._matrices, self._elements, strict=True)
-                for box, elements in [(held.box, shard_view(self._own, own))]
-            ]
+            boxes = []
+            for held, own in zip(self._matrices, self._elements, strict=True):
+                name, elements = held.box.tensor, shard_view(self._own, own)
+                boxes.append(MatrixBox(shard_view(given, held), held.box, shapes[name], scales[name + SCALE], elements))
             self._quantise, self._addresses = prepared_quantiser(boxes, self._all_scales), addresses
         self._quantise(dist.is_initialized())
         return {**given, **self._own}
@@ -128,13 +127,20 @@ class MatrixBox:
         ends, block = zip(self.box.start, self.box.shape, strict=True), self.block
         return self.scales[tuple(slice(at // block, -(-(at + n) // block)) for at, n in ends)]
 
+    @property
+    def is_aligned(self) -> bool:
+        """Whether all of its rows and blocks begin at multiples of 16."""
+        row_stride, column_stride = self.values.stride()
+        starts = (self.values.data_ptr(), row_stride, self.box.shape[1], self.before[1], self.elements.data_ptr())
+        return column_stride == 1 and not any(start % 16 for start in starts)
+
     def row(self) -> tuple[int, ...]:
         """Its row of `kernels.quantise_blocks`, with the number of its blocks in place of its first block."""
-        ends, block = zip(self.box.start, self.box.shape, self.shape, strict=True), self.block
-        is_cut = any(at % block or ((at + n) % block and at + n < full) for at, n, full in ends)
-        memory = self.values.data_ptr(), *self.values.stride(), *self.box.shape, *self.before, self.elements.data_ptr()
-        touched = self.touched
-        return is_cut, touched.numel(), touched.shape[1], *memory, touched.data_ptr(), touched.stride(0)
+        touched, block = self.touched, self.block
+        dims = zip(self.box.start, self.box.shape, self.shape, strict=True)
+        is_cut = any(at % block or ((at + n) % block and at + n < full) for at, n, full in dims)
+        place = self.values.data_ptr(), *self.values.stride(), *self.box.shape, *self.before, self.elements.data_ptr()
+        return is_cut, touched.numel(), touched.shape[1], *place, touched.data_ptr(), touched.stride(0)
 
 
 class BlockTables:
@@ -143,21 +149,21 @@ class BlockTables:
     def __init__(self, boxes: Iterable[MatrixBox]) -> None:
         kinds: dict[tuple[int, torch.dtype, bool], list[tuple[int, ...]]] = defaultdict(list)
         for box in boxes:
-            row, device = box.row(), box.values.device
-            aligned = row[5] == 1 and not any(row[at] % 16 for at in (3, 4, 7, 9, 10))
-            kinds[box.block, box.values.dtype, aligned].append(row)
+            device = box.values.device
+            kinds[box.block, box.values.dtype, box.is_aligned].append(box.row())
         self._tables = list[tuple[Tensor, Tensor, int, tuple[int, torch.dtype, bool]]]()
         for kind, rows in kinds.items():
             table = torch.tensor(sorted(rows))
             counts = table[:, 1].clone()
-            table[:, 1], whole = counts.cumsum(0) - counts, int(counts[table[:, 0] == 0].sum())
-            self._tables.append((table.to(device), torch.repeat_interleave(counts).int().to(device), whole, kind))
+            table[:, 1] = counts.cumsum(0) - counts
+            owners, num_whole = torch.repeat_interleave(counts).int(), int(counts[table[:, 0] == 0].sum())
+            self._tables.append((table.to(device), owners.to(device), num_whole, kind))
 
     def __call__(self, *, divides: bool) -> None:
         from rlsys.weights import kernels
 
-        for table, owners, whole, (block, dtype, aligned) in self._tables:
-            kernels.quantise_blocks(table, owners, whole, dtype, block=block, aligned=aligned, divides=divides)
+        for table, owners, num_whole, (block, dtype, aligned) in self._tables:
+            kernels.quantise_blocks(table, owners, num_whole, dtype, block=block, aligned=aligned, divides=divides)
 
 
 def prepared_quantiser(boxes: Sequence[MatrixBox], scales: Tensor) -> Callable[[bool], None]:

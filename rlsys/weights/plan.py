@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -52,12 +53,16 @@ class Copy:
         return view_of(tensors[self.local], self.local_start, self.shape)
 
 
+PART, SOURCE_SHARD, SHARD, SOURCE_RANK, RANK = range(5)
+"""The columns of `Plan.moves`; shard and rank are the destination's."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """All copies of a transfer as columns, and the source tensors that no destination wants.
 
-    `moves` (C, 5) are, for each copy: part, source shard, destination shard, source rank, destination rank; a part is
-    `shape` (P, D) elements of a tensor from `start`. All numbers index the tables of names.
+    `moves` (C, 5) has a row for each copy; a part is `shape` (P, D) elements of a tensor from `start`. All numbers
+    index the tables of names.
     """
 
     tensors: tuple[str, ...]
@@ -79,24 +84,29 @@ class Plan:
     @cached_property
     def checksum_ids(self) -> tuple[Ints, Ints]:
         """An id for every copy (C,), the same for the same elements and dtype, and the first copy of each id."""
-        keys = self.moves[:, 0] * len(self.dtypes) + self.shards.dtype[self.moves[:, 2]]
+        keys = self.moves[:, PART] * len(self.dtypes) + self.shards.dtype[self.moves[:, SHARD]]
         _, first, ids = np.unique(keys, return_index=True, return_inverse=True)
         return ids.reshape(-1), first
 
     def select(self, chosen: Ints | slice) -> tuple[Copy, ...]:
         """The copies at these positions, or where a mask says so."""
         part, source_shard, shard, source_rank, rank = self.moves[chosen].T
-        start, shape, dims = self.start[part], self.shape[part], self.start.shape[1]
-        source, destination = self.source_shards.places(source_shard, start), self.shards.places(shard, start)
-        columns = (self.part_tensor[part], start, shape, source_rank, *source[:3], rank, *destination)
-        own = (dims - self.tensor_dims).tolist()
-        copies = list[Copy]()
-        for t, at, n, s, sl, ss, sd, r, ln, ls, ld, lt in zip(*(column.tolist() for column in columns), strict=True):
-            box = self.tensors[t], tuple(at[own[t] :]), tuple(n[own[t] :])
-            given = s, self.locals[sl], tuple(ss[dims - sd :])
-            taken = r, self.locals[ln], tuple(ls[dims - ld :])
-            copies.append(Copy(*box, *given, *taken, self.dtypes[lt]))
-        return tuple(copies)
+        tensor, start = self.part_tensor[part], self.start[part]
+        source = self.source_shards.places(source_shard, start)
+        destination = self.shards.places(shard, start)
+        fields = {
+            "tensor": [self.tensors[number] for number in tensor.tolist()],
+            "start": tables.last_columns(start, self.tensor_dims[tensor]),
+            "shape": tables.last_columns(self.shape[part], self.tensor_dims[tensor]),
+            "source_rank": source_rank.tolist(),
+            "source_local": [self.locals[number] for number in source.local.tolist()],
+            "source_start": tables.last_columns(source.start, source.dims),
+            "rank": rank.tolist(),
+            "local": [self.locals[number] for number in destination.local.tolist()],
+            "local_start": tables.last_columns(destination.start, destination.dims),
+            "dtype": [self.dtypes[number] for number in destination.dtype.tolist()],
+        }
+        return tuple(Copy(*values) for values in zip(*fields.values(), strict=True))
 
 
 def distance_by_host(source: WeightLayout, destination: WeightLayout) -> int:
@@ -147,8 +157,9 @@ def make_plan(sources: Sequence[WeightLayout], destinations: Sequence[WeightLayo
     names, shapes = resolve_names(sources, destinations), full_shapes(sources)
     source_templates, source_template = tables.find_templates(sources)
     templates, template = tables.find_templates(destinations)
-    starts = (shard.local_start for layout in [*source_templates, *templates] for shard in layout.shards)
-    dims, ids = max([1, *map(len, starts)]), NameIds()
+    ids = NameIds()
+    local_dims = [len(shard.local_start) for layout in (*source_templates, *templates) for shard in layout.shards]
+    dims = max([1, *local_dims])
     shards = tables.shard_table(templates, names, dims, ids)
     source_shards = tables.shard_table(source_templates, {name: name for name in shapes}, dims, ids)
     wanted, given = (tables.distinct_boxes(side.tensor, side.start, side.stop) for side in (shards, source_shards))
@@ -164,8 +175,8 @@ def make_plan(sources: Sequence[WeightLayout], destinations: Sequence[WeightLayo
     selector = _SourceSelector(source_shards, source_template, holder_box, holder_shard, distances)
     sizes = np.array([element_bytes(name) for name in ids.dtypes], dtype=np.int64)
     moves = _moves(parts, shards, template, sizes, selector)
-    moves[:, 3] = np.array([layout.rank for layout in sources], dtype=np.int64)[moves[:, 3]]
-    moves[:, 4] = np.array([layout.rank for layout in destinations], dtype=np.int64)[moves[:, 4]]
+    for column, layouts in ((SOURCE_RANK, sources), (RANK, destinations)):
+        moves[:, column] = np.array([layout.rank for layout in layouts], dtype=np.int64)[moves[:, column]]
     return Plan(
         tensors=tuple(ids.tensors),
         tensor_dims=np.array([len(shapes[name]) for name in ids.tensors], dtype=np.int64),
@@ -204,10 +215,10 @@ class _Parts:
 
 def _moves(parts: _Parts, shards: ShardTable, template: Ints, sizes: Ints, selector: "_SourceSelector") -> Ints:
     """The moves (C, 5) of a Plan with the positions of layouts for ranks; forced choices come before free ones."""
-    tables_of_moves, open_choices = list[Ints](), []
+    moves_of_layouts, open_choices = list[Ints](), list[_OpenChoice]()
     begin = np.searchsorted(shards.template, np.arange(int(template.max(initial=-1)) + 2), "left")
     by_template = {}
-    for number, own in enumerate(template.tolist()):
+    for position, own in enumerate(template.tolist()):
         if own not in by_template:
             rows = np.arange(begin[own], begin[own + 1])
             row, part = parts.of_shards(rows)
@@ -215,20 +226,30 @@ def _moves(parts: _Parts, shards: ShardTable, template: Ints, sizes: Ints, selec
             by_template[own] = (part, rows[row], num_bytes, selector.group_by_holders(parts.held_box[part]))
         part, shard, num_bytes, groups = by_template[own]
         moves = np.empty((len(part), 5), np.int64)
-        moves[:, 0], moves[:, 2], moves[:, 4] = part, shard, number
-        tables_of_moves.append(moves)
+        moves[:, PART], moves[:, SHARD], moves[:, RANK] = part, shard, position
+        moves_of_layouts.append(moves)
         for holders, members in groups:
-            nearest = selector.nearest(holders, number)
+            nearest = selector.nearest(holders, position)
             if len(nearest) == 1:
-                moves[members, 3] = nearest[0]
-                selector.add_load(nearest[0], number, int(num_bytes[members].sum()))
+                moves[members, SOURCE_RANK] = nearest[0]
+                selector.add_load(nearest[0], position, int(num_bytes[members].sum()))
             else:
-                open_choices.append((len(nearest), len(open_choices), number, nearest, moves, members, num_bytes))
-    for _, _, number, nearest, moves, members, num_bytes in sorted(open_choices, key=lambda choice: choice[:2]):
-        moves[members, 3] = selector.share(nearest, number, num_bytes[members])
-    for moves in tables_of_moves:
-        moves[:, 1] = selector.shards_of(moves[:, 3], parts.held_box[moves[:, 0]])
-    return np.concatenate(tables_of_moves) if tables_of_moves else np.zeros((0, 5), np.int64)
+                open_choices.append(_OpenChoice(position, nearest, moves, members, num_bytes[members]))
+    for one in sorted(open_choices, key=lambda choice: len(choice.nearest)):
+        one.moves[one.members, SOURCE_RANK] = selector.share(one.nearest, one.position, one.num_bytes)
+    for moves in moves_of_layouts:
+        moves[:, SOURCE_SHARD] = selector.shards_of(moves[:, SOURCE_RANK], parts.held_box[moves[:, PART]])
+    return np.concatenate(moves_of_layouts) if moves_of_layouts else np.zeros((0, 5), np.int64)
+
+
+class _OpenChoice(NamedTuple):
+    """Rows `members` of the moves of the destination at a position, which any of the `nearest` sources may give."""
+
+    position: int
+    nearest: Ints
+    moves: Ints
+    members: Ints
+    num_bytes: Ints
 
 
 class _SourceSelector:

@@ -17,7 +17,7 @@ from rlsys.utils.errors import WeightTransferError
 from rlsys.weights.checksum import add_checksums, digest, prepared_checksums
 from rlsys.weights.engine_update import EngineUpdate
 from rlsys.weights.layout import dtype_of
-from rlsys.weights.plan import Copy, Plan, full_shapes
+from rlsys.weights.plan import RANK, SOURCE_RANK, SOURCE_SHARD, Copy, Plan, full_shapes
 from rlsys.weights.verify import tiling
 
 Checksums = Callable[[], list[int]]
@@ -47,7 +47,7 @@ class RankPlans:
 
     def destination(self, rank: int) -> RankPlan:
         """The part of an engine rank."""
-        chosen = np.flatnonzero(self.plan.moves[:, 4] == rank)
+        chosen = np.flatnonzero(self.plan.moves[:, RANK] == rank)
         copies, shapes = self.plan.select(chosen), self.sources[0].full_shapes
         own = {name: shapes[name] for name in {copy.tensor for copy in copies}}
         return RankPlan(copies, own, tuple(self.plan.checksum_ids[0][chosen].tolist()))
@@ -78,12 +78,13 @@ class RankPlans:
 def split_plan(plan: Plan, sources: Sequence[WeightLayout]) -> RankPlans:
     """Split a plan by rank; `sources` are ordered by rank."""
     _, first = plan.checksum_ids
-    source_ranks = plan.moves[first, 3]
+    source_ranks = plan.moves[first, SOURCE_RANK]
     shapes = full_shapes(sources)
     parts, ids = list[RankPlan](), list[np.ndarray]()
     for layout in sources:
         ids.append(np.flatnonzero(source_ranks == layout.rank))
-        given = np.unique(plan.source_shards.local[plan.moves[plan.moves[:, 3] == layout.rank, 1]])
+        given_shards = plan.moves[plan.moves[:, SOURCE_RANK] == layout.rank, SOURCE_SHARD]
+        given = np.unique(plan.source_shards.local[given_shards])
         parts.append(RankPlan(plan.select(first[ids[-1]]), shapes, local_names=tuple(plan.locals[n] for n in given)))
     return RankPlans(plan, tuple(parts), tuple(ids))
 

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, count, groupby, pairwise, product
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -31,10 +31,19 @@ class ShardTable:
     local_dims: Ints
     dtype: Ints
 
-    def places(self, shards: Ints, start: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-        """Local tensor, start in it, its dimensions and dtype of the elements of shards from `start` (N, D) on."""
+    def places(self, shards: Ints, start: Ints) -> "LocalPlaces":
+        """Where the elements of shards from `start` (N, D) on are."""
         local_start = self.local_start[shards] + start - self.start[shards]
-        return self.local[shards], local_start, self.local_dims[shards], self.dtype[shards]
+        return LocalPlaces(self.local[shards], local_start, self.local_dims[shards], self.dtype[shards])
+
+
+class LocalPlaces(NamedTuple):
+    """Local tensors (N,), starts in them (N, D), their numbers of dimensions and dtypes."""
+
+    local: Ints
+    start: Ints
+    dims: Ints
+    dtype: Ints
 
 
 @dataclass(frozen=True)
@@ -144,6 +153,11 @@ def _columns(values: Sequence[Sequence[int]], n: int, dims: int, fill: int) -> I
     if n:
         table[:, dims - n :] = np.fromiter(chain.from_iterable(values), np.int64, n * len(values)).reshape(-1, n)
     return table
+
+
+def last_columns(table: Ints, dims: Ints) -> list[tuple[int, ...]]:
+    """The last `dims` (N,) numbers of each row of a table (N, D)."""
+    return [tuple(row[len(row) - n :]) for row, n in zip(table.tolist(), dims.tolist(), strict=True)]
 
 
 def distinct_boxes(tensor: Ints, start: Ints, stop: Ints) -> BoxTable:

@@ -23,7 +23,7 @@ from rlsys.weights.checksum import add_checksums, box_checksum, digest, tensor_c
 from rlsys.weights.engine_update import EngineUpdate
 from rlsys.weights.executors.base import Executor, Layouts, RemainingTime
 from rlsys.weights.layout import check_complete, element_bytes, shard_view, view_of, whole_box
-from rlsys.weights.plan import Copy, full_shapes, make_plan, resolve_names, source_dtypes
+from rlsys.weights.plan import SOURCE_RANK, Copy, full_shapes, make_plan, resolve_names, source_dtypes
 from rlsys.weights.shared_memory import SharedMemory, TensorHandle, pack_tensors, unpack_tensors
 
 FILE, CHECKSUMS = "model.safetensors", "rlsys_checksums.json"
@@ -167,8 +167,9 @@ class DiskExecutor(Executor):
         }
         self.reader = DiskSpec(str(self.options.disk_root), first_bytes, num_bytes + len(first_bytes), tensors, names)
         self.unused = plan.unused
+        giving = plan.moves[:, SOURCE_RANK]
         writers = [
-            replace(self.reader, assets=self.options.disk_assets, writes=plan.select(plan.moves[:, 3] == rank))
+            replace(self.reader, assets=self.options.disk_assets, writes=plan.select(giving == rank))
             for rank in range(len(sources))
         ]
         self.open(self.source, writers, remaining_s)

@@ -7,6 +7,7 @@ of its engines want it, in rounds that bound what a rank stages.
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from rlsys.utils.errors import WeightTransferError
 from rlsys.weights.executors.base import Layouts
 from rlsys.weights.executors.nccl import GroupMember, Round, plan_rounds
-from rlsys.weights.plan import Copy, Plan
+from rlsys.weights.plan import RANK, SOURCE_RANK, Copy, Plan
 
 STAGING_BYTES = 256 << 20
 
@@ -58,10 +59,11 @@ def plan_relays(plan: Plan, sources: Layouts, destinations: Layouts, *, staging_
     if alone := sorted({layout.host for layout in destinations} - {*hosts}):
         raise WeightTransferError(f"ipc needs a trainer rank on every rollout host; there is none on {alone}")
     numbers = {host: number for number, host in enumerate(hosts)}
-    given, taken = (np.array([numbers[layout.host] for layout in side]) for side in (sources, destinations))
-    taking = plan.moves[:, 4]
-    keys = np.where(given[plan.moves[:, 3]] != taken[taking], plan.checksum_ids[0] * len(hosts) + taken[taking], -1)
-    keys, first, piece = np.unique(np.append(-1, keys), return_index=True, return_inverse=True)
+    from_host, to_host = (np.array([numbers[layout.host] for layout in side]) for side in (sources, destinations))
+    taking = plan.moves[:, RANK]
+    given_at, taken_at = from_host[plan.moves[:, SOURCE_RANK]], to_host[taking]
+    keys = np.where(given_at != taken_at, plan.checksum_ids[0] * len(hosts) + taken_at, -1)
+    _, first, piece = np.unique(np.append(-1, keys), return_index=True, return_inverse=True)
     piece = piece.reshape(-1)[1:] - 1
     staged, pieces = Counter[int](), list[Copy]()
     for number, copy in enumerate(plan.select(first[1:] - 1)):
@@ -71,7 +73,7 @@ def plan_relays(plan: Plan, sources: Layouts, destinations: Layouts, *, staging_
     rounds = plan_rounds(pieces, staging_bytes=min(staging_bytes, STAGING_BYTES))
     parts: dict[int, list[tuple[int, Copy]]] = defaultdict(list)
     for number, messages in enumerate(rounds, start=1):
-        for part in (part for copies in messages.values() for part in copies):
+        for part in chain.from_iterable(messages.values()):
             parts[int(part.local)].append((number, part))
     return Relays(rounds, {layout.rank: piece[taking == layout.rank].tolist() for layout in destinations}, parts)
 
