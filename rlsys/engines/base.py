@@ -120,9 +120,8 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
 
         with self._own_groups():
             counted = self._run(batch, self.training, loss_of, backward=True)
-            wide = [x.to(self.ranks.device, torch.float64) for _, pair in pairs for x in pair if isinstance(x, Tensor)]
-            read = iter(torch.stack(wide).tolist() if wide else ())  # in one copy
-            own = [{name: [next(read) if isinstance(x, Tensor) else float(x) for x in pair]} for name, pair in pairs]
+            numbers = iter(_on_host([number for _, pair in pairs for number in pair], self.ranks.device))
+            own = [{name: (next(numbers), next(numbers))} for name, _ in pairs]
             sums = sum_over_ranks([*own, counted])
             totals = sum_over_ranks(gather_json(sums if self.ranks.reports_loss else {}, self.ranks.loss_group))
         self._count += totals["loss"][1] if "loss" in totals else 0.0
@@ -230,3 +229,10 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
     @abstractmethod
     def _adapter(self) -> tuple[LoraSettings, list[str], dict[str, Tensor]] | None:
         """LoRA settings, names of the adapted layers and whole factors by name; None without adapters."""
+
+
+def _on_host(numbers: Sequence[float | Tensor], device: torch.device) -> list[float]:
+    """The numbers; those that are tensors are brought from the device in one copy."""
+    tensors = [number.to(device, torch.float64) for number in numbers if isinstance(number, Tensor)]
+    copied = iter(torch.stack(tensors).tolist() if tensors else ())
+    return [next(copied) if isinstance(number, Tensor) else float(number) for number in numbers]

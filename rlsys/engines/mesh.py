@@ -93,9 +93,10 @@ def make_ranks(device: str, *, fsdp_size: int = -1, sp_size: int = 1, tp_size: i
         raise ConfigError(f"ulysses_sequence_parallel_size={sp} x tensor_parallel_size={tp} must divide {world} ranks")
     if copy < 1 or world % copy or copy % tp:
         raise ConfigError(f"fsdp_size={fsdp_size} does not divide the {world} ranks, or tensor_parallel_size={tp} it")
-    own, grid, names = own_device(device), torch.arange(world), ("replicate", "shard", "tp")
-    dims = slice(int(copy == world), 3 if tp > 1 else 2)
-    mesh = DeviceMesh(own.type, grid.view((-1, copy // tp, tp)[dims]), mesh_dim_names=names[dims])
+    own, grid = own_device(device), torch.arange(world)
+    fsdp_dims = {"shard": copy // tp} if copy == world else {"replicate": world // copy, "shard": copy // tp}
+    dims = {**fsdp_dims, "tp": tp} if tp > 1 else fsdp_dims
+    mesh = DeviceMesh(own.type, grid.view(*dims.values()), mesh_dim_names=tuple(dims))
     lanes = DeviceMesh(own.type, grid.view(-1, sp, tp), mesh_dim_names=("dp", "sp", "tp")) if sp * tp > 1 else None
     return Ranks(
         device=own,
@@ -106,7 +107,7 @@ def make_ranks(device: str, *, fsdp_size: int = -1, sp_size: int = 1, tp_size: i
         is_collect=rank % (sp * tp) == 0,
         reports_loss=True,
         loss_group=lanes.get_group("dp") if lanes else None,
-        mesh=mesh[names[dims.start : 2]] if tp > 1 else mesh,
+        mesh=mesh[tuple(fsdp_dims)] if tp > 1 else mesh,
         tp_mesh=mesh["tp"] if tp > 1 else None,
         tp_size=tp,
         copy_size=copy,
@@ -133,8 +134,11 @@ def gather_json(value: object, group: dist.ProcessGroup | None = None) -> list[A
 
 def sum_over_ranks(parts: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, tuple[float, float]]:
     """The ranks' (sum, count) by name, added up in the order of the ranks."""
-    held = {name: [part[name] for part in parts if name in part] for name in sorted(set().union(*parts))}
-    return {name: (sum(total for total, _ in pairs), sum(count for _, count in pairs)) for name, pairs in held.items()}
+    sums = {}
+    for name in sorted(set().union(*parts)):
+        pairs = [part[name] for part in parts if name in part]
+        sums[name] = sum(total for total, _ in pairs), sum(count for _, count in pairs)
+    return sums
 
 
 def max_over_ranks(value: int) -> int:
