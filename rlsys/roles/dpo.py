@@ -61,20 +61,24 @@ class DPOEngine:
     def _loss(self, batch: DataProto, log_probs: Tensor, kl: float) -> RowLoss:
         rows, config = batch.tensors, self.config
         mask = rows["response_mask"].cpu()
-        sums, reference = (masked_sum(x.cpu().double(), mask, dim=1) for x in (log_probs, rows["ref_log_prob"]))
-        ratio = sums - reference
+        sums = masked_sum(log_probs.cpu().double(), mask, dim=1)
+        ratio = sums - masked_sum(rows["ref_log_prob"].cpu().double(), mask, dim=1)
         if config.loss_type == "ipo":
             ratio = ratio / mask.bool().sum(dim=1).clamp(min=1)
         real = mask.any(dim=1)
         if config.loss_type == "kto":
             chosen = rows["is_desirable"].cpu().bool()
-            count, loss = real.double(), kto_loss(ratio, chosen, kl, config)
+            count = real.double()
+            loss = kto_loss(ratio, chosen, kl, config)
             extra = {"kl": (real * kl, count)}
         else:
-            pairs, whole = ratio.view(-1, 2), real.view(-1, 2).all(dim=1)
-            real, chosen = whole.repeat_interleave(2), torch.arange(len(batch)) % 2 == 0
-            margin = config.beta * (pairs[:, 0] - pairs[:, 1]) * whole
-            count, loss = at_first(whole.double()), at_first(dpo_loss(pairs[:, 0], pairs[:, 1], config))
+            whole = real.view(-1, 2).all(dim=1)
+            real = whole.repeat_interleave(2)
+            chosen = torch.arange(len(batch)) % 2 == 0
+            chosen_ratio, rejected_ratio = ratio.view(-1, 2).unbind(dim=1)
+            margin = config.beta * (chosen_ratio - rejected_ratio) * whole
+            count = at_first(whole.double())
+            loss = at_first(dpo_loss(chosen_ratio, rejected_ratio, config))
             right = at_first((margin > 0).double())
             extra = {"rewards/accuracies": (right, count), "rewards/margins": (at_first(margin), count)}
         for name, which in {"chosen": chosen & real, "rejected": ~chosen & real}.items():
