@@ -219,7 +219,8 @@ class BaseRolloutEngine(ABC):
         with self._change:
             if num and not self._change.wait_for(lambda: len(self._inbox) >= num, timeout=STEP_WAIT_S):
                 raise RolloutError(f"a request did not reach this rank within {STEP_WAIT_S:g} s")
-            events, self._inbox = self._inbox[:num], [] if num is None else self._inbox[num:]
+            events = self._inbox[:num]
+            del self._inbox[:num]
             new, cancelled = dict[str, RunningRequest](), []
             for event in events:
                 if isinstance(event, RunningRequest):
@@ -297,9 +298,9 @@ class BaseRolloutEngine(ABC):
         ids, full, drawn, finite = sampled.T.tolist()
         if not all(finite):
             raise RolloutError(f"logits are not finite for request {one.rid}: check the weights that were loaded")
-        tokens, versions, routes = tuple(map(int, ids)), (self.version,) * len(sampled), None
-        if one.routes and finish in (Finish.STOP, Finish.LENGTH):
-            routes = np.concatenate(one.routes)
+        tokens, versions = tuple(map(int, ids)), (self.version,) * len(sampled)
+        has_routes = one.routes and finish in (Finish.STOP, Finish.LENGTH)
+        routes = np.concatenate(one.routes) if has_routes else None
         return ResponseDelta(one.rid, tokens, tuple(full), tuple(drawn), versions, finish, routes)
 
     def _queued(self, request: ModelRequest) -> RunningRequest:

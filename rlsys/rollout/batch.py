@@ -85,11 +85,12 @@ def from_responses(batch: DataProto, responses: Sequence[ModelResponse]) -> Data
 
 def _routes(prompt_mask: Tensor, responses: Sequence[ModelResponse], width: int) -> Tensor:
     """The experts (B, P + R, layers, k) of each token, -1 where none are known, as of a response's last token."""
-    known = [(row, r.routed_experts) for row, r in enumerate(responses) if r.routed_experts is not None]
-    routes = torch.full((*prompt_mask.shape, *known[0][1].shape[1:]), -1, dtype=torch.int16)
-    routes = torch.cat([routes, routes.new_full((len(routes), width, *routes.shape[2:]), -1)], 1)
-    for (row, taken), first in zip(known, (prompt_mask == 0).sum(1)[[row for row, _ in known]].tolist(), strict=True):
-        routes[row, first : first + len(taken)] = torch.from_numpy(np.asarray(taken, np.int16))
+    known = {row: r.routed_experts for row, r in enumerate(responses) if r.routed_experts is not None}
+    (num_rows, prompt_width), (_, *layers_and_k) = prompt_mask.shape, next(iter(known.values())).shape
+    routes = torch.full((num_rows, prompt_width + width, *layers_and_k), -1, dtype=torch.int16)
+    num_pads = (prompt_mask == 0).sum(1).tolist()
+    for row, taken in known.items():
+        routes[row, num_pads[row] : num_pads[row] + len(taken)] = torch.from_numpy(np.asarray(taken, np.int16))
     return routes
 
 
@@ -119,13 +120,15 @@ def score_sequences(batch: DataProto, score_fn: ScoreFn) -> Tensor:
 def _params_of(meta: dict[str, Any]) -> SamplingParams:
     """How the batch is sampled but for the rows' seeds."""
     eos = meta.get("eos_token_id")
-    ends = () if eos is None or meta.get("ignore_eos") else (eos,) if isinstance(eos, int) else tuple(eos)
+    if eos is None or meta.get("ignore_eos"):
+        eos = ()
+    eos_ids = (eos,) if isinstance(eos, int) else tuple(eos)
     return SamplingParams(
         max_new_tokens=int(meta["response_length"]),
         temperature=float(meta.get("temperature", 1.0)) if meta.get("do_sample", True) else 0.0,
         top_p=float(meta.get("top_p", 1.0)),
         top_k=int(meta.get("top_k", -1)),
         min_new_tokens=int(meta.get("min_new_tokens", 0)),
-        stop_token_ids=(*meta.get("stop_token_ids", ()), *ends),
+        stop_token_ids=(*meta.get("stop_token_ids", ()), *eos_ids),
         ignore_eos=bool(meta.get("ignore_eos", False)),
     )

@@ -54,8 +54,9 @@ class VLLMRollout(BaseRolloutEngine):
         self.config, length = config, arguments["max_model_len"]
         super().__init__(context, saved_config(path), max_model_len=length, eos_token_ids=eos_ids_of(path))
         self._salt, self._shares_groups = "0", dist.is_initialized()
-        self._place, self._group = dist.get_rank() % size if size > 1 else 0, None
+        self._place, self._group = 0, None
         if size > 1:
+            self._place = dist.get_rank() % size
             self._group, _ = dist.new_subgroups(size, backend="gloo")
         names = own_shared_memory() if size > 1 and on_cpu else nullcontext()
         if config.pipeline_model_parallel_size > 1:
@@ -71,7 +72,7 @@ class VLLMRollout(BaseRolloutEngine):
             self.engine.engine_core.execute_dummy_batch()  # makes what a stage's input is copied into
         if config.quantization and context.load_format == "dummy":
             keep_loadable(self._model())
-        loads, dtype = context.load_format == "auto" and on_cpu, dtype_name(config.dtype, context.device)
+        dtype, loads = dtype_name(config.dtype, context.device), on_cpu and context.load_format == "auto"
         expected = hf_tensors(path, dtype=dtype, has_values=loads, has_memory=on_cpu)
         reload, derive = partial(self._rpc, "rlsys_reload"), partial(self._rpc, "rlsys_derive")
         self.weights = HostWeights(*expected, reload) if on_cpu else EngineWeights(*expected, self._model, derive)
