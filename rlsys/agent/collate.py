@@ -42,10 +42,11 @@ def collate_episodes(
     }
     if IMAGES in columns:
         columns[IMAGES] = object_array([row.images for row in rows])
-    names = dict.fromkeys(name for result in results for name in result.extra)
-    values = {name: [result.extra.get(name, 0.0) for result in results] for name in names}
-    numbers = {name: column for name, column in values.items() if all(isinstance(v, int | float) for v in column)}
-    extra = {name: object_array([*map(float, column)]) for name, column in numbers.items()}
+    extra: dict[str, object] = {}
+    for name in dict.fromkeys(name for result in results for name in result.extra):
+        values = [result.extra.get(name, 0.0) for result in results]
+        if all(isinstance(value, int | float) for value in values):
+            extra[name] = object_array([float(value) for value in values])
     return DataProto.from_dict(tensors, columns | extra, {**prompts.meta_info, "reward_extra_keys": sorted(extra)})
 
 
@@ -64,8 +65,10 @@ def with_branches(batch: DataProto, *, max_rows: int) -> DataProto:
     if size == 1:
         return batch
     whole, pad_token_id = batch.repeat(size), batch.meta_info["pad_token_id"]
-    filled = [[TraceRow(**row) for row in others] + [_empty_row(pad_token_id)] * size for others in branches]
-    rows = [row for others in filled for row in others[: size - 1]]
+    rows = list[TraceRow]()
+    for others in branches:
+        kept = [TraceRow(**row) for row in others[: size - 1]]
+        rows += kept + [_empty_row(pad_token_id)] * (size - 1 - len(kept))
     widths = (batch.tensors["prompts"].shape[1], batch.tensors["responses"].shape[1])
     for name, values in _tensors(rows, pad_token_id, *widths).items():
         whole.tensors[name].unflatten(0, (-1, size))[:, 1:] = values.unflatten(0, (-1, size - 1))

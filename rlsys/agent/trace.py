@@ -5,6 +5,7 @@ the engine was given when it drew a span is the path before it, so a training ro
 same ids before every drawn token: nothing is tokenised a second time.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -138,16 +139,20 @@ class Trace:
 
 def _row(path: list[Span], trained: set[int], rewards: dict[int, float], weight: float) -> TraceRow:
     first = next(at for at, span in enumerate(path) if span.is_drawn)
-    spans = path[first:]
-    columns = []
-    for span in spans:
-        counts, size = span.is_drawn and id(span) not in trained, len(span.ids)
+    columns = defaultdict[str, list](list)
+    for span in (span for span in path[first:] if span.ids):
+        size = len(span.ids)
+        counts = span.is_drawn and id(span) not in trained
         zeros = (0.0,) * size
-        drawn = (span.log_probs or zeros, span.sampled_log_probs or zeros, span.versions or (-1,) * size)
-        placed = (*zeros[1:], rewards.get(id(span), 0.0) if counts else 0.0)
-        columns.append(zip(span.ids, [int(counts)] * size, *drawn, [span.turn] * size, placed))
-    ids, mask, log_probs, sampled, versions, turns, placed = zip(*(token for column in columns for token in column))
+        columns["response_ids"] += span.ids
+        columns["mask"] += [int(counts)] * size
+        columns["log_probs"] += span.log_probs or zeros
+        columns["sampled_log_probs"] += span.sampled_log_probs or zeros
+        columns["versions"] += span.versions or [-1] * size
+        columns["turn_ids"] += [span.turn] * size
+        columns["rewards"] += [*zeros[1:], rewards.get(id(span), 0.0) if counts else 0.0]
+    response = {name: tuple(values) for name, values in columns.items()}
     prompt = tuple(token for span in path[:first] for token in span.ids)
-    last, images = path[-1], path[-1].all_images
+    last = path[-1]
     assert last.finish is not None
-    return TraceRow(prompt, ids, mask, log_probs, sampled, versions, turns, placed, weight, last.finish, images)
+    return TraceRow(prompt, **response, weight=weight, finish=last.finish, images=last.all_images)
