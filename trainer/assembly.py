@@ -109,18 +109,19 @@ def assemble(
         stack.callback(source.close)
         weights = WeightPush(transfer, fleet, rollout.validate_weight)
         residency.refill = weights.push_again if Role.Rollout in moves and drops_weights_on_sleep(cfg) else None
-        longest, probed, rows = cfg.data.max_prompt_length, inputs.train_dataset, inputs.val_dataset
-        grader, kl_ctrl, reward_rows = cfg.reward.reward_model, KLController(cfg.algorithm.kl_ctrl), None
+        grader, reward_rows = cfg.reward.reward_model, None
         if grader.input_tokenizer is not None:
             reward_rows = partial(collate_answers, tokenizer=inputs.tokenizer, own=load_tokenizer(grader.model))
+        train_rows, val_rows = inputs.train_dataset, inputs.val_dataset
+        longest = cfg.data.max_prompt_length
         return TrainerParts(
-            source,
-            Steps(cfg, plan, groups, residency, reporter, kl_ctrl, reward_rows),
-            weights,
-            None if rows is None else Validation(cfg, rows, graded, on_validation, cfg.data.seed),
-            ParityProbe(rollout.parity, probed, graded, longest, score, groups.actor, residency),
-            None if pools.colocated else StalenessAdvisor(cfg, fleet),
-            stack.pop_all().close,
+            source=source,
+            steps=Steps(cfg, plan, groups, residency, reporter, KLController(cfg.algorithm.kl_ctrl), reward_rows),
+            weights=weights,
+            validation=None if val_rows is None else Validation(cfg, val_rows, graded, on_validation, cfg.data.seed),
+            parity=ParityProbe(rollout.parity, train_rows, graded, longest, score, groups.actor, residency),
+            advisor=None if pools.colocated else StalenessAdvisor(cfg, fleet),
+            close=stack.pop_all().close,
         )
 
 
@@ -157,14 +158,19 @@ def residency_moves(cfg: PPOConfig, groups: WorkerGroups, device: str, *, coloca
     def offloads(group: EngineGroup, parts: Sequence[str]) -> Moves:
         return Moves([partial(group.move, parts, device)], [partial(group.move, parts, "cpu")])
 
-    held = ((role, getattr(groups, role), parts) for role, parts in offloaded_parts(cfg).items())
-    moves: dict[Resident, Moves] = {role: offloads(group, parts) for role, group, parts in held if group and parts}
+    moves: dict[Resident, Moves] = {}
+    for role, parts in offloaded_parts(cfg).items():
+        if parts and (group := getattr(groups, role)) is not None:
+            moves[role] = offloads(group, parts)
     sync = offloads(groups.actor, ("params",)) if policy.actor.shard.param_offload else Moves()
     if colocated and device.startswith("cuda") and policy.rollout.free_cache_engine:
         assert groups.rollout is not None
-        own_pool, everything = cfg.reward.reward_model.enable_resource_pool, ("weights", "kv_cache")
-        engines = [engine for engine in (groups.rollout, None if own_pool else groups.judge) if engine is not None]
-        wakes, sleeps = ([partial(getattr(e, verb), everything) for e in engines] for verb in ("wake", "sleep"))
+        engines = [groups.rollout]
+        if groups.judge is not None and not cfg.reward.reward_model.enable_resource_pool:
+            engines.append(groups.judge)
+        everything = ("weights", "kv_cache")
+        wakes = [partial(engine.wake, everything) for engine in engines]
+        sleeps = [partial(engine.sleep, everything) for engine in engines]
         moves[Role.Rollout] = Moves(wakes, sleeps)
         sync = Moves([*sync.enter, partial(groups.rollout.wake, ("weights",))], sync.leave)
     if sync.enter:
@@ -176,12 +182,14 @@ def offloaded_parts(cfg: PPOConfig) -> dict[Role, tuple[str, ...]]:
     """The parts of a role that leave the device while another one starts or runs."""
 
     def parts_of(role: FSDPConfig | MegatronConfig) -> tuple[str, ...]:
-        grads = isinstance(role, MegatronConfig) and role.grad_offload
-        return ("params",) * role.param_offload + ("grads",) * grads + ("optimizer",) * role.optimizer_offload
+        moves_grads = isinstance(role, MegatronConfig) and role.grad_offload
+        leaves = {"params": role.param_offload, "grads": moves_grads, "optimizer": role.optimizer_offload}
+        return tuple(part for part, does_leave in leaves.items() if does_leave)
 
     policy = cfg.actor_rollout_ref
-    frozen = dict.fromkeys((Role.RefPolicy, Role.Teacher), ("params",) * policy.ref_shard.param_offload)
-    return {Role.Actor: parts_of(policy.actor.shard), Role.Critic: parts_of(cfg.critic.shard), **frozen}
+    frozen = ("params",) if policy.ref_shard.param_offload else ()
+    trained = {Role.Actor: parts_of(policy.actor.shard), Role.Critic: parts_of(cfg.critic.shard)}
+    return {**trained, Role.RefPolicy: frozen, Role.Teacher: frozen}
 
 
 def serve_judge(cfg: PPOConfig, group: RolloutGroup, stack: ExitStack) -> str:

@@ -151,7 +151,8 @@ class OpenEpisodes(OpenAnswers):
             rooms = {start.name: limits.get(group, 0) - start.log.num_drawn for group, start in every}
         starts = [start for group in groups for start in self._starts[group]]
         futures = iter(self._rollout.runner.submit(starts, self._rollout.sampling, rooms))
-        self.running |= {group: {row: next(futures) for row, _ in enumerate(self._starts[group])} for group in groups}
+        for group in groups:
+            self.running[group] = {row: next(futures) for row in range(len(self._starts[group]))}
 
     def advance(self, limits: Mapping[PromptGroup, float]) -> list[PromptGroup]:
         self.submit([group for group in limits if group.graded is None and group not in self.running], limits)

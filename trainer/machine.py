@@ -65,7 +65,7 @@ def check_machine(config: JobConfig, *, dry_run: bool, here: bool = True) -> lis
     settings = flat_settings(config.model_dump())
     teachers = [key for key in settings if key.startswith("distillation.") and key.endswith(".model_path")]
     is_scored = isinstance(config, PPOConfig) and not config.reward.has_judge
-    for key in (*MODELS, *teachers) if dry_run else (GRADER,) * is_scored:
+    for key in (*MODELS, *teachers) if dry_run else (GRADER,) if is_scored else ():
         if (name := settings.get(key)) and is_hub_id(name):
             folder = download_config(name, key=key)
             if key in MODELS and (problems := check(replaced(config, {key: str(folder)}))[0]):
@@ -149,7 +149,8 @@ def _capacity(config: JobConfig) -> Iterator[str]:
     if num_processes > room:
         kind = f"{room} GPUs" if on_gpus else f"no GPUs, and {room} CPUs for one process each"
         needs = f"{num_processes} processes, trainer.n_gpus_per_node={run.n_gpus_per_node} of them for training"
-        fix = f"lower trainer.n_gpus_per_node{' or trainer.rollout_workers' * is_ppo}, or join a larger Ray cluster"
+        keys = "trainer.n_gpus_per_node or trainer.rollout_workers" if is_ppo else "trainer.n_gpus_per_node"
+        fix = f"lower {keys}, or join a larger Ray cluster"
         yield f"the run needs {needs}, and this machine has {kind}: {fix}{'' if on_gpus else other}"
 
 

@@ -256,9 +256,11 @@ class OpenAnswers:
 
     def submit(self, groups: Sequence[PromptGroup]) -> None:
         """Start all answers of groups but those that a checkpoint has complete."""
-        missing = {group: [row for row, a in enumerate(group.answers) if a.finish is None] for group in groups}
-        futures = iter(self.fleet.submit([group.answers[row] for group, rows in missing.items() for row in rows]))
-        self.running |= {group: {row: next(futures) for row in rows} for group, rows in missing.items()}
+        open_rows = {group: [row for row, a in enumerate(group.answers) if a.finish is None] for group in groups}
+        answers = [group.answers[row] for group, rows in open_rows.items() for row in rows]
+        futures = iter(self.fleet.submit(answers))
+        for group, rows in open_rows.items():
+            self.running[group] = {row: next(futures) for row in rows}
 
     def advance(self, limits: Mapping[PromptGroup, float]) -> list[PromptGroup]:
         """Continue answers up to their group's number of tokens each; returns the groups that are complete then."""

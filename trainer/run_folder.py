@@ -183,7 +183,8 @@ def _before(root: Path) -> dict[str, object]:
 
 
 def _listed(lines: Sequence[str]) -> str:
-    return "\n".join([*lines[:MAX_SHOWN], *[f"  and {len(lines) - MAX_SHOWN} more"] * (len(lines) > MAX_SHOWN)])
+    more = [f"  and {len(lines) - MAX_SHOWN} more"] if len(lines) > MAX_SHOWN else []
+    return "\n".join([*lines[:MAX_SHOWN], *more])
 
 
 def _git_state(folder: Path) -> str | None:
