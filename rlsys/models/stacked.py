@@ -43,19 +43,22 @@ def saved_shapes(name: str, shape: Sequence[int], stacks: Stacks) -> dict[str, t
 
 def shards_of(parts: Parts, held: Box, shape: Sequence[int]) -> Iterator[Shard]:
     """A rank's part `held` of a stack of this shape (its entries, or rows of each) as boxes of its `parts`."""
-    axis, width = int(len(held.shape) == STACK_DIMS), held.shape[-1:] if len(held.shape) > 1 else ()
+    is_stack = len(held.shape) == STACK_DIMS
+    entries = range(held.start[0], held.start[0] + held.shape[0]) if is_stack else range(1)
+    axis = 1 if is_stack else 0
     rows, above, own = shape[axis], held.start[axis], held.shape[axis]
-    (first, count), zeros = (held.start[0], held.shape[0]) if axis else (0, 1), (0,) * len(width)
+    width = held.shape[-1:] if len(held.shape) > 1 else ()
+    zeros = (0,) * len(width)
     for saved, part in parts.items():
         if part.is_whole and held.shape[0]:
             yield Shard(Box(saved, held.start, held.shape), held.tensor, (0,) * len(held.shape))
             continue
         end = part.start + part.num_rows
-        for entry in range(max(first, part.start // rows), min(first + count, -(-end // rows))):
+        for entry in range(max(entries.start, part.start // rows), min(entries.stop, -(-end // rows))):
             begin = entry * rows + above
             low, high = max(begin, part.start), min(begin + own, end)
             if low < high:
-                place = (entry - first, low - begin) if axis else (low - begin,)
+                place = (entry - entries.start, low - begin) if is_stack else (low - begin,)
                 yield Shard(Box(saved, (low - part.start, *zeros), (high - low, *width)), held.tensor, (*place, *zeros))
 
 

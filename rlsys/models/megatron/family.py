@@ -259,7 +259,7 @@ def need_packed_delta() -> None:
     """ConfigError unless what is installed computes gated delta layers on packed rows; none of it is imported."""
     folders = getattr(find_spec("megatron"), "submodule_search_locations", None) or ()
     lacking = [] if any(Path(folder, PACKED_DELTA).is_dir() for folder in folders) else ["'megatron-core>=0.19'"]
-    lacking += ["flash-linear-attention"] * (find_spec("fla") is None)
+    lacking += ["flash-linear-attention"] if find_spec("fla") is None else []
     if find_spec("tilelang") is None and any(it.version in WRONG_ON_HOPPER for it in distributions(name="triton")):
         lacking.append("tilelang")
     if lacking:
