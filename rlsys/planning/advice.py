@@ -51,7 +51,7 @@ def _disk(cfg: PPOConfig, update: Stage) -> str:
     size = sum(update.bytes.get(owner, 0) for owner in owners) * cfg.trainer.n_gpus_per_node
     free = disk_usage(existing_parent(folder)).free
     text = f"; a checkpoint needs {size / GIB:.2f} GiB and the disk of trainer.default_local_dir has {free / GIB:.2f}"
-    return text * (size > free)
+    return text if size > free else ""
 
 
 def facts_of(cfg: PPOConfig, device: Device, device_bytes: int) -> Machine:

@@ -49,9 +49,11 @@ class Proposal:
     def words(self, cfg: PPOConfig) -> str:
         """The engine, and the settings that are other than those of `cfg`, as on a command line; instead of an
         allocation all of them and its counts."""
-        mode = bool(cfg.trainer.allocation_mode)
-        own = {key: value_at(cfg, key) for key in (ENGINE, *COUNTS * mode)} | dict.fromkeys([MODE] * mode)
-        own |= {key: value for key, value in self.settings.items() if mode or value != value_at(cfg, key)}
+        has_mode = bool(cfg.trainer.allocation_mode)
+        own = {ENGINE: value_at(cfg, ENGINE)}
+        if has_mode:
+            own |= {key: value_at(cfg, key) for key in COUNTS} | {MODE: None}
+        own |= {key: value for key, value in self.settings.items() if has_mode or value != value_at(cfg, key)}
         return " ".join(f"{key}={shown(value)}" for key, value in own.items())
 
 
@@ -109,7 +111,8 @@ def _rollout_layouts(cfg: PPOConfig, machine: Machine) -> Iterator[tuple[str, Se
         if not divides or check(held)[0]:
             continue
         if fp.served_bytes(machine.actor, held.actor_rollout_ref.rollout, c=2) < machine.room_bytes:
-            stages, copies = f", PP{pp}" * (pp > 1), f", DP attention {dp}" * (dp > 1)
+            stages = f", PP{pp}" if pp > 1 else ""
+            copies = f", DP attention {dp}" if dp > 1 else ""
             yield f"TP{tp}{stages}{copies} x DP{ranks // (tp * dp * pp)}", settings
 
 
@@ -125,8 +128,9 @@ def _training_layouts(cfg: PPOConfig, machine: Machine, cluster: GpuCluster) -> 
         if share <= ranks and not (ranks % share or facts[HEADS] % ulysses) and divides(ulysses):
             settings = {"strategy": "fsdp", "ulysses_sequence_parallel_size": ulysses}
             sharding = {"fsdp_size": share if share < ranks else -1, "tensor_parallel_size": 1}
-            name = f"FSDP{share}" + f" x {ranks // share}" * (share < ranks) + f", Ulysses {ulysses}" * (ulysses > 1)
-            yield from _offloaded(cfg, name, settings, sharding)
+            copies = f" x {ranks // share}" if share < ranks else ""
+            sequences = f", Ulysses {ulysses}" if ulysses > 1 else ""
+            yield from _offloaded(cfg, f"FSDP{share}{copies}{sequences}", settings, sharding)
     if (family := find_family(facts)) is None:
         return
     role = {"strategy": "megatron", "ulysses_sequence_parallel_size": 1}
@@ -154,12 +158,12 @@ def _offloaded(cfg: PPOConfig, name: str, role: Settings, sharding: Settings) ->
         settings: Settings = {}
         for key, fsdp in ((key, fsdp) for key, fsdp in ROLES.items() if there[key]):
             trains, section = key != REF, f"{key}.{'megatron' if is_megatron else fsdp}"
-            parts = ("param_offload", *("optimizer_offload", *["grad_offload"] * is_megatron) * trains)
-            own = sharding | dict.fromkeys(parts, away)
+            has_part = {"param_offload": True, "optimizer_offload": trains, "grad_offload": trains and is_megatron}
+            own = sharding | {part: away for part, is_there in has_part.items() if is_there}
             if is_megatron:
                 held = value_at(cfg, f"{section}.{UNEVEN}")
                 merged = (held if isinstance(held, dict) else {}) | sharding[UNEVEN]
                 own[UNEVEN] = {name: value for name, value in merged.items() if value is not None}
             settings |= {f"{key}.{field}": value for field, value in role.items() if trains or field != "strategy"}
             settings |= {f"{section}.{field}": value for field, value in own.items()}
-        yield name + ", offloaded" * away, settings
+        yield f"{name}, offloaded" if away else name, settings

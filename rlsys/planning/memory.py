@@ -291,7 +291,7 @@ def _reference(job: PlanInputs) -> Iterator[DeviceRole]:
     is_megatron = isinstance(settings, MegatronRoleConfig)
     sharing = settings.context_parallel_size if is_megatron else policy.ref.ulysses_sequence_parallel_size
     scored = _scored(job, job.plan.actor, policy.ref.scoring, sharing)
-    leaves = frozenset([ro.PARAMETERS] * settings.param_offload)
+    leaves = frozenset([ro.PARAMETERS] if settings.param_offload else [])
     for name, model in models:
         facts = job.machine.actor
         own = facts if model is policy.model else plan_facts(model_facts(model.path)) or facts
@@ -364,9 +364,10 @@ def _role(
 
 def _leaving(settings: FSDPConfig | MegatronConfig) -> frozenset[str]:
     """Owners that are offloaded; Megatron's optimizer has the masters."""
-    optimizer = [ro.OPTIMIZER, ro.MASTERS] * settings.optimizer_offload
-    grads = [ro.GRADIENTS] * (isinstance(settings, MegatronConfig) and settings.grad_offload)
-    return frozenset([ro.PARAMETERS] * settings.param_offload + optimizer + grads)
+    parameters = {ro.PARAMETERS} if settings.param_offload else set()
+    optimizer = {ro.OPTIMIZER, ro.MASTERS} if settings.optimizer_offload else set()
+    grads = {ro.GRADIENTS} if isinstance(settings, MegatronConfig) and settings.grad_offload else set()
+    return frozenset(parameters | optimizer | grads)
 
 
 def _lora(trained: ModelConfig | None) -> "LoraSettings | None":

@@ -46,14 +46,17 @@ def compiled_roles(cfg: PPOConfig, machine: Machine) -> dict[str, bool]:
     model."""
     policy, critic = cfg.actor_rollout_ref, cfg.critic
     actor, alone = policy.actor, policy.reference_model is policy.model and not cfg.teachers
-    roles = [(COMPILED[0], actor, actor.fsdp_config, policy.model, machine.actor)] * alone
-    roles += [(COMPILED[1], critic, critic.fsdp, critic.model, machine.critic or machine.actor)] * cfg.use_critic
     works = dict[str, bool]()
-    for key, role, shard, model, facts in roles if machine.device == "cuda" and not cfg.trainer.reproducible else ():
+    policies = [(COMPILED[0], actor, actor.fsdp_config, policy.model, machine.actor)] if alone else []
+    values = [(COMPILED[1], critic, critic.fsdp, critic.model, machine.critic or machine.actor)]
+    roles = [*policies, *values] if cfg.use_critic else policies
+    may_compile = machine.device == "cuda" and not cfg.trainer.reproducible
+    for key, role, shard, model, facts in roles if may_compile else ():
         d, ranks = fp.decoder_of(facts), shard.tensor_parallel_size * role.ulysses_sequence_parallel_size
         odd = ranks > 1 or shard.offload_policy or not model.use_remove_padding or model.has_adapters
         odd = odd or d.encoder.pixels or d.num_sparse or shard.full_determinism or shard.dtype == "float32"
-        works |= {key: not odd} if role.strategy == "fsdp" else {}
+        if role.strategy == "fsdp":
+            works[key] = not odd
     return works
 
 
@@ -129,7 +132,8 @@ class _Sizes:
         shares = range(percent, 5, -5)
         percent -= 5 * bisect(shares, False, key=lambda one: self.fits({SHARE: one / 100}, "start", "rollout"))
         if percent / 100 * machine.device_bytes < weights:
-            keys = f"a larger {ROLLOUT}.tensor_model_parallel_size, or " * (weights > machine.room_bytes) + SHARE
+            is_too_large = weights > machine.room_bytes
+            keys = f"a larger {ROLLOUT}.tensor_model_parallel_size, or {SHARE}" if is_too_large else SHARE
             raise _refusal(f"{rollout.name} beside what trains", self.needs({SHARE: 0.01}, "start"), machine, keys)
         self.choose(SHARE, percent / 100, f" (all sequences need {needed / GIB:.1f} GiB)")
 
