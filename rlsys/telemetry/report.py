@@ -75,8 +75,9 @@ def thinned(
     columns: dict[str, list[float | None]] = defaultdict(lambda: [None] * len(parts))
     for row, part in enumerate(parts):
         for name in dict.fromkeys(name for record in part for name in record if name != "step"):
-            if values := [v for r in part if isinstance(v := r.get(name), int | float) and math.isfinite(v)]:
-                columns[name][row] = float(f"{math.fsum(values) / len(values):.6g}")
+            values = [record.get(name) for record in part]
+            if finite := [value for value in values if isinstance(value, int | float) and math.isfinite(value)]:
+                columns[name][row] = float(f"{math.fsum(finite) / len(finite):.6g}")
     return [int(part[-1].get("step", 0)) for part in parts], dict(columns), every
 
 

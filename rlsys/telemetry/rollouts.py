@@ -136,11 +136,13 @@ def sampled_order(groups: Sequence[int], scores: Sequence[float], *, seed: int) 
     The best and worst 8, then one of every group (prompt) at random, the best and the worst of every group, the rest.
     """
     rows = range(len(groups))
-    by_score = sorted(rows, key=lambda row: scores[row] if math.isfinite(scores[row]) else -math.inf)
+    worst_first = sorted(rows, key=lambda row: scores[row] if math.isfinite(scores[row]) else -math.inf)
+    best_first = worst_first[::-1]
     shuffled = random.Random(seed).sample(rows, len(rows))
-    one, worst, best = ({groups[row]: row for row in order} for order in (shuffled, by_score[::-1], by_score))
-    firsts = [*by_score[::-1][:_EXTREMES], *by_score[:_EXTREMES], *one.values(), *best.values(), *worst.values()]
-    return list(dict.fromkeys([*firsts, *shuffled]))
+    extremes = [*best_first[:_EXTREMES], *worst_first[:_EXTREMES]]
+    for order in (shuffled, worst_first, best_first):
+        extremes += {groups[row]: row for row in order}.values()  # the last of each group
+    return list(dict.fromkeys([*extremes, *shuffled]))
 
 
 def token_texts_of(token_ids: Sequence[int], decode: Callable[[list[int]], str]) -> list[str]:
