@@ -96,9 +96,9 @@ def _text(lines: object) -> str:
 
 def same_output(actual: str, wanted: str) -> bool:
     """Equal line by line and word by word; numbers with a point or an exponent may differ by 1e-6 of their size."""
-    lines = [[line.split() for line in text.rstrip().splitlines()] for text in (actual, wanted)]
-    shapes = [[len(words) for words in text] for text in lines]
-    return shapes[0] == shapes[1] and all(_same_word(a, b) for x, y in zip(*lines) for a, b in zip(x, y))
+    lines, wanted_lines = ([line.split() for line in text.rstrip().splitlines()] for text in (actual, wanted))
+    is_same_shape = [len(words) for words in lines] == [len(words) for words in wanted_lines]
+    return is_same_shape and all(_same_word(a, b) for pair in zip(lines, wanted_lines) for a, b in zip(*pair))
 
 
 def _same_word(actual: str, wanted: str) -> bool:
