@@ -111,7 +111,7 @@ def _models(config: PPOConfig | SupervisedConfig) -> Iterator[tuple[str, ModelCo
     policy, critic = config.actor_rollout_ref, config.critic
     section = "megatron" if policy.actor.strategy == "megatron" else "fsdp_config"
     yield f"actor_rollout_ref.actor.{section}", policy.model, policy.actor.shard, "lm"
-    frozen = [(policy.reference_model, policy)] * config.use_reference
+    frozen = [(policy.reference_model, policy)] if config.use_reference else []
     for model, settings in [*frozen, *((teacher, config.teacher_policy) for teacher in config.teachers.values())]:
         yield f"actor_rollout_ref.ref.{section}", model, settings.ref_shard, "lm"
     if config.use_critic:

@@ -117,7 +117,7 @@ def float8_block(hf_config: Mapping[str, object], rollout: "GenerationConfig", *
         odd = ", ".join(str(width) for width in sorted(set(widths)) if width % blocks[-1])
         why = f"layers of this model are {odd} wide on a rank, no multiples of {blocks[-1]}, as blocks need"
         why += "" if is_pushed else ", of which vLLM makes them of a checkpoint"
-        less = ", or a smaller actor_rollout_ref.rollout.tensor_model_parallel_size" * (tp > 1)
+        less = ", or a smaller actor_rollout_ref.rollout.tensor_model_parallel_size" if tp > 1 else ""
         raise ConfigError(f"{QUANTIZATION}={rollout.quantization}: {why}; set {QUANTIZATION}=null{less}")
     return block
 

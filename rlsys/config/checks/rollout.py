@@ -86,8 +86,8 @@ def _model_sizes(cfg: GradedJob, name: str) -> Iterator[str]:
     groups = (not size("kv_lora_rank") and size("num_key_value_heads")) or heads
     tp, stages, ep = (getattr(rollout, f"{cut}_parallel_size") for cut in ("tensor_model", "pipeline_model", "expert"))
     if heads and str(tp) not in (fitting := _cuts(heads, channels, groups=groups)):
-        parts = f"{heads} attention heads, {groups} key-value heads" + f", {channels} MLP channels" * bool(channels)
-        why = f"{parts}: these cannot be cut into {tp} equal parts"
+        mlps = f", {channels} MLP channels" if channels else ""
+        why = f"{heads} attention heads, {groups} key-value heads{mlps}: these cannot be cut into {tp} equal parts"
         yield wrong(cfg, f"{KEY}.tensor_model_parallel_size", f"{why}; set one of {', '.join(fitting)}")
     if stages > layers > 0:
         why = f"the model has {layers} layers, and each stage needs one"
