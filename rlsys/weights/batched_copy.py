@@ -115,18 +115,18 @@ def bits_of(tensor: Tensor) -> Tensor:
 def strided_bytes(target: Tensor, source: Tensor) -> Iterator[StridedBytes]:
     """The bytes of a pair of equal dtype and shape as contiguous rows."""
     itemsize = target.element_size()
-    dims = [(n, a, b) for n, a, b in zip(target.shape, target.stride(), source.stride(), strict=True) if n > 1]
+    dims = [dim for dim in zip(target.shape, target.stride(), source.stride(), strict=True) if dim[0] > 1]
     width = 1
     while dims and dims[-1][1] == dims[-1][2] == width:
         width *= dims.pop()[0]
-    rows, a, b = dims.pop() if dims else (1, width, width)
-    while dims and dims[-1][1] == rows * a and dims[-1][2] == rows * b:
+    rows, target_pitch, source_pitch = dims.pop() if dims else (1, width, width)
+    while dims and dims[-1][1:] == (rows * target_pitch, rows * source_pitch):
         rows *= dims.pop()[0]
-    base_target, base_source = target.data_ptr(), source.data_ptr()
-    for index in product(*(range(n) for n, _, _ in dims)):
-        to = base_target + itemsize * sum(i * step for i, (_, step, _) in zip(index, dims, strict=True))
-        of = base_source + itemsize * sum(i * step for i, (_, _, step) in zip(index, dims, strict=True))
-        yield StridedBytes(of, to, rows, width * itemsize, b * itemsize, a * itemsize)
+    target_base, source_base = target.data_ptr(), source.data_ptr()
+    for index in product(*(range(size) for size, _, _ in dims)):
+        to_at = target_base + itemsize * sum(at * stride for at, (_, stride, _) in zip(index, dims, strict=True))
+        from_at = source_base + itemsize * sum(at * stride for at, (_, _, stride) in zip(index, dims, strict=True))
+        yield StridedBytes(from_at, to_at, rows, width * itemsize, source_pitch * itemsize, target_pitch * itemsize)
 
 
 def merge_touching(blocks: Sequence[StridedBytes]) -> list[StridedBytes]:
