@@ -65,5 +65,5 @@ def _sizes(config: "PretrainedConfig", freeze: bool) -> ImageEncoder:
         pixels=patches * filters.shape[-1] ** 2,
         patch=prod(filters.shape[1:]),
         deep=len(getattr(config.vision_config, "deepstack_visual_indexes", ())),
-        frozen=freeze * sum(p.numel() for name, p in own.items() if is_tower(name)),
+        frozen=sum(p.numel() for name, p in own.items() if is_tower(name)) if freeze else 0,
     )
