@@ -1,6 +1,7 @@
 """Answers to prompts by episodes of a workflow, as configured: turns, tools and environments."""
 
 import asyncio
+import logging
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -40,7 +41,7 @@ from rlsys.rollout.batch import SEEDS, with_request_seeds
 from rlsys.telemetry.jsonl import JsonObject
 from rlsys.telemetry.metrics import StageTimer
 from rlsys.types import GenerationHyperparameters, SamplingParams
-from rlsys.utils.errors import ConfigError, DataError, RolloutError, result_within
+from rlsys.utils.errors import ConfigError, DataError, RewardError, RolloutError, result_within
 from trainer.generation import GradedRollout, fleet_generate, meta_of_all_calls, training_sampling, validation_sampling
 from trainer.prompt_groups import EPISODES, OpenAnswers, PromptGroup, PromptGroups
 from trainer.prompts import load_processor
@@ -50,6 +51,7 @@ AGENTS = {"single_turn_agent": "RLVRWorkflow", "tool_agent": "ToolWorkflow"}
 """verl's names of its agents -> ours."""
 ONE_DRAW = {"workflow": None, "agent.default_agent_loop": "single_turn_agent", "agent.agent_loop_config_path": None}
 """Settings of a rollout that answers each prompt by one draw."""
+log = logging.getLogger(__name__)
 BLOCKED = "an async workflow that blocks, e.g. by time.sleep, holds all of them up; else raise agent.episode_timeout_s"
 HINTS = {
     "context": "the prompts with their tools have more than data.max_prompt_length tokens",
@@ -91,7 +93,7 @@ class EpisodeRollout(GradedRollout):
                 for future in futures:
                     future.cancel()
         self.keep(starts, sampling, step)
-        check_episodes(results, self.cfg.actor_rollout_ref.rollout.agent.max_failed_share)
+        check_episodes(results, self.cfg)
         return self.collate(results, rows), episode_metrics(results)
 
     def _run_of(self, sampling: SamplingParams) -> PPOConfig | None:
@@ -178,7 +180,7 @@ class OpenEpisodes(OpenAnswers):
                 group.graded = self._rollout.collate(results, group.rows)
                 self._unchecked += results
                 if len(self._unchecked) >= self.groups.window.groups_per_step * len(results):
-                    check_episodes(self._unchecked, self._rollout.cfg.actor_rollout_ref.rollout.agent.max_failed_share)
+                    check_episodes(self._unchecked, self._rollout.cfg)
                     self._unchecked = []
             else:
                 causes = {result.error or result.end for result in results}
@@ -222,16 +224,24 @@ def prompt_of_row(row: Row) -> list[Message]:
     return [with_parts(message, lambda _: next(parts)) for message in messages] if pictures else list(messages)
 
 
-def check_episodes(results: Sequence[EpisodeResult], max_failed_share: float) -> None:
-    """RolloutError if too many episodes failed, or none has an answer to train on; with the first cause."""
+def check_episodes(results: Sequence[EpisodeResult], cfg: GradedJob) -> None:
+    """RolloutError if too many episodes failed or none has an answer to train on, RewardError if too many have one that
+    could not be graded; with the first cause.
+    """
     failed = [result for result in results if result.end in FAILED]
-    if len(failed) > max_failed_share * len(results):
-        share = f"actor_rollout_ref.rollout.agent.max_failed_share={max_failed_share:g}"
+    if len(failed) > (most := cfg.actor_rollout_ref.rollout.agent.max_failed_share) * len(results):
+        share = f"actor_rollout_ref.rollout.agent.max_failed_share={most:g}"
         raise RolloutError(f"{len(failed)} of {len(results)} episodes failed ({share}); the first: {failed[0].error}")
     if not any(result.rows for result in results):
         ends = Counter(result.end for result in results)
         hints = "; ".join(HINTS[end] for end in ends if end in HINTS)
         raise RolloutError(f"no episode has an answer: {dict(ends)}. {hints}")
+    if not (lost := [result for result in results if result.counts.get("ungraded")]):
+        return
+    first = f"{len(lost)} of {len(results)} episodes have no score. First: {lost[0].extra.get('reward_error', '')}"
+    if len(lost) > (most := cfg.reward.max_failed) * len(results):
+        raise RewardError(f"{first}\nMore than reward.max_failed={most:g} of a batch; this step is not saved.")
+    log.warning("%s", first)
 
 
 def graded_rollout(
@@ -366,4 +376,5 @@ async def _grade(pool: RewardPool, reward_fn_key: str, row: Row, answer: str, ex
     truth = (row.get("reward_model") or {}).get("ground_truth")
     item = RewardItem(str(row[reward_fn_key]), answer, truth, {**(row.get("extra_info") or {}), **extra})
     (result,) = await asyncio.wrap_future(pool.submit([item]))
-    return Score(result.score, extra=result.extra)
+    lost = {} if result.status == "ok" else {"reward_error": result.message}
+    return Score(result.score, extra={**result.extra, **lost})

@@ -145,7 +145,9 @@ class Session:
         """The score of an answer by the job's reward function and the row's ground truth."""
         assert self.settings.grade is not None, "the job has no reward function"
         text = answer.text if isinstance(answer, Answer) else answer
-        return await self.settings.grade(self.row, text, {"num_turns": self.trace.num_turns, **extra_info})
+        score = await self.settings.grade(self.row, text, {"num_turns": self.trace.num_turns, **extra_info})
+        self.counts["ungraded"] += "reward_error" in score.extra
+        return score
 
     async def draw_ids(self, ids: Sequence[int], **sampling: object) -> ModelResponse:
         """The completion of token ids, for workflows that make their own; they may continue what was drawn before."""

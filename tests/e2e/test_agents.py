@@ -219,6 +219,17 @@ def test_episodes_that_all_fail_stop_the_run_with_their_cause(
     assert "max_failed_share" in output.out + output.err
 
 
+def test_answers_of_episodes_that_cannot_be_graded_stop_the_run_with_their_cause(
+    toy: Toy, agent: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    grader = tmp_path / "grader.py"
+    grader.write_text("def compute_score(*given, **others): return float('nan')\n")
+    argv = [f"{ROLLOUT}workflow=ToolWorkflow", "trainer.backend=local", f"reward.custom_reward_function.path={grader}"]
+    assert main_ppo.main(toy.overrides(tmp_path / "out", *argv)) != 0
+    output = capsys.readouterr()
+    assert "32 of 32 episodes have no score. First: the grader returned nan" in output.err
+
+
 def test_a_workflow_that_cannot_be_loaded_is_a_config_error(
     toy: Toy, agent: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
