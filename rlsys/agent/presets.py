@@ -19,6 +19,7 @@ from torch import Tensor
 from rlsys.agent.message_images import image_urls
 from rlsys.agent.session import Answer, EpisodeEnd, Row, Score, Session, SessionSettings
 from rlsys.agent.template import ChatTemplate
+from rlsys.agent.tool_pool import result_text
 from rlsys.agent.tool_process import CREATE
 from rlsys.agent.tools import Tool, load_target, target_of, tool_of, tools_of_class
 from rlsys.agent.trace import TraceRow
@@ -208,9 +209,11 @@ async def run_environment(row: Row, session: Session) -> Outcome:
     more = text if isinstance(content, str) else [{"type": "text", "text": text}]
     session.add(*before, {**last, "content": content + more})
     answer = await converse(session)
-    reward = (await environment.call("get_reward")).extra.get("value")
-    if reward is not None:
-        return float(reward)
+    scored = await environment.call("get_reward")
+    if (value := scored.extra.get("value")) is not None:
+        return float(value)
+    if text := result_text(scored):
+        raise RuntimeError(f"get_reward returned no number: {text}")
     return Score(0.0) if answer is None else await session.grade(answer)
 
 

@@ -7,6 +7,7 @@ object that the call belongs to; `cut` are the arguments of `as_text`. Objects l
 import asyncio
 import inspect
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 from rlsys.agent.message_images import image_part
@@ -72,7 +73,7 @@ def _answer(result: Any, cut: JsonObject) -> dict[str, object]:
         **({"images": [image_part(image)["image_url"]["url"] for image in images]} if images else {}),
         "score": float(reward or 0.0),
         "text": "" if shown is None else as_text(shown, **cut),
-        "value": float(result) if isinstance(result, int | float) else None,
+        "value": float(result) if isinstance(result, Real) else None,
     }
 
 

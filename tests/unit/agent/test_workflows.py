@@ -105,6 +105,16 @@ def test_trls_environment_class_runs_unchanged(episode):
     assert [m["content"] for m in result.messages if m["role"] == "tool"] == ["now 2", "now 5"]
 
 
+@pytest.mark.parametrize(
+    ("goal", "reward", "error"),
+    [(5, 0.5, ""), (6, 0.0, "get_reward returned no number: 0.5"), (7, 0.0, "no number: Error: KeyError: 7")],
+)
+def test_a_reward_of_an_environment_that_is_no_number_is_an_episode_that_failed(episode, goal, reward, error):
+    result = episode(user_tools.Judged, lambda _: "42", row={**ROW, "goal": goal})  # 42 is what the job's grader likes
+    assert (result.reward, result.end) == (reward, "error" if error else "stop")
+    assert error in result.error
+
+
 class ArealRetry:
     """As AReaL's users write it: token ids in, tensors out."""
 

@@ -5,6 +5,8 @@ import os
 import time
 from pathlib import Path
 
+import numpy as np
+
 from rlsys.agent.interactions import BaseInteraction
 from rlsys.agent.tools import BaseTool, function_tool
 
@@ -112,6 +114,32 @@ class Counter:
         return float(self.count == self.goal)
 
     def _private(self) -> None: ...
+
+
+class Judged(Counter):
+    """A Counter whose reward is what its goal says."""
+
+    def get_reward(self):
+        return {5: np.float32(0.5), 6: "0.5"}[self.goal]
+
+
+class NoNotes(BaseTool):
+    """A tool that cannot be made."""
+
+    def __init__(self, config, tool_schema):
+        raise OSError("no notebook")
+
+
+class Ends(Counter):
+    """An environment whose step ends its process."""
+
+    def step(self, by: int) -> str:
+        """End.
+
+        Args:
+            by: How much.
+        """
+        os._exit(3)
 
 
 class Notes(BaseTool):
