@@ -246,6 +246,8 @@ def load_workflow(
     if inspect.isclass(spec) and not hasattr(spec, "run") and not hasattr(spec, "arun_episode"):
         if not hasattr(spec, "reset"):
             raise ConfigError(f"{key}: {spec.__name__} has none of run, arun_episode and reset")
+        if kwargs:
+            raise ConfigError(f"{key}: {spec.__name__} is made without arguments, so set no agent.workflow_kwargs")
         return Workflow(run_environment, tools_of_class(spec), target_of(spec))
     if inspect.isclass(spec):
         takes = inspect.signature(spec).parameters if hasattr(spec, "arun_episode") else ()

@@ -387,6 +387,7 @@ def test_a_row_that_names_an_unknown_agent_is_a_config_error(episode):
         ("no.such.Class", None, "rollout.workflow=no.such.Class cannot be loaded"),
         ("MultiTurnWorkflow", {"turns": 3}, "workflow_kwargs"),
         (dict, None, "none of run"),
+        (user_tools.Counter, {"goal": 5}, "Counter is made without arguments"),
         (lambda row, session: 1.0, None, "async function"),
         (takes_no_session, None, r"async function run\(row, session\)"),
         (talks_on, {"turns": 3}, "no class"),
