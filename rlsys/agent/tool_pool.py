@@ -58,26 +58,32 @@ class ToolObject:
     name: str
     _calls: list[tuple[str, Mapping[str, object]]] = field(default_factory=list)
     _is_made: bool = False
+    _failed: RewardResult | None = None
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def call(self, method: str, arguments: Mapping[str, object] | None = None) -> RewardResult:
         """The pool's result of a call of `create` or a method."""
+        if self._failed is not None:
+            return self._failed
         arguments = arguments or {}
         request = {"tool": self.name, "method": method, "arguments": arguments}
         async with self._lock:  # calls that are repeated must not mix with others
             result = await self.log.result(request, partial(self._call, method, arguments), RewardResult)
             if result.status == "ok":
                 self._calls.append((method, arguments))
+            elif method == CREATE:
+                self._failed = result
         return result
 
     async def _call(self, method: str, arguments: Mapping[str, object]) -> RewardResult:
         self._is_made = True
-        result = await self._send(method, arguments)
-        if result.extra.get("status") == LOST:
+        for _ in range(3):  # another object's call may end the process again
+            result = await self._send(method, arguments)
+            if result.extra.get("status") != LOST:
+                return result
             for earlier in self._calls:
                 await self._send(*earlier)
-            result = await self._send(method, arguments)
-        return result
+        return failed("error", 0.0, f"the process of {self.name} ended in calls of others")
 
     async def _send(self, method: str, arguments: Mapping[str, object]) -> RewardResult:
         item = RewardItem(self.target, method, dict(arguments), {"object": str(self.number), "config": self.config})

@@ -123,6 +123,23 @@ async def test_an_object_that_is_made_again_gets_every_parallel_call_once():
     pool.close()
 
 
+async def test_calls_of_a_tool_that_could_not_be_made_say_why(pool):
+    target, config = "tests.unit.agent.user_tools:NoNotes", {"type": "native"}
+    tools = EpisodeTools(pool, [Tool("note", {"function": {"name": "note"}}, target, "execute", config=config)])
+    for _ in range(2):
+        assert result_text(await tools.call("note", {})).startswith("Error: OSError: no notebook")
+
+
+async def test_objects_whose_neighbours_end_their_process_have_a_result():
+    pool, tools = tool_pool(num_workers=1, timeout_s=scaled_s(10.0)), tools_of_class(user_tools.Ends)
+    made = [EpisodeTools(pool, tools, environment=tools[0].target) for _ in range(8)]
+    await asyncio.gather(*(one.environment.call("create", {}) for one in made))
+    results = await asyncio.gather(*(one.call("step", {"by": 1}) for one in made))
+    assert {result.status for result in results} == {"error"}
+    assert all("process" in result_text(result) or "code 3" in result_text(result) for result in results)
+    pool.close()
+
+
 async def test_verls_tool_classes_and_tools_yaml(pool, tmp_path):
     released = tmp_path / "released"
     path = tmp_path / "tools.yaml"
