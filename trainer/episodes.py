@@ -212,7 +212,8 @@ def episode_starts(rows: DataProto, saved: Mapping[str, JsonObject], *, name: st
     for number, seed in enumerate(rows.tensors[SEEDS].tolist()):
         row, episode = {key: column[number] for key, column in columns.items()}, f"{name}-{number:09d}"
         row["prompt"] = prompt_of_row(row)
-        row.pop(IMAGES, None)
+        for of_engine in (IMAGES, "finish_reason"):  # the rows of a checkpoint have the latter
+            row.pop(of_engine, None)
         starts.append(EpisodeStart(row, seed, episode, EpisodeLog(saved.get(episode, {}).get("log", ()))))
     return starts
 

@@ -194,6 +194,7 @@ def test_episodes_of_an_asynchronous_run_are_young_enough_and_resume(toy: Toy, a
     for name, episode in saved.items():
         recorded = [entry for entry in episode["log"] if entry["result"]]
         assert finished[name]["log"][: len(recorded)] == recorded
+        assert finished[name]["row"] == episode["row"]  # else the requests of an environment would differ
     steps = [record for record in read_jsonl(out / "metrics.jsonl") if "training/staleness_max" in record]
     assert [step["step"] for step in steps] == [1, 2, 3, 4]
     assert sum(step.get("agent/tool_ok", 0.0) for step in steps) >= 4 * 32
