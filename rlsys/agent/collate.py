@@ -5,6 +5,7 @@ B episodes, P prompt columns (padded left), R response columns (padded right).
 
 from collections.abc import Sequence
 from functools import partial
+from math import fsum
 
 import torch
 from torch import Tensor
@@ -39,6 +40,7 @@ def collate_episodes(
         "episode_end": object_array([result.end for result in results]),
         "__num_turns__": object_array([result.num_turns for result in results]),
         "branches": object_array([[dict(vars(row)) for row in others] for _, *others in ranked]),
+        "branch_rewards": object_array([_branch_rewards(*of_episode) for of_episode in ranked]),
     }
     if IMAGES in columns:
         columns[IMAGES] = object_array([row.images for row in rows])
@@ -88,6 +90,14 @@ def first_rows(batch: DataProto) -> DataProto:
     added = at_last_token(others, rows.tensors["response_mask"])
     names = {"token_level_scores", "token_level_rewards"} & set(rows.tensors.keys())
     return with_columns(rows, **{name: rows.tensors[name] + added for name in names})
+
+
+def _branch_rewards(first: TraceRow, *others: TraceRow) -> float:
+    """What an episode got beside the rewards of its first row: for turns that only others train; where rows have shares
+    of a weight, what the mean is above the first."""
+    own = sum(first.rewards)
+    totals = [(row.weight, sum(row.rewards)) for row in others]
+    return fsum(total if weight == 1.0 else weight * (total - own) for weight, total in totals)
 
 
 def _tensors(rows: Sequence[TraceRow], pad_id: int, prompt_length: int, response_length: int) -> dict[str, Tensor]:

@@ -6,7 +6,6 @@ shares the columns it did not change. Multi-turn responses are gathered into tur
 on turns: B rows, R response tokens, T turns; `turn_ids` (B, R) are in 0..T-1, and -1 on tokens that were given.
 """
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
@@ -231,9 +230,8 @@ def filter_groups(batch: DataProto, *, metric: str = "seq_reward") -> tuple[Data
 
 
 def branch_rewards(batch: DataProto) -> Tensor:
-    """What the episode of each row (B,) got for turns that only its `branches` train; other rewards are in each row."""
-    branches = batch.non_tensor_batch.get("branches", [()] * len(batch))
-    return torch.tensor([math.fsum(sum(row["rewards"]) for row in of if row["weight"] == 1.0) for of in branches])
+    """What the episode of each row (B,) got beside the rewards of the row, with `rlsys.agent.collate`."""
+    return torch.tensor([float(reward) for reward in batch.non_tensor_batch.get("branch_rewards", [0.0] * len(batch))])
 
 
 def rows_per_episode(batch: DataProto) -> int:

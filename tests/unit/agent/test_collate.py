@@ -133,6 +133,18 @@ def test_an_episode_has_the_rewards_of_turns_that_its_branches_train() -> None:
             assert first.tensors[name].sum(-1).tolist() == [0.75] * 3
 
 
+def test_an_episode_of_rows_with_rewards_of_their_own_has_their_mean() -> None:
+    """As those of an `arun_episode` that returns several rows."""
+    right, wrong = (
+        [replace(row, rewards=(*row.rewards[:-1], reward), weight=1 / 3) for row, reward in zip(rows, rewards)]
+        for rows, rewards in ((episode(3, 0.0).rows, (1.0, 0.0, 0.5)), (episode(3, 0.0).rows, (0.0, 0.0, 0.0)))
+    )
+    batch = rewards_from_scores(batch_of([EpisodeResult(tuple(rows), 0.0, "stop") for rows in (right, wrong)]))
+    for first in (first_rows(batch), first_rows(with_branches(batch, max_rows=8))):
+        assert first.tensors["token_level_scores"].sum(-1).tolist() == pytest.approx([0.5, 0.0])
+    assert len(filter_groups(batch, metric="score")[0]) == 2
+
+
 def test_a_turn_that_no_other_episode_of_the_group_has_is_not_compared() -> None:
     trace = Trace()
     draw(trace, trace.give((10, 11)), (20, 21))
