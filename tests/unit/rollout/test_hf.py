@@ -13,6 +13,7 @@ import torch
 from transformers import (
     Gemma2Config,
     LlamaConfig,
+    LlamaForSequenceClassification,
     MistralConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -23,7 +24,7 @@ from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.rollout.base import EngineContext
 from rlsys.rollout.hf.engine import HFRollout
 from rlsys.types import Finish, ModelRequest, ModelResponse, SamplingParams
-from rlsys.utils.errors import RolloutError, WeightTransferError
+from rlsys.utils.errors import ConfigError, RolloutError, WeightTransferError
 from tests.timing import scaled_s
 
 SIZES: dict[str, Any] = {
@@ -178,6 +179,13 @@ def test_random_weights_are_not_served(tmp_path: Path) -> None:
     dummy.begin_update()
     dummy.load([("lm_head.weight", torch.zeros(80, 32))])
     assert not dummy.local_tensors()["model.embed_tokens.weight"].any()
+
+
+def test_a_folder_without_all_tensors_is_refused_and_not_filled_at_random(tmp_path: Path) -> None:
+    reward_model = LlamaForSequenceClassification(LlamaConfig(**SIZES))
+    reward_model.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"1 tensors are missing \(lm_head\.weight"):
+        HFRollout.from_path(tmp_path)
 
 
 def test_a_closed_engine_says_so() -> None:
