@@ -11,6 +11,7 @@ from rlsys.utils.run_folders import merged_model, step_folder
 
 VIEWERS = {"tensorboard": "tensorboard --logdir ", "mlflow.db": "mlflow ui --backend-store-uri sqlite:///"}
 CURVES = {"reward": "critic/score/mean", "train loss": "train/loss", "val loss": "val/loss"}
+UNMERGED = "for a model that transformers loads, train a step more with checkpoint.save_contents=[...,hf_model]"
 VALIDATION, MEAN = "val-core/", "/mean@"
 
 
@@ -35,6 +36,8 @@ def summary_lines(run: RunConfig, *, finished: bool, resumes: bool = True) -> li
         for model in filter(Path.is_dir, (checkpoint / "actor", checkpoint / "model")):
             merged = ["--local_dir", str(model), "--target_dir", str(root / f"merged_{checkpoint.name}")]
             command = shlex.join(["python", "-m", "rlsys.model_merger", "merge", *merged])
+            if (tensors := model / "tensors.json").is_file() and ".lora_" in tensors.read_text():
+                command = UNMERGED
             whole = merged_model(model)
             lines.append(("next", command) if whole is None else ("model", str(whole)))
     return [f"  {name:<11} {text}" for name, text in lines]

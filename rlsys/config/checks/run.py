@@ -67,6 +67,9 @@ def check_ppo_run(cfg: PPOConfig) -> Iterator[str]:
     for check in (check_elastic, _pools, _staleness, _weights, _servers):
         yield from check(cfg)
     yield from check_training(cfg, "actor_rollout_ref.actor.", policy.actor, policy.actor.strategy)
+    if policy.model.lora_rank and "hf_model" not in policy.actor.checkpoint.save_contents:
+        why = "adapters cannot be merged later; add hf_model for a model, and lora_adapter/, that other tools load"
+        yield note(cfg, "actor_rollout_ref.actor.checkpoint.save_contents", why)
     yield from _adapters(cfg, "actor_rollout_ref.model", policy.model)
     if cfg.use_critic:
         yield from check_training(cfg, "critic.", cfg.critic, cfg.critic.strategy)

@@ -438,6 +438,13 @@ def test_settings_that_nothing_else_asks_for_are_noted(setting: str, asks_for_it
     assert "ignored" not in notes(list(idle))
 
 
+def test_adapters_that_no_other_tool_could_load_are_noted() -> None:
+    saved = f"{A}.checkpoint.save_contents"
+    assert f"{saved} = [model,optimizer,extra]: adapters cannot be merged later" in notes([f"{M}.lora_rank=4"])
+    whole = f"{saved}=[model,optimizer,extra,hf_model]"
+    assert saved not in notes([f"{M}.lora_rank=4", whole]) + notes([])
+
+
 def test_a_folder_of_no_checkpoint_is_not_used_to_resume_automatically() -> None:
     assert "trainer.resume_from_path = checkpoints/: not used" in notes(["trainer.resume_from_path=checkpoints/"])
 
