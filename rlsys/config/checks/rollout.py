@@ -170,15 +170,21 @@ def _quantised(cfg: GradedJob, name: str) -> Iterator[str]:
 
 def check_sampling(cfg: PPOConfig) -> Iterator[str]:
     """Number of answers, greedy validation and the frequency of the parity probe."""
-    rollout, val = cfg.actor_rollout_ref.rollout, cfg.actor_rollout_ref.rollout.val_kwargs
+    rollout = cfg.actor_rollout_ref.rollout
     if not rollout.do_sample and rollout.n > 1:
         yield wrong(cfg, f"{KEY}.do_sample", f"all {rollout.n} answers to a prompt would be the same", True)
+    yield from check_validation(cfg)
+    sync_freq, freq = cfg.trainer.sync_freq, rollout.parity.freq
+    if freq > 0 and freq % sync_freq:
+        why = f"weights can only be compared after a push, and they are pushed every {sync_freq} steps"
+        yield note(cfg, f"{KEY}.parity.freq", why)
+
+
+def check_validation(cfg: GradedJob) -> Iterator[str]:
+    """Answers of a validation or an evaluation that are greedy, whatever else is set."""
+    val = cfg.actor_rollout_ref.rollout.val_kwargs
     if val.n > 1 and (not val.do_sample or val.temperature == 0):
         why = f"{val.n} equal answers; set {KEY}.val_kwargs.do_sample=true and a temperature above 0"
         yield note(cfg, f"{KEY}.val_kwargs.n", why)
     if val.do_sample and val.temperature == 0:
         yield note(cfg, f"{KEY}.val_kwargs.do_sample", "temperature=0 is greedy, so do_sample has no effect")
-    sync_freq, freq = cfg.trainer.sync_freq, rollout.parity.freq
-    if freq > 0 and freq % sync_freq:
-        why = f"weights can only be compared after a push, and they are pushed every {sync_freq} steps"
-        yield note(cfg, f"{KEY}.parity.freq", why)

@@ -21,6 +21,7 @@ from rlsys.config.introspect import default_of, leaves, sections
 from rlsys.config.load import load
 from rlsys.config.presets import preset_names, presets_folder
 from rlsys.config.schema.base import Section
+from rlsys.data.start_assets import START_MODEL
 from rlsys.utils.errors import ConfigError
 from tests.timing import scaled_s
 
@@ -443,6 +444,18 @@ def test_adapters_that_no_other_tool_could_load_are_noted() -> None:
     assert f"{saved} = [model,optimizer,extra]: adapters cannot be merged later" in notes([f"{M}.lora_rank=4"])
     whole = f"{saved}=[model,optimizer,extra,hf_model]"
     assert saved not in notes([f"{M}.lora_rank=4", whole]) + notes([])
+
+
+def test_equal_answers_of_an_evaluation_are_noted() -> None:
+    sampled = [
+        f"{M}.path={START_MODEL}",
+        "data.max_prompt_length=64",
+        "data.max_response_length=8",
+        f"{R}.val_kwargs.n=3",
+        f"{R}.val_kwargs.do_sample=true",
+    ]
+    assert f"{R}.val_kwargs.n = 3: 3 equal answers" in notes(sampled, EvalConfig)
+    assert "val_kwargs" not in notes([*sampled, f"{R}.val_kwargs.temperature=1"], EvalConfig)
 
 
 def test_a_folder_of_no_checkpoint_is_not_used_to_resume_automatically() -> None:
