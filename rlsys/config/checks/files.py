@@ -72,9 +72,12 @@ def rows_problem(path: Path) -> str:
     if path.is_dir():
         splits = ", ".join(sorted(str(state.parent) for state in path.glob("*/state.json")))
         if (path / "dataset_dict.json").is_file():
-            return f"the folder has several splits; set one of them: {splits}"
-        is_saved = (path / "state.json").is_file()
-        return "" if is_saved else "not a folder written by datasets' save_to_disk (no state.json); set a file"
+            return f"the folder has splits; set one of them: {splits}"
+        if not (path / "state.json").is_file():
+            inside = ",".join(sorted(str(file) for file in path.iterdir() if file.suffix in ROW_FILES)[:2])
+            listed = f"a list of files, [{inside},...]" if inside else "a file"
+            return f"not a folder written by datasets' save_to_disk (no state.json); set {listed}"
+        return ""
     if ":/" in str(path):
         return "only local files are read here; copy it and set the copy"
     if not path.exists():

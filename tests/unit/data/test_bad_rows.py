@@ -244,7 +244,8 @@ def test_a_bad_file_is_refused_with_its_place_or_skipped(kind: str, tmp_path: Pa
         ("missing.parquet", "file not found"),
         ("hdfs://host/train.parquet", "only local files"),
         ("rows.txt", "rows are read from .parquet"),
-        ("folder", "no state.json"),
+        ("folder", "no state.json.*; set a file$"),
+        ("shards", r"no state.json.*; set a list of files, \[.*/shards/0.jsonl,.*/shards/1.jsonl,...\]"),
         ("splits", "set one of them: .*/splits/train"),
     ],
 )
@@ -253,6 +254,9 @@ def test_a_file_that_cannot_be_meant_is_a_config_error_whatever_the_policy(
 ) -> None:
     (tmp_path / "rows.txt").write_text("x")
     (tmp_path / "folder").mkdir()
+    (tmp_path / "shards").mkdir()
+    for shard in ("0.jsonl", "1.jsonl", "2.jsonl"):
+        (tmp_path / "shards" / shard).write_bytes(as_line(GOOD))
     (tmp_path / "splits" / "train").mkdir(parents=True)
     (tmp_path / "splits" / "dataset_dict.json").write_text("{}")
     (tmp_path / "splits" / "train" / "state.json").write_text("{}")
