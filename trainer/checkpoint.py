@@ -90,6 +90,9 @@ class CheckpointStore:
             self.remote.download(f"global_step_{there}", self.root)
             self._point_at(there)
             step = there
+        if step is not None and not self.path(step).is_dir():
+            there = f"write the step that it shall name, one of {steps_in(self.root)}, or delete it to start over"
+            raise CheckpointError(f"{self.root / LATEST} names {self.path(step)}, which does not exist; {there}")
         return None if step is None else self._existing(self.path(step))
 
     def path(self, step: int) -> Path:

@@ -111,6 +111,9 @@ def test_which_checkpoint_is_resumed(tmp_path: Path) -> None:
     assert store.to_resume("resume_path", str(one)) == one
     with pytest.raises(CheckpointError, match="not a complete checkpoint"):
         store.to_resume("resume_path", str(tmp_path / "global_step_5"))
+    (tmp_path / LATEST).write_text("7")
+    with pytest.raises(CheckpointError, match=r"names .*global_step_7, which does not exist; .* one of \[2, 1\]"):
+        store.to_resume("auto", None)
     for text in ("two", "9" * 5000):
         (tmp_path / LATEST).write_text(text)
         with pytest.raises(CheckpointError, match="should hold a step number") as caught:
