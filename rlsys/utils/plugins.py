@@ -92,6 +92,8 @@ def _module_of_file(path: str, key: str) -> ModuleType:
             raise ConfigError(f"{key}={path}: not a Python file")
         module = importlib.util.module_from_spec(spec)
         sys.modules[module_name] = module
+        if (folder := str(Path(resolved).parent)) not in sys.path:
+            sys.path.append(folder)  # the modules beside it, after all others
         try:
             with _import_deadline():
                 spec.loader.exec_module(module)

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,13 @@ def test_an_import_that_hangs_is_ended_and_the_timer_of_others_is_kept(
     assert signal.getitimer(signal.ITIMER_REAL)[0] == pytest.approx(timer_s, abs=60)
     path.write_text("def compute_score(): return 3\n")
     assert plugins.load_from_file(str(path), "compute_score", key=KEY)() == 3
+
+
+def test_a_file_may_import_the_modules_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.path", [*sys.path])
+    (tmp_path / "grades_of_mine.py").write_text("BEST = 7\n")
+    (tmp_path / "reward.py").write_text("from grades_of_mine import BEST\ndef compute_score(): return BEST\n")
+    assert plugins.load_from_file(str(tmp_path / "reward.py"), "compute_score", key=KEY)() == 7
 
 
 def test_a_model_configuration_that_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
