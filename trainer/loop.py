@@ -9,7 +9,7 @@ from pathlib import Path
 from rlsys.config.schema.trainer import ProfilerConfig, TrainingConfig
 from rlsys.telemetry.log import get_logger
 from rlsys.utils.errors import CheckpointError, ConfigError, DeadlineError, WorkerError, raised_as
-from trainer.checkpoint import CheckpointStore, TrainerState, load_failure, load_state, save_state
+from trainer.checkpoint import LATEST, CheckpointStore, TrainerState, load_failure, load_state, save_state, steps_in
 from trainer.groups import EngineGroup, Group
 from trainer.reporting import Reporter
 from trainer.run_folder import LOG, Begin
@@ -133,6 +133,8 @@ class CheckpointedLoop(ABC):
                     self.load_parts(folder, state)
                 self.global_step = state.global_step
             log.info("resumed from %s", folder)
+        elif self.run.resume_mode == "auto" and (steps := steps_in(self.store.root)):
+            log.warning("starts over and overwrites: no %s names one of the steps %s", self.store.root / LATEST, steps)
         self.begin()
         self.reporter.start(self.global_step, self.total_steps)
 

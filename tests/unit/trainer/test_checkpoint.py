@@ -1,6 +1,7 @@
 """Checkpoints on disk: which stay, and what an interrupted save leaves."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -10,6 +11,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from rlsys.data.remote import local_copy
 from rlsys.utils.errors import CheckpointError, ConfigError
 from trainer.checkpoint import DATA, LATEST, STATE, CheckpointStore, TrainerState, load_state, save_state
+from trainer.loop import CheckpointedLoop
 
 
 def save(store: CheckpointStore, step: int) -> Path:
@@ -123,6 +125,19 @@ def test_which_checkpoint_is_resumed(tmp_path: Path) -> None:
     (tmp_path / LATEST).mkdir()
     with pytest.raises(CheckpointError, match="should hold a step number"):
         store.latest()
+
+
+def test_a_run_that_starts_over_beside_checkpoints_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store, nothing = CheckpointStore(tmp_path, keep={}), lambda *_: None
+    run = SimpleNamespace(resume_mode="auto", resume_from_path=None)
+    reporter = SimpleNamespace(start=nothing)
+    loop: Any = SimpleNamespace(store=store, run=run, begin=nothing, reporter=reporter, global_step=0, total_steps=3)
+    CheckpointedLoop.resume(loop)
+    assert not caplog.records
+    save(store, 2)
+    (tmp_path / LATEST).unlink()
+    CheckpointedLoop.resume(loop)
+    assert f"starts over and overwrites: no {tmp_path / LATEST} names one of the steps [2]" in caplog.text
 
 
 class StoreError(Exception):
