@@ -17,7 +17,7 @@ from rlsys.utils.data_files import read_table
 
 _HUGE = 1e6
 _WORDS = read_table(__file__, "json_schema_words.toml")
-RULES, LISTS = read_table(__file__, "rules.toml"), {"values", "given", "besides"}
+RULES, LISTS = read_table(__file__, "rules.toml"), {"values", "excluded", "given", "besides"}
 _SHOWN_CHARS = 80
 
 

@@ -7,7 +7,7 @@ from rlsys.config.bounds import rejection_bounds, weight_bounds
 from rlsys.config.checks.findings import ACTOR, Note, note, wrong
 from rlsys.config.pools import resolve_pools
 from rlsys.config.schema.jobs import PPOConfig
-from rlsys.config.vocabulary import ADV_ESTIMATORS, GROUP_ESTIMATORS
+from rlsys.config.vocabulary import GROUP_ESTIMATORS
 
 N = "actor_rollout_ref.rollout.n"
 OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
@@ -15,7 +15,7 @@ OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
 
 def check_algorithm(cfg: PPOConfig) -> Iterator[str]:
     """Groups, critic, KL terms, policy loss, correction and rewards."""
-    for check in (_groups, _critic, _kl, _policy_loss, _correction, _overlong, _input_tokenizer):
+    for check in (_groups, _adapter, _policy_loss, _correction, _overlong, _input_tokenizer):
         yield from check(cfg)
     if cfg.distillation.enabled:
         yield from _teachers(cfg)
@@ -44,23 +44,9 @@ def _groups(cfg: PPOConfig) -> Iterator[str]:
         yield wrong(cfg, "algorithm.gdpo_reward_weights", why)
 
 
-def _critic(cfg: PPOConfig) -> Iterator[str]:
-    estimator, enable = cfg.algorithm.adv_estimator, cfg.critic.enable
-    if estimator == "gae" and enable is False:
-        yield wrong(cfg, "critic.enable", "algorithm.adv_estimator=gae needs values", True)
-    if estimator != "gae" and estimator in ADV_ESTIMATORS and enable:
-        why = f"the critic is trained, but algorithm.adv_estimator={estimator} does not use its values"
-        yield note(cfg, "critic.enable", why)
-
-
-def _kl(cfg: PPOConfig) -> Iterator[str]:
-    actor, model = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.model
-    if actor.use_kl_loss and cfg.algorithm.use_kl_in_reward:
-        why = "the KL to the reference is counted twice, in the loss and in the reward"
-        yield note(cfg, "algorithm.use_kl_in_reward", why)
-    if actor.use_kl_loss and actor.kl_loss_coef == 0:
-        yield note(cfg, f"{ACTOR}.use_kl_loss", "kl_loss_coef is 0, so the reference only serves the metric")
-    if cfg.use_reference and model.lora_adapter_path and not cfg.actor_rollout_ref.has_reference_weights:
+def _adapter(cfg: PPOConfig) -> Iterator[str]:
+    policy = cfg.actor_rollout_ref
+    if cfg.use_reference and policy.model.lora_adapter_path and not policy.has_reference_weights:
         why = "the reference is the model without adapters, not the adapter that training starts from"
         yield note(cfg, "actor_rollout_ref.model.lora_adapter_path", why)
 
@@ -87,9 +73,6 @@ def _correction(cfg: PPOConfig) -> Iterator[str]:
             rejection_bounds(correction)
     except ValueError as error:
         yield str(error)
-    if correction.bypass_mode and correction.loss_type == "reinforce" and correction.rollout_is_batch_normalize:
-        why = "in bypass mode the weights change with every update, so their mean is that of a micro-batch"
-        yield note(cfg, f"{CORRECTION}.rollout_is_batch_normalize", why)
 
 
 def _input_tokenizer(cfg: PPOConfig) -> Iterator[str]:
@@ -136,5 +119,3 @@ def _overlong(cfg: PPOConfig) -> Iterator[str]:
     if overlong.enable and limit > longest:
         why = f"responses end at data.max_response_length={longest}; set {longest} or remove it"
         yield wrong(cfg, "reward.reward_kwargs.max_resp_len", why)
-    if cfg.algorithm.reward_scaling == 0:
-        yield wrong(cfg, "algorithm.reward_scaling", "every reward would be 0", 1)

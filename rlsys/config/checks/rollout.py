@@ -130,15 +130,10 @@ def _replicas(cfg: GradedJob, name: str, ranks: int) -> Iterator[str]:
 
 
 def check_elastic(cfg: PPOConfig) -> Iterator[str]:
-    """Whether replicas can join and leave."""
+    """Whether enough processes only generate for the replicas that the run starts with."""
     rollout, workers, key = cfg.actor_rollout_ref.rollout, cfg.trainer.rollout_workers, f"{KEY}.min_replicas"
-    if rollout.min_replicas is None:
-        return
-    if workers < rollout.min_replicas:
+    if rollout.min_replicas is not None and workers < rollout.min_replicas:
         yield wrong(cfg, key, f"there are {workers} processes that only generate; set trainer.rollout_workers to more")
-    if rollout.replica_size > 1:
-        why = "the processes of a copy share process groups that are made at the start"
-        yield wrong(cfg, key, f"{why}; set {KEY}.tensor_model_parallel_size=1, the other sizes too, or {key}=null")
 
 
 def _aligned(cfg: GradedJob, name: str) -> Iterator[str]:
@@ -169,22 +164,17 @@ def _quantised(cfg: GradedJob, name: str) -> Iterator[str]:
 
 
 def check_sampling(cfg: PPOConfig) -> Iterator[str]:
-    """Number of answers, greedy validation and the frequency of the parity probe."""
-    rollout = cfg.actor_rollout_ref.rollout
-    if not rollout.do_sample and rollout.n > 1:
-        yield wrong(cfg, f"{KEY}.do_sample", f"all {rollout.n} answers to a prompt would be the same", True)
+    """Validation and the frequency of the parity probe."""
     yield from check_validation(cfg)
-    sync_freq, freq = cfg.trainer.sync_freq, rollout.parity.freq
+    sync_freq, freq = cfg.trainer.sync_freq, cfg.actor_rollout_ref.rollout.parity.freq
     if freq > 0 and freq % sync_freq:
         why = f"weights can only be compared after a push, and they are pushed every {sync_freq} steps"
         yield note(cfg, f"{KEY}.parity.freq", why)
 
 
 def check_validation(cfg: GradedJob) -> Iterator[str]:
-    """Answers of a validation or an evaluation that are greedy, whatever else is set."""
+    """Answers of a validation or an evaluation that are equal."""
     val = cfg.actor_rollout_ref.rollout.val_kwargs
     if val.n > 1 and (not val.do_sample or val.temperature == 0):
         why = f"{val.n} equal answers; set {KEY}.val_kwargs.do_sample=true and a temperature above 0"
         yield note(cfg, f"{KEY}.val_kwargs.n", why)
-    if val.do_sample and val.temperature == 0:
-        yield note(cfg, f"{KEY}.val_kwargs.do_sample", "temperature=0 is greedy, so do_sample has no effect")

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator, Mapping
 from difflib import get_close_matches
 
-from rlsys.config.checks.findings import Note, ignored, wrong
+from rlsys.config.checks.findings import Note, ignored, note, wrong
 from rlsys.config.introspect import absolute, leaves, rules, shown, value_at
 from rlsys.config.schema.base import ActiveIf, Condition, Registered, Requires, Section
 
@@ -17,7 +17,8 @@ def check_rules(cfg: Section) -> Iterator[str]:
             is_given = value in rule.given if rule.given else value != default
             if is_given and not _holds(cfg, rule, parent):
                 fix = rule.fix or f"set {other}={shown(rule.values[0]) if rule.values else rule.to}"
-                yield wrong(cfg, key, f"{rule.why}; {fix}")
+                why = rule.why.format(value_at(cfg, other))
+                yield note(cfg, key, why) if rule.is_note else wrong(cfg, key, f"{why}; {fix}")
 
 
 def unknown_names(values: Mapping[str, object], schema: type[Section]) -> list[str]:
@@ -55,6 +56,8 @@ def _holds(cfg: Section, rule: Condition, parent: str) -> bool:
     key = absolute(rule.key, parent)
     value = value_at(cfg, key)
     registered = [known for path, _, known in rules(type(cfg)) if path == key and isinstance(known, Registered)]
+    if rule.excluded:
+        return value not in rule.excluded
     holds = value in rule.values if rule.values else bool(value)
     return holds or any(value not in known.names for known in registered)
 

@@ -16,10 +16,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 @dataclass(frozen=True)
 class Condition:
-    """Holds if the value of `key` is one of `values`; without values, if it is true or set."""
+    """Holds if the value of `key` is one of `values`, or none of `excluded`; without both, if it is true or set."""
 
     key: str
     values: tuple[object, ...] = ()
+    excluded: tuple[object, ...] = field(default=(), kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -37,13 +38,15 @@ class ActiveIf(Condition):
 class Requires(Condition):
     """The condition must hold if the key has a value of `given`, by default any value but its default.
 
-    `why` says why it must; `to` is the value of the other key to suggest, or `fix` the whole suggestion.
+    `why` says why it must, where {} is the other key's value; `to` is the value of the other key to suggest, or `fix`
+    the whole suggestion. With `is_note` the run starts anyway.
     """
 
     why: str = field(default="", kw_only=True)
     given: tuple[object, ...] = field(default=(), kw_only=True)
     to: str = field(default="true", kw_only=True)
     fix: str = field(default="", kw_only=True)
+    is_note: bool = field(default=False, kw_only=True)
 
 
 @dataclass(frozen=True)
