@@ -1,22 +1,16 @@
 """The rollout engines: one record each, which the schema, the checks, the planner and the trainer read."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Literal
 
+from rlsys.utils.data_files import read_table
 from rlsys.utils.errors import ConfigError
 
 if TYPE_CHECKING:
     from rlsys.config.schema.rollout import GenerationConfig
 
-ENGINE_SETTINGS = (
-    *("gpu_memory_utilization", "kv_cache_gib", "enforce_eager", "enable_chunked_prefill", "enable_prefix_caching"),
-    *("cuda_graph_max_bs", "cudagraph_capture_sizes", "disable_log_stats", "free_cache_engine"),
-)
-VLLM_SETTINGS = (*ENGINE_SETTINGS, "num_scheduler_steps")
-"""Keys of the rollout section that only some engines read."""
 QUANTIZATION = "actor_rollout_ref.rollout.quantization"
 FLOAT8_BLOCKS = 128, 64
 """Rows and columns of the blocks of weights that can share a scale in FP8, the faster first."""
@@ -28,7 +22,8 @@ class RolloutBackend:
 
     `worker`: "module:Class" of its RolloutWorker, or for external servers of the RemoteEngine that is made from
     RemoteSettings. `weights_in`: the worker's process, a child process of it, or a server. `dims`: its parallel sizes
-    in an allocation (d data, t tensor, e expert, p pipeline). `settings`: those of VLLM_SETTINGS that it reads.
+    in an allocation (d data, t tensor, e expert, p pipeline). `settings`: the keys that it reads of those that only
+    some engines read, which are vLLM's.
     `cache_share_of`: it allocates its cache at start, as a share of the device's memory or of the free memory.
     `drops_weights`: its weights can be dropped while it sleeps.
     """
@@ -37,7 +32,7 @@ class RolloutBackend:
     worker: str | None
     weights_in: Literal["process", "child", "server"] = "process"
     dims: str = "d"
-    settings: tuple[str, ...] = ("free_cache_engine",)
+    settings: Sequence[str] = ("free_cache_engine",)
     cache_share_of: Literal["device", "free"] | None = None
     batch_invariant: bool = False
     drops_weights: bool = False
@@ -47,18 +42,9 @@ class RolloutBackend:
         return self.weights_in == "server"
 
 
-_serving = partial(RolloutBackend, dims="dtep", settings=ENGINE_SETTINGS, batch_invariant=True, drops_weights=True)
-_external = partial(RolloutBackend, weights_in="server", settings=())
-_BACKENDS = {
-    backend.name: backend
-    for backend in (
-        RolloutBackend("hf", "workers.rollout:HFRolloutWorker"),
-        _serving("sglang", "workers.rollout:SGLangRolloutWorker", weights_in="child", cache_share_of="free"),
-        _serving("vllm", "workers.rollout:VLLMRolloutWorker", settings=VLLM_SETTINGS, cache_share_of="device"),
-        _external("sglang_remote", "rlsys.fleet.external.engine:SGLangRemoteEngine"),
-        _external("vllm_remote", "rlsys.fleet.external.engine:VLLMRemoteEngine"),
-    )
-}
+_BACKENDS = {name: RolloutBackend(name, **facts) for name, facts in read_table(__file__, "engines.toml").items()}
+VLLM_SETTINGS = _BACKENDS["vllm"].settings
+"""Keys of the rollout section that only some engines read."""
 IN_JOB_ENGINES = tuple(backend.name for backend in _BACKENDS.values() if not backend.is_external)
 """Those built in that run in processes of the job."""
 
