@@ -24,15 +24,11 @@ from rlsys.config.merge import Given, Layers
 from rlsys.config.presets import default_preset, model_key, read_preset
 from rlsys.config.schema.base import Section
 from rlsys.config.schema.jobs import PPOConfig
+from rlsys.utils.data_files import read_table
 from rlsys.utils.errors import ConfigError
 
 _MAX_LISTED = 15
-_KEYS_OF = {
-    "TRL": {"output_dir", "per_device_train_batch_size", "num_train_epochs", "bf16", "report_to", "num_generations"},
-    "OpenRLHF": {"pretrain", "actor_num_gpus_per_node", "micro_train_batch_size", "zero_stage", "rollout_batch_size"},
-    "AReaL": {"scheduler", "saver", "recover", "train_dataset", "gconfig", "allocation_mode", "stats_logger"},
-}
-"""First parts of keys by which a file of another trainer is recognized."""
+_KEYS_OF: dict[str, list[str]] = read_table(__file__, "other_trainers.toml")
 S = TypeVar("S", bound=Section)
 
 
@@ -131,7 +127,7 @@ def _listed(problems: Sequence[str]) -> str:
         unknown = {re.split(r"[ .]", problem)[0] for problem in unique if "no such key" in problem}
         lines.append(f"  ... and {len(unique) - _MAX_LISTED} more")
         if len(unknown) > len(unique) / 4:
-            likely = max(_KEYS_OF, key=lambda trainer: len(unknown & _KEYS_OF[trainer]))
-            another = likely if len(unknown & _KEYS_OF[likely]) > 2 else "another job or trainer"
+            likely = max(_KEYS_OF, key=lambda trainer: len(unknown.intersection(_KEYS_OF[trainer])))
+            another = likely if len(unknown.intersection(_KEYS_OF[likely])) > 2 else "another job or trainer"
             lines.append(f"{len(unknown)} of the names are no keys of this job: it looks like a file of {another}")
     return "\n".join(lines)
