@@ -168,7 +168,7 @@ def place_roles(config: PPOConfig, plan: BatchPlan, node_size: int) -> tuple[dic
     roles = (
         (Role.Actor, "train", True),
         (Role.Critic, "train", plan.critic is not None),
-        (Role.RefPolicy, "train", plan.use_reference and config.actor_rollout_ref.has_reference_weights),
+        (Role.RefPolicy, "train", config.use_reference and config.actor_rollout_ref.has_reference_weights),
         (Role.Teacher, "teacher" if pools.teacher_ranks else "train", config.distillation.enabled),
         (Role.RewardModel, grading, grader.enable and not config.reward.has_judge),
         (Role.Rollout, "train" if pools.colocated else "rollout", not pools.external),

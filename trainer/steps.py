@@ -71,7 +71,7 @@ class Steps:
 
     def reference_log_probs(self, batch: DataProto) -> DataProto:
         """Log-probabilities under the frozen policy, where a KL term needs them."""
-        if not self.plan.use_reference:
+        if not self.cfg.use_reference:
             return batch
         resident, group = Role.RefPolicy, self.groups.ref
         if group is None:

@@ -60,7 +60,6 @@ class BatchPlan:
     samples: int
     actor: RolePlan
     critic: RolePlan | None
-    use_reference: bool
     pools: Pools
 
 
@@ -82,7 +81,7 @@ def plan_batches(cfg: PPOConfig) -> BatchPlan:
         return RolePlan(samples=rows, mini_batch_samples=mini, dp_size=dp, epochs=role.ppo_epochs, size=role.training)
 
     critic = plan_of(cfg.critic) if cfg.use_critic else None
-    return BatchPlan(rows, plan_of(cfg.actor_rollout_ref.actor), critic, cfg.use_reference, pools)
+    return BatchPlan(rows, plan_of(cfg.actor_rollout_ref.actor), critic, pools)
 
 
 def check_enough_rows(num_rows: int, batch_size: int) -> None:
@@ -123,7 +122,7 @@ def _ppo_lines(cfg: PPOConfig, facts: Mapping[str, str]) -> list[tuple[str, str]
         ("step", f"{data.train_batch_size} prompts x {answers} = {plan.samples} samples of {tokens}{generated}"),
         ("actor", _role_words(plan.actor, "actor_rollout_ref.actor")),
         ("critic", _role_words(plan.critic, "critic") if plan.critic else "none"),
-        ("reference", "yes, for the KL term" if plan.use_reference else "none"),
+        ("reference", "yes, for the KL term" if cfg.use_reference else "none"),
         ("teachers", ", ".join(model.path or "" for model in cfg.teachers.values())),
         ("advantages", f"{cfg.algorithm.adv_estimator}; loss {cfg.actor_rollout_ref.actor.policy_loss.loss_mode}"),
         ("length", _length_words(trainer, data.train_batch_size)),

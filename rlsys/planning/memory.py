@@ -276,7 +276,7 @@ def _actor(job: PlanInputs) -> DeviceRole:
     stages = [("update_actor", True, _trained(job, job.plan.actor, sharing))]
     if not job.cfg.algorithm.rollout_correction.bypass_mode:
         stages.append(("old_log_prob", False, scored))
-    if job.plan.use_reference and not policy.has_reference_weights:
+    if job.cfg.use_reference and not policy.has_reference_weights:
         stages.append(("ref", False, scored))
     entropy = actor.entropy_coeff != 0 or actor.calculate_entropy
     role = _role(job, job.machine.actor, actor.shard, policy.model, entropy=entropy, optim=actor.optim)
@@ -285,7 +285,7 @@ def _actor(job: PlanInputs) -> DeviceRole:
 
 def _reference(job: PlanInputs) -> Iterator[DeviceRole]:
     policy, settings = job.cfg.actor_rollout_ref, job.cfg.actor_rollout_ref.ref_shard
-    models = [("ref", policy.reference_model)] if job.plan.use_reference and policy.has_reference_weights else []
+    models = [("ref", policy.reference_model)] if job.cfg.use_reference and policy.has_reference_weights else []
     if not job.plan.pools.teacher_ranks:
         models += [("teacher", model) for model in job.cfg.teachers.values()]
     is_megatron = isinstance(settings, MegatronRoleConfig)

@@ -55,11 +55,12 @@ def test_a_step_by_hand() -> None:
 
 
 def test_filling_by_tokens_leaves_the_number_of_micro_batches_open() -> None:
-    plan = plan_batches(load_config([]))
+    cfg = load_config([])
+    plan = plan_batches(cfg)
     assert plan.actor.micro_batches is None
     assert plan.actor.size == MicroBatches(max_tokens=4096)
     assert plan.critic is None
-    assert not plan.use_reference
+    assert not cfg.use_reference
 
 
 @given(st.integers(1, 8), st.integers(1, 8), st.integers(1, 8), st.integers(1, 64), st.integers(1, 3))
