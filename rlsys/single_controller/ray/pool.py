@@ -1,5 +1,6 @@
 """Resource pools reserved on a Ray cluster as placement groups."""
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -14,6 +15,9 @@ from rlsys.single_controller.resource_pool import PoolNeed, ResourcePool, Resour
 from rlsys.utils.errors import ConfigError, DeadlineError
 
 PLACE = "place"
+SOON_S = 5.0
+"""After so many seconds in which others hold what a pool needs, that is logged."""
+log = logging.getLogger(__name__)
 
 
 class RayResourcePool(ResourcePool):
@@ -63,14 +67,14 @@ class RayResourcePool(ResourcePool):
             check_capacity([self.need()], cluster_nodes())
             placed = [self._ask_for(count, bin_pack) for count in self.store[: self.num_reserved]]
             self._placed = dict(enumerate(placed))
-            _, waiting = ray.wait([one.ready() for one in placed], num_returns=len(placed), timeout=deadline_s)
-            if waiting:
-                self._remove()
+            ready, waited_s = [one.ready() for one in placed], min(SOON_S, deadline_s)
+            if ray.wait(ready, num_returns=len(ready), timeout=waited_s)[1]:
                 free = {name: amount for name, amount in ray.available_resources().items() if name in ("CPU", "GPU")}
-                who = f"the cluster at {cluster_address()}"
-                raise DeadlineError(
-                    who, PLACE, deadline_s, f"pool '{self.name_prefix}' needs {self.need()}; free are {free}"
-                )
+                who, needs = f"the cluster at {cluster_address()}", f"'{self.name_prefix}' needs {self.need()}"
+                log.info("waiting for a place on %s: pool %s; free are %s", who, needs, free)
+                if ray.wait(ready, num_returns=len(ready), timeout=deadline_s - waited_s)[1]:
+                    self._remove()
+                    raise DeadlineError(who, PLACE, deadline_s, f"pool {needs}; free are {free}")
             if len(set(self.store)) == 1:
                 addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
                 placed.sort(key=lambda one: addresses[placement_group_table(one)["bundles_to_node_id"][0]])

@@ -211,12 +211,16 @@ def test_a_pool_larger_than_the_cluster_is_a_config_error() -> None:
         _group(Sleeper, pool=RayResourcePool([4]))
 
 
-def test_a_pool_that_others_hold_is_reported_after_the_start_deadline() -> None:
+def test_a_pool_that_others_hold_is_logged_and_an_error_after_the_start_deadline(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "rlsys")
     holder = RayResourcePool([1], use_gpu=False, num_cpus=1.0)
     holder.get_placement_groups()
     try:
         with pytest.raises(DeadlineError, match="free are"):
             _group(Sleeper, pool=RayResourcePool([1], use_gpu=False, num_cpus=8.0), deadlines={"start": 1.0})
+        assert "waiting for a place on the cluster at" in caplog.text
     finally:
         holder.acquire(True, 1.0)
         holder.release()
