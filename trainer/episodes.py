@@ -1,7 +1,6 @@
 """Answers to prompts by episodes of a workflow, as configured: turns, tools and environments."""
 
 import asyncio
-import logging
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -35,13 +34,13 @@ from rlsys.data.dataset import PromptDataset, RowStream
 from rlsys.fleet.fleet import RolloutFleet
 from rlsys.interfaces import State
 from rlsys.protocol import IMAGES, DataProto
-from rlsys.rewards.manager import build_reward_manager
+from rlsys.rewards.manager import build_reward_manager, check_share
 from rlsys.rewards.pool.pool import RewardItem, RewardPool
 from rlsys.rollout.batch import SEEDS, with_request_seeds
 from rlsys.telemetry.jsonl import JsonObject
 from rlsys.telemetry.metrics import StageTimer
 from rlsys.types import GenerationHyperparameters, SamplingParams
-from rlsys.utils.errors import ConfigError, DataError, RewardError, RolloutError, result_within
+from rlsys.utils.errors import ConfigError, DataError, RolloutError, result_within
 from trainer.generation import GradedRollout, fleet_generate, meta_of_all_calls, training_sampling, validation_sampling
 from trainer.prompt_groups import EPISODES, OpenAnswers, PromptGroup, PromptGroups
 from trainer.prompts import load_processor
@@ -51,7 +50,6 @@ AGENTS = {"single_turn_agent": "RLVRWorkflow", "tool_agent": "ToolWorkflow"}
 """verl's names of its agents -> ours."""
 ONE_DRAW = {"workflow": None, "agent.default_agent_loop": "single_turn_agent", "agent.agent_loop_config_path": None}
 """Settings of a rollout that answers each prompt by one draw."""
-log = logging.getLogger(__name__)
 BLOCKED = "an async workflow that blocks, e.g. by time.sleep, holds all of them up; else raise agent.episode_timeout_s"
 HINTS = {
     "context": "the prompts with their tools have more than data.max_prompt_length tokens",
@@ -237,12 +235,9 @@ def check_episodes(results: Sequence[EpisodeResult], cfg: GradedJob) -> None:
         ends = Counter(result.end for result in results)
         hints = "; ".join(HINTS[end] for end in ends if end in HINTS)
         raise RolloutError(f"no episode has an answer: {dict(ends)}. {hints}")
-    if not (lost := [result for result in results if result.counts.get("ungraded")]):
-        return
-    first = f"{len(lost)} of {len(results)} episodes have no score. First: {lost[0].extra.get('reward_error', '')}"
-    if len(lost) > (most := cfg.reward.max_failed) * len(results):
-        raise RewardError(f"{first}\nMore than reward.max_failed={most:g} of a batch; this step is not saved.")
-    log.warning("%s", first)
+    if lost := [result for result in results if result.counts.get("ungraded")]:
+        first = f"{len(lost)} of {len(results)} episodes have no score. First: {lost[0].extra.get('reward_error', '')}"
+        check_share(len(lost), len(results), first, cfg.reward.max_failed)
 
 
 def graded_rollout(

@@ -139,7 +139,7 @@ def check_failures(new: Sequence[RewardResult], before: list[RewardResult], cfg:
 
     Asynchronous runs grade prompts as they end: those `before` count too, until there are as many as a step has.
     """
-    max_failed, results = cfg.reward.max_failed, [*before, *new]
+    results = [*before, *new]
     if isinstance(cfg, PPOConfig) and cfg.trainer.max_staleness:
         few = len(results) < cfg.data.train_batch_size * cfg.actor_rollout_ref.rollout.n
         before[:] = results if few else []
@@ -147,7 +147,12 @@ def check_failures(new: Sequence[RewardResult], before: list[RewardResult], cfg:
         return
     late = sum(result.status == "timeout" for result in lost)
     first = f"{len(lost)} of {len(results)} answers could not be graded ({late} timed out). First: {lost[0].message}"
-    if len(lost) > max_failed * len(results):
+    check_share(len(lost), len(results), first, cfg.reward.max_failed)
+
+
+def check_share(num_lost: int, num_all: int, first: str, max_failed: float) -> None:
+    """Warn with `first` of those that have no score; RewardError if they are more than a share of `max_failed`."""
+    if num_lost > max_failed * num_all:
         raise RewardError(f"{first}\nMore than reward.max_failed={max_failed:g} of a batch; this step is not saved.")
     log.warning("%s", first)
 

@@ -523,9 +523,9 @@ def test_moments_on_the_host_step_and_continue_as_those_of_the_gpu(world: int, t
     assert host_norms == pytest.approx(norms, rel=1e-3)
     assert host_norms[2] == pytest.approx(host_norms[3], rel=1e-3)
     elements = sum(tensor.numel() for tensor in weights.values()) // world
-    assert allocated - moved == pytest.approx(12 * elements, rel=0.02)
-    masters = pytest.approx(4 * elements, abs=4e6)  # up to 2.6 MB more than the masters were seen to move
-    assert host_allocated - host_moved == masters, "the masters move as before"
+    assert allocated - moved == pytest.approx(12 * elements, rel=0.01)
+    off = (allocated - moved) - (host_allocated - host_moved)  # up to 2.6 MB of others were seen to move in both
+    assert off == pytest.approx(8 * elements, rel=0.005), "the masters move as before, and no moments"
     apart = torch.cat([(weights[name].float() - host_weights[name].float()).abs().flatten() for name in weights])
     assert float(apart.mean()) < 1e-4, "of two steps of 1e-3"
 

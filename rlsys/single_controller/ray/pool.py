@@ -69,17 +69,21 @@ class RayResourcePool(ResourcePool):
             self._placed = dict(enumerate(placed))
             ready, waited_s = [one.ready() for one in placed], min(SOON_S, deadline_s)
             if ray.wait(ready, num_returns=len(ready), timeout=waited_s)[1]:
-                free = {name: amount for name, amount in ray.available_resources().items() if name in ("CPU", "GPU")}
-                who, needs = f"the cluster at {cluster_address()}", f"'{self.name_prefix}' needs {self.need()}"
-                log.info("waiting for a place on %s: pool %s; free are %s", who, needs, free)
+                who = f"the cluster at {cluster_address()}"
+                log.info("waiting for a place on %s: %s", who, self._shortage())
                 if ray.wait(ready, num_returns=len(ready), timeout=deadline_s - waited_s)[1]:
                     self._remove()
-                    raise DeadlineError(who, PLACE, deadline_s, f"pool {needs}; free are {free}")
+                    raise DeadlineError(who, PLACE, deadline_s, self._shortage())
             if len(set(self.store)) == 1:
                 addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
                 placed.sort(key=lambda one: addresses[placement_group_table(one)["bundles_to_node_id"][0]])
                 self._placed = dict(enumerate(placed))
         return [*self._placed.values()]
+
+    def _shortage(self) -> str:
+        """What it needs, and what is free now."""
+        free = {name: amount for name, amount in ray.available_resources().items() if name in ("CPU", "GPU")}
+        return f"pool '{self.name_prefix}' needs {self.need()}; free are {free}"
 
     def _ask_for(self, count: int, bin_pack: bool = True) -> PlacementGroup:
         bundle = {"CPU": self.num_cpus, "GPU": 1.0} if self.use_gpu else {"CPU": self.num_cpus}
