@@ -66,6 +66,7 @@ READERS = {
     f"{ROLLOUT}multi_turn.max_parallel_calls": "rlsys/agent/session.py:call_tools",
     f"{ROLLOUT}agent.max_rows": "trainer/ppo.py:next_batch",
     "reward.reward_model.micro_batch_size_per_gpu": "rlsys/config/schema/algorithm.py:scoring",
+    "reward.max_failed": "rlsys/rewards/manager.py:check_failures",
     "trainer.resume_changed": "trainer/run_folder.py:_compared",
     **{f"trainer.max_failed_{name}": "trainer/prompt_groups.py:fail" for name in ("in_a_row", "share")},
     **{f"reward.reward_model.{name}": "rlsys/config/pools.py:process_pools" for name in ("n_gpus_per_node", "nnodes")},
