@@ -7,6 +7,7 @@ tokens; a rewritten or compacted history becomes a branch. Requests are answered
 import asyncio
 import hmac
 import json
+import math
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -126,7 +127,9 @@ class Endpoint:
         return web.json_response({"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "rlsys"}]})
 
     async def _reward(self, request: web.Request) -> web.Response:
-        request["episode"].reward = float((await request.json())["reward"])
+        if not math.isfinite(reward := float((await request.json())["reward"])):
+            raise ValueError(f"the reward is {reward}: post a finite number")
+        request["episode"].reward = reward
         return web.json_response({})
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:

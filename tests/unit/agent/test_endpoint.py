@@ -39,6 +39,7 @@ class Client:
 
     def __init__(self, http, episode):
         self.http, self.url, self.headers = http, episode.base_url, {"Authorization": f"Bearer {episode.key}"}
+        self.episode = episode
 
     async def post(self, body, path="/chat/completions", **headers):
         async with self.http.post(self.url + path, json=body, headers={**self.headers, **headers}) as answer:
@@ -106,6 +107,16 @@ async def test_a_retry_gets_the_same_draw_and_a_second_request_another(episode):
     assert (len(engine.draws), session.counts["retries"]) == (1, 2)
     await client.post(body)
     assert len(engine.draws) == 2
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("-inf"), "nan", None, "good"])
+async def test_a_reward_that_is_no_finite_number_is_refused_and_does_not_count(episode, reward):
+    client, _, session = episode
+    assert (await client.post({"reward": 0.5}, "/reward"))[0] == 200
+    status, answer = await client.post({"reward": reward}, "/reward")
+    assert (status, answer["error"]["code"]) == (400, "invalid_request_error")
+    assert "finite" in answer["error"]["message"] or reward in (None, "good")
+    assert (client.episode.reward, session.counts["bad_requests"]) == (0.5, 1)
 
 
 async def test_a_stream_is_the_same_answer_in_events(episode):
