@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -12,6 +12,7 @@ from rlsys.agent.episode_log import EpisodeLog
 from rlsys.agent.tool_process import CREATE, LOST
 from rlsys.agent.tools import Tool
 from rlsys.config.schema.rollout import AgentConfig, MultiTurnConfig
+from rlsys.rewards.pool.messages import late
 from rlsys.rewards.pool.pool import Grader, RewardItem, RewardPool, RewardResult, failed
 
 PROCESS = str(Path(__file__).with_name("tool_process.py"))
@@ -35,7 +36,11 @@ class ToolPool:
             grader = Grader(PROCESS, "call_async" if host == "async" else "call", {"cut": self._cut})
             workers = 1 if host.startswith("objects") else self.num_workers
             self._pools[host] = RewardPool(grader, num_workers=workers, timeout_s=self._timeout_s)
-        return (await asyncio.wrap_future(self._pools[host].submit([item])))[0]
+        (result,) = await asyncio.wrap_future(self._pools[host].submit([item]))
+        if result.message != late(self._timeout_s):
+            return result
+        name = ".".join(filter(None, (item.data_source.rpartition(":")[2], item.solution)))
+        return replace(result, message=f"{name}: no result within agent.tool_timeout_s={self._timeout_s:g} s")
 
     def close(self) -> None:
         """End all processes."""

@@ -127,11 +127,8 @@ def load_target(target: str, *, key: str) -> Any:
 
 def as_text(result: object, max_chars: int, side: str = "middle") -> str:
     """What a tool returned as text of at most `max_chars`; of a longer one verl's `side` says what is left out."""
-    if isinstance(result, bytes):
-        text = result[: 4 * max_chars].decode(errors="replace")
-    elif isinstance(result, str):
-        text = result
-    else:
+    text = result[: 4 * max_chars].decode(errors="replace") if isinstance(result, bytes) else result
+    if not isinstance(text, str):
         text = json.dumps(result, default=str, ensure_ascii=False)
     if len(text) <= max_chars:
         return text

@@ -24,7 +24,7 @@ from rlsys.config.schema.jobs import GradedJob, PPOConfig
 from rlsys.protocol import DataProto, object_array, response_lengths
 from rlsys.rewards.pool.pool import RewardItem, RewardPool, RewardResult, reward_metrics
 from rlsys.telemetry.log import get_logger
-from rlsys.utils.errors import ConfigError, RewardError
+from rlsys.utils.errors import ConfigError, RewardError, raised_as
 from rlsys.utils.plugins import load_from_file, named_arguments
 
 log = get_logger(__name__)
@@ -63,10 +63,8 @@ def reward_manager_class(reward: GradingConfig) -> Callable[..., RewardManager]:
     """The class of the configured manager; ConfigError for reward_kwargs that it does not take, or lacks."""
     chosen, own = reward.reward_manager, reward.reward_kwargs.model_extra or {}
     if chosen.source == "register":
-        if chosen.name not in _MANAGERS.names():
-            known = ", ".join(_MANAGERS.names())
-            raise ConfigError(f"reward.reward_manager.name={chosen.name}: must be one of {known}")
-        cls = _MANAGERS.get(chosen.name)
+        with raised_as(ConfigError, "reward.reward_manager.name", ValueError):
+            cls = _MANAGERS.get(chosen.name)
     else:
         assert chosen.module.path is not None, "checked with the configuration"
         cls = load_from_file(chosen.module.path, chosen.module.name, key="reward.reward_manager.module.path")

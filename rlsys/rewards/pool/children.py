@@ -269,7 +269,7 @@ class Children:
         """End a child; the only item that it had is at fault."""
         seconds = time.monotonic() - culprit.sent_s if culprit else 0.0
         if culprit and child.is_late:
-            culprit.finish(failed("timeout", seconds, f"no score within {self._timeout_s:g} s"))
+            culprit.finish(failed("timeout", seconds, messages.late(self._timeout_s)))
         cause = await child.end()
         if culprit:
             culprit.finish(failed("error", seconds, cause))

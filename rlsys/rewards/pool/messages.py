@@ -64,6 +64,11 @@ def failed(status: RewardStatus, seconds: float, message: str) -> RewardResult:
     return RewardResult(0.0, {"acc": 0.0}, status, seconds, message)
 
 
+def late(timeout_s: float) -> str:
+    """The message of an item that has no score in time."""
+    return f"no score within {timeout_s:g} s"
+
+
 def reward_metrics(results: Sequence[RewardResult]) -> dict[str, float]:
     """Counts of timeouts, errors and zeros that a grader returned, and grading seconds per item."""
     seconds = [r.seconds for r in results]

@@ -163,7 +163,7 @@ async def _grade_async(item: RewardItem, grade: ComputeScore, timeout_s: float) 
     import asyncio
 
     start_s = time.perf_counter()
-    result = failed("timeout", 0.0, f"no score within {timeout_s:g} s")
+    result = failed("timeout", 0.0, messages.late(timeout_s))
     try:
         task = asyncio.ensure_future(_without_exit(_call(grade, item)))
         done, _ = await asyncio.wait({task}, timeout=timeout_s)

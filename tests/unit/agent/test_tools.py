@@ -80,6 +80,7 @@ async def test_a_hung_tool_costs_its_deadline_and_no_neighbour(tmp_path):
         *(tools.call("add", {"a": n, "b": n}) for n in range(20)),
     )
     seconds = time.monotonic() - start_s
+    assert hung.message == "fork_and_hang: no result within agent.tool_timeout_s=2 s"
     assert (hung.status, [result_text(result) for result in sums]) == ("timeout", [str(2 * n) for n in range(20)])
     assert 2.0 <= seconds < scaled_s(20.0)
     pool.close()
@@ -117,7 +118,9 @@ async def test_an_object_that_is_made_again_gets_every_parallel_call_once():
     for each in (one, other):
         await each.environment.call("create", {})
         await each.call("step", {"by": 2})
-    assert (await other.call("step", {"by": 13})).status == "timeout"  # the process of both is killed
+    late = await other.call("step", {"by": 13})  # the process of both is killed
+    limit = f"agent.tool_timeout_s={scaled_s(3.0):g} s"
+    assert (late.status, late.message) == ("timeout", f"Counter.step: no result within {limit}")
     await asyncio.gather(*(one.call("step", {"by": by}) for by in (3, 4)))
     assert result_text(await one.call("step", {"by": 0})) == "now 9"
     pool.close()
