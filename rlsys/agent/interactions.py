@@ -74,8 +74,6 @@ class InteractionWorkflow:
                 if reply.extra["ends"]:
                     break
                 session.add(reply.extra["text"])
-        if answer is None:
-            return Score(0.0)
         graded = await session.grade(answer, turn_scores=scores)
         return Score(graded.reward, graded.turn_rewards, {**graded.extra, "interaction_score": sum(scores)})
 

@@ -163,8 +163,7 @@ class ToolWorkflow(RLVRWorkflow):
 
     async def run(self, row: Row, session: Session) -> Score:
         session.add(*row["prompt"])
-        answer = await converse(session)
-        return Score(0.0) if answer is None else await session.grade(answer)
+        return await session.grade(await converse(session))
 
 
 class MathVerifier:
@@ -214,7 +213,7 @@ async def run_environment(row: Row, session: Session) -> Outcome:
         return float(value)
     if text := result_text(scored):
         raise RuntimeError(f"get_reward returned no number: {text}")
-    return Score(0.0) if answer is None else await session.grade(answer)
+    return await session.grade(answer)
 
 
 async def converse(session: Session) -> Answer | None:

@@ -33,9 +33,7 @@ def _workflow(call: Callable[[Row, OpenEpisode], Awaitable[float | None]]) -> Wo
         finally:
             await endpoint.end(episode)
         reward = episode.reward if reward is None else reward
-        if reward is not None:
-            return reward
-        return 0.0 if episode.last is None else await session.grade(episode.last)
+        return await session.grade(episode.last) if reward is None else reward
 
     return Workflow(run, close=endpoint.close)
 
@@ -75,6 +73,8 @@ def function_workflow(path: str) -> Workflow:
     names = ("row", "data", "prompt", "base_url", "api_key")
     function = load_target(path, key=key)
     with raised_as(ConfigError, f"{key}={path}, a function that may name {', '.join(names)}", TypeError):
+        if inspect.isclass(function):
+            raise TypeError("it is a class, which actor_rollout_ref.rollout.workflow takes")
         inspect.signature(function).bind(**named_arguments(function, dict.fromkeys(names)))
 
     async def call(row: Row, episode: OpenEpisode) -> float | None:

@@ -141,8 +141,10 @@ class Session:
         await asyncio.gather(*made, return_exceptions=True)  # none runs on where another ends the episode
         self.add(*(one.result() for one in made))
 
-    async def grade(self, answer: str | Answer, **extra_info: object) -> Score:
-        """The score of an answer by the job's reward function and the row's ground truth."""
+    async def grade(self, answer: str | Answer | None, **extra_info: object) -> Score:
+        """The score of an answer by the job's reward function and the row's ground truth; 0 where there is none."""
+        if answer is None:
+            return Score(0.0)
         assert self.settings.grade is not None, "the job has no reward function"
         text = answer.text if isinstance(answer, Answer) else answer
         score = await self.settings.grade(self.row, text, {"num_turns": self.trace.num_turns, **extra_info})

@@ -18,7 +18,7 @@ from rlsys.agent.runner import EpisodeRunner, EpisodeStart
 from rlsys.agent.session import Score, Session
 from rlsys.agent.template import ChatTemplate
 from rlsys.types import SamplingParams
-from rlsys.utils.errors import RolloutError
+from rlsys.utils.errors import ConfigError, RolloutError
 from tests.timing import scaled_s, wait_until
 from tests.unit.agent.engine import RandomEngine, settings_for, tool_pool
 from tests.unit.agent.templates import HERMES, tokenizer_with
@@ -293,6 +293,12 @@ def test_a_function_gets_what_it_names(tmp_path):
         "    return len(json.load(u.urlopen(r))['choices'][0]['message']['content']) / 4\n"
     )
     assert run_program(function_workflow(f"{tmp_path}/mine.py:run")).reward == 0.5
+
+
+def test_a_class_is_not_taken_for_a_function_that_answers(tmp_path):
+    (tmp_path / "mine.py").write_text("class Agent:\n    async def run(self, data):\n        return 1.0\n")
+    with pytest.raises(ConfigError, match=r"agent.path=.*it is a class, which .*rollout.workflow takes"):
+        function_workflow(f"{tmp_path}/mine.py:Agent")
 
 
 OPENAI = """
