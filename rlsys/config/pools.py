@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from rlsys.config.engines import rollout_backend
 from rlsys.config.schema.jobs import PPOConfig
 
 
@@ -33,7 +32,7 @@ def resolve_pools(cfg: PPOConfig) -> Pools:
     """The pools of a loaded configuration (loading has already turned trainer.allocation_mode into counts)."""
     trainer, grader = cfg.trainer, cfg.reward.reward_model
     train_ranks = trainer.nnodes * trainer.n_gpus_per_node
-    external = rollout_backend(cfg.actor_rollout_ref.rollout.name).is_external
+    external = cfg.actor_rollout_ref.rollout.is_external
     own_pool = grader.enable and grader.enable_resource_pool
     return Pools(
         train_ranks=train_ranks,

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from rlsys.config.checks.files import model_facts
 from rlsys.config.checks.findings import ACTOR, CRITIC, REF, note, wrong
-from rlsys.config.engines import decoder_sizes, is_dense, rollout_backend
+from rlsys.config.engines import decoder_sizes, is_dense
 from rlsys.config.pools import resolve_pools
 from rlsys.config.schema.base import Section
 from rlsys.config.schema.jobs import PPOConfig, SupervisedConfig, TrainedConfig
@@ -42,7 +42,7 @@ def _router_replay(cfg: PPOConfig) -> Iterator[str]:
         yield wrong(cfg, returned, f"routes of the rollout are replayed with {key}=R3, and only then", mode == "R3")
     if mode != "disabled" and is_dense(decoder_sizes(model_facts(cfg.actor_rollout_ref.model.path))):
         yield wrong(cfg, key, "the model has no experts, so there are no routes", "disabled")
-    if mode == "R3" and (rollout.has_workflow or rollout_backend(rollout.name).is_external):
+    if mode == "R3" and (rollout.has_workflow or rollout.is_external):
         yield wrong(cfg, key, "episodes and external servers return no routes; set R2")
 
 
@@ -54,9 +54,6 @@ def _role(cfg: Section, role: str, section: TrainedConfig, key: str, model: Mode
     if model.lora_rank and isinstance(section.megatron, MegatronConfig) and section.megatron.fp8 is not None:
         why = f"adapters are merged into weights, which fp8 would round; set {role}.megatron.fp8=null"
         yield wrong(cfg, f"{key}.lora_rank", why)
-    if section.ulysses_sequence_parallel_size > 1:
-        why = "Megatron splits sequences by context_parallel_size; remove it"
-        yield wrong(cfg, f"{role}.ulysses_sequence_parallel_size", why)
     if isinstance(section, ShardConfig) and section.tensor_parallel_size > 1:
         why = f"Megatron splits matrices by {role}.megatron.tensor_model_parallel_size; set that instead"
         yield wrong(cfg, f"{role}.tensor_parallel_size", why)

@@ -43,10 +43,6 @@ def _idle(cfg: GradedJob, name: str) -> Iterator[str]:
         if backend.is_external:
             why = f"{', '.join(changed)} cannot be changed on external servers; set them when starting the server"
         yield note(cfg, f"{KEY}.{changed[0]}", why)
-    for engine, given in rollout.engine_kwargs:
-        if given and name != engine:
-            why = f"they only apply to {KEY}.name={engine}; ignored for {name}"
-            yield note(cfg, f"{KEY}.engine_kwargs.{engine}", why)
 
 
 def _parallel_sizes(cfg: GradedJob, name: str) -> Iterator[str]:

@@ -31,11 +31,9 @@ def check_run(cfg: PPOConfig | SupervisedConfig | EvalConfig) -> Iterator[str]:
     if trainer.backend == "local" and trainer.nnodes * trainer.n_gpus_per_node > 1:
         why = "everything runs in this one process; set trainer.n_gpus_per_node=1 or trainer.backend=ray"
         yield wrong(cfg, "trainer.backend", why)
-    if not isinstance(cfg, EvalConfig) and cfg.data.streaming:
-        for key in (key for key in ("save_freq", "test_freq") if isinstance(getattr(trainer, key), str)):
-            yield wrong(cfg, f"trainer.{key}", "a stream has no epochs of a known length", "<steps>")
-        if cfg.data.val_files and cfg.data.val_max_samples < 1 and any(map(is_rows_id, cfg.data.val_files)):
-            yield wrong(cfg, "data.val_max_samples", "a stream has no length; its first rows are taken", "<rows>")
+    streamed = () if isinstance(cfg, EvalConfig) or not cfg.data.streaming else cfg.data.val_files or ()
+    if any(map(is_rows_id, streamed)) and cfg.data.val_max_samples < 1:
+        yield wrong(cfg, "data.val_max_samples", "a stream has no length; its first rows are taken", "<rows>")
     if not isinstance(cfg, EvalConfig) and (path := cfg.trainer.resume_from_path) is not None:
         key, is_used = "trainer.resume_from_path", cfg.trainer.resume_mode == "resume_path"
         if re.search(r"global_step_\d+/*$", path) is None:
@@ -123,8 +121,6 @@ def _reproducible(cfg: PPOConfig) -> Iterator[str]:
         why = f"fixed batches of this size leave some of {replicas} replicas without work"
         fewer = rows // replicas // rollout.data_parallel_size
         yield note(cfg, f"{ROLLOUT}.max_num_seqs", f"{why}; set {max(1, fewer)}")
-    if trainer.sync_freq > 1:
-        yield wrong(cfg, key, "weights must be pushed after every step; set trainer.sync_freq=1")
     if resolve_pools(cfg).external:
         yield wrong(cfg, key, f"external servers batch requests as they arrive; set {key}=false")
     elif rollout.name != "hf" and not rollout.full_determinism:
@@ -148,19 +144,10 @@ def _weights(cfg: PPOConfig) -> Iterator[str]:
 
 
 def _servers(cfg: PPOConfig) -> Iterator[str]:
-    """Whether the keys of external servers suit the engine."""
-    rollout, name = cfg.actor_rollout_ref.rollout, cfg.actor_rollout_ref.rollout.name
-    if not resolve_pools(cfg).external:
-        if rollout.servers.urls is not None:
-            why = f"{ROLLOUT}.name={name} does not use servers; set {ROLLOUT}.name=vllm_remote or sglang_remote"
-            yield wrong(cfg, f"{ROLLOUT}.servers.urls", why)
-        return
-    if cfg.trainer.rollout_workers > 0:
-        yield wrong(cfg, WORKERS, f"{ROLLOUT}.name={name} generates on external servers", 0)
-    if rollout.validate_weight:
-        yield wrong(cfg, f"{ROLLOUT}.validate_weight", "external servers do not return tensors to compare", False)
-    if rollout.top_k > 0 or rollout.top_p < 1:
-        kind = "full" if name == "sglang_remote" else "truncated"
+    """Which log-probs external servers return."""
+    rollout = cfg.actor_rollout_ref.rollout
+    if rollout.is_external and (rollout.top_k > 0 or rollout.top_p < 1):
+        kind = "full" if rollout.name == "sglang_remote" else "truncated"
         key = f"{ROLLOUT}.top_k" if rollout.top_k > 0 else f"{ROLLOUT}.top_p"
         yield note(cfg, key, f"the server only returns log-probs of the {kind} distribution")
 
@@ -184,10 +171,7 @@ def check_training(
         why = "a resumed run will differ from an uninterrupted one; for equal runs save model, optimizer and extra"
         yield note(cfg, f"{key}.save_contents", why)
     key, optim = f"{prefix}optim", role.optim
-    impl = "bitsandbytes.optim" if optim.optimizer == "AdamW8bit" else "torch.optim"
-    if optim.optimizer_impl != impl:
-        yield wrong(cfg, f"{key}.optimizer_impl", f"{optim.optimizer} is in {impl}", impl)
-    elif optim.optimizer == "AdamW8bit" and importlib.util.find_spec("bitsandbytes") is None:
+    if optim.optimizer == "AdamW8bit" and importlib.util.find_spec("bitsandbytes") is None:
         yield wrong(cfg, f"{key}.optimizer", "bitsandbytes is not installed; pip install -e '.[bitsandbytes]'", "AdamW")
     if strategy == "megatron" and optim.optimizer != "AdamW":
         why = "Megatron's distributed optimizer is AdamW; for others set strategy=fsdp"

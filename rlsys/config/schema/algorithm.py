@@ -345,6 +345,12 @@ class GradingConfig(Section):
     reward_kwargs: RewardKwargsConfig = section(RewardKwargsConfig)
     sandbox_fusion: SandboxConfig = section(SandboxConfig)
 
+    @property
+    def is_own(self) -> bool:
+        """Whether a function or a manager of your own grades all rows, whatever their data source."""
+        has_manager = self.reward_manager.source != "register" or self.reward_manager.name not in REWARD_MANAGERS
+        return has_manager or self.custom_reward_function.path is not None
+
 
 class RewardConfig(GradingConfig):
     """Grading by functions and by a reward model."""

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, Strict
 
-from rlsys.config.engines import rollout_backends
+from rlsys.config.engines import rollout_backend, rollout_backends
 from rlsys.config.schema import types as t
 from rlsys.config.schema.base import Registered, Section, linked, open_dict, section
 from rlsys.config.schema.model import AnyDType, LogProbConfig
@@ -221,6 +221,12 @@ class GenerationConfig(ServingConfig):
         chosen = (self.workflow, agent.command, agent.path, agent.agent_loop_config_path, self.multi_turn.enable)
         return any(chosen) or agent.default_agent_loop != "single_turn_agent"
 
+    @property
+    def may_score(self) -> bool:
+        """Whether episodes run code of your own, which may score them without the reward function."""
+        own = (self.agent.command, self.agent.path, self.agent.agent_loop_config_path)
+        return any(own) or any(mark in (self.workflow or "") for mark in ".:")
+
 
 class ServersConfig(Section):
     """External servers, for rollout.name=sglang_remote and vllm_remote."""
@@ -300,3 +306,8 @@ class RolloutConfig(GenerationConfig, LogProbConfig):
     """Folder for reports of these comparisons, weights_v{version}.json."""
     parity: ParityConfig = section(ParityConfig)
     servers: ServersConfig = section(ServersConfig)
+
+    @property
+    def is_external(self) -> bool:
+        """Whether servers outside of the job generate."""
+        return rollout_backend(self.name).is_external
