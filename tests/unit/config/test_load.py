@@ -480,6 +480,14 @@ def test_what_only_changes_memory_and_speed_is_noted(argv: tuple[str, ...], says
     assert says.format(key=argv[-1].partition("=")[0]) not in notes(list(argv[:-1]))
 
 
+def test_a_validation_temperature_without_sampling_is_noted() -> None:
+    says, key = "do_sample=false is greedy, so temperature has no effect", f"{R}.val_kwargs.temperature"
+    greedy = f"{R}.val_kwargs.do_sample=false"
+    assert f"{key} = 0.7: {says}" in notes([f"{key}=0.7", greedy])
+    assert says not in notes([f"{key}=0.7"])
+    assert says not in notes([f"{key}=0", greedy])
+
+
 def test_settings_of_another_engine_are_noted() -> None:
     printed = notes([f"{R}.gpu_memory_utilization=0.6", f"{R}.enforce_eager=true"])
     assert f"gpu_memory_utilization, enforce_eager only apply to {R}.name=sglang and vllm; ignored for hf" in printed
