@@ -93,7 +93,8 @@ def prepare(config: PPOConfig) -> PreparedRun:
     agents = load_agents(config, tokenizer)
     train_rows, val_rows = prompt_datasets(config, tokenizer, load_processor(config, tokenizer))
     config = without_episodes(config, agents, train_rows, val_rows)
-    check_data_sources(config.reward, train_rows.data_sources + (val_rows.data_sources if val_rows else ()))
+    sources = train_rows.data_sources + (val_rows.data_sources if val_rows else ())
+    check_data_sources(config.reward, sources, may_score=bool(agents and agents.workflow.may_score))
     if len(config.teachers) > 1 and config.distillation.teacher_key == config.data.reward_fn_key:
         teacher_numbers(config, train_rows.data_sources)
     return PreparedRun(config, plan, libraries, tokenizer, train_rows, val_rows, num_steps(config, train_rows))

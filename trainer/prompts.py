@@ -72,7 +72,7 @@ def prompt_datasets(
     data, load = config.data, partial(load_prompts, config, tokenizer, processor=processor)
     assert data.train_files is not None
     if data.streaming:
-        source = default_source(config.reward)
+        source = default_source(config)
         parse = partial(parse_prompt, tokenizer=tokenizer, config=data, source=source, processor=processor)
         train = RowStream(data.train_files, data, parse, data.gen_batch_size)
         _check_agents(config, train)
@@ -100,7 +100,7 @@ def load_prompts(
     data = config.data
     source = configured_source(data, files, tokenizer=tokenizer, max_samples=max_samples)
     load = partial(
-        PromptDataset.load, source, tokenizer, data, default_source=default_source(config.reward), processor=processor
+        PromptDataset.load, source, tokenizer, data, default_source=default_source(config), processor=processor
     )
     rows = load() if data.custom_cls.path is not None else load(max_samples=max_samples, seed=seed)
     _check_agents(config, rows)

@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 
 from rlsys.config.schema.algorithm import GradingConfig, RewardConfig
-from rlsys.config.vocabulary import REWARD_MANAGERS
 from rlsys.rewards.pool.pool import Grader, RewardPool
 from rlsys.rewards.registry import check_sources
 
@@ -35,10 +34,12 @@ def check_reward_function(reward: GradingConfig) -> None:
             pool.start()
 
 
-def check_data_sources(reward: GradingConfig, sources: Iterable[str]) -> None:
-    """ConfigError for rows that nothing would grade: no reward function, and no built-in one for their data source."""
-    custom_manager = reward.reward_manager.source != "register" or reward.reward_manager.name not in REWARD_MANAGERS
-    if reward.custom_reward_function.path is None and not custom_manager and not _has_reward_model(reward):
+def check_data_sources(reward: GradingConfig, sources: Iterable[str], *, may_score: bool = False) -> None:
+    """ConfigError for rows that nothing would grade: no reward function, and no built-in one for their data source.
+
+    Episodes of a workflow that `may_score` them itself are not checked.
+    """
+    if not (reward.is_own or may_score or _has_reward_model(reward)):
         check_sources(sources, runs_here=reward.sandbox_fusion.url is None)
 
 

@@ -38,6 +38,7 @@ class Workflow:
     """How episodes run, the tools that they bring, the environment class whose methods are tools, and how to end.
 
     With `is_one_draw` an episode is an answer to the row's prompt, graded by the job: a batch needs no episodes for it.
+    Unless it `may_score`, all its answers are graded by the job.
     """
 
     run: Callable[[Row, Session], Awaitable[Outcome]]
@@ -45,6 +46,7 @@ class Workflow:
     environment: str | None = None
     close: Callable[[], Awaitable[None]] | None = None
     is_one_draw: bool = False
+    may_score: bool = True
 
 
 @dataclass(eq=False)
@@ -247,7 +249,7 @@ def load_workflow(
             raise ConfigError(f"{key}: {spec.__name__} has none of run, arun_episode and reset")
         if kwargs:
             raise ConfigError(f"{key}: {spec.__name__} is made without arguments, so set no agent.workflow_kwargs")
-        return Workflow(run_environment, tools_of_class(spec), target_of(spec))
+        return Workflow(run_environment, tools_of_class(spec), target_of(spec), may_score=hasattr(spec, "get_reward"))
     if inspect.isclass(spec):
         takes = inspect.signature(spec).parameters if hasattr(spec, "arun_episode") else ()
         given = {name: value for name, value in (of_areal or {}).items() if name in takes}
@@ -265,8 +267,9 @@ def load_workflow(
         if not inspect.iscoroutinefunction(call):
             raise TypeError("it is not async")
         inspect.signature(call).bind(None, None)
-    is_one_draw = type(spec) is RLVRWorkflow
-    return Workflow(call, getattr(spec, "tools", ()), close=getattr(spec, "close", None), is_one_draw=is_one_draw)
+    is_one_draw, may_score = type(spec) is RLVRWorkflow, not type(spec).__module__.startswith("rlsys.")
+    tools, close = getattr(spec, "tools", ()), getattr(spec, "close", None)
+    return Workflow(call, tools, close=close, is_one_draw=is_one_draw, may_score=may_score)
 
 
 async def run_areal_episode(workflow: Any, gconfig: object, row: Row, session: Session) -> list[TraceRow] | None:

@@ -81,7 +81,7 @@ def _read(config: JobConfig, row: Row | BadRow) -> tuple[set[str], Messages, obj
     if isinstance(row, BadRow):
         raise ValueError(row.reason)
     if isinstance(config, GradedJob):
-        prompt = read_prompt_row(row.values, config.data, source=default_source(config.reward))
+        prompt = read_prompt_row(row.values, config.data, source=default_source(config))
         return {prompt.data_source}, as_messages(prompt.raw_prompt), prompt.reward_model["ground_truth"]
     *messages, answer = read_conversations(row.values, config.data)[0]
     return set(), messages, answer["content"]

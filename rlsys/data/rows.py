@@ -7,8 +7,8 @@ from datetime import date, time
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
-from rlsys.config.schema.algorithm import GradingConfig
 from rlsys.config.schema.data import PromptsConfig
+from rlsys.config.schema.jobs import GradedJob
 from rlsys.data.chat import MARKERS, Message, Prompt
 from rlsys.data.images import IMAGE_PARTS
 from rlsys.data.videos import VIDEO_PARTS, as_video
@@ -75,10 +75,9 @@ def _guess(values: Mapping[str, Any], usual: Sequence[str]) -> str:
     return next((name for name in usual if name in values), "<column>")
 
 
-def default_source(reward: GradingConfig) -> str | None:
-    """The data source of rows without one: a function or manager of your own grades them all."""
-    is_own = reward.custom_reward_function.path is not None or reward.reward_manager.source == "importlib"
-    return "custom" if is_own else None
+def default_source(config: GradedJob) -> str | None:
+    """The data source of rows without one, where a function, manager or workflow of your own scores them all."""
+    return "custom" if config.reward.is_own or config.actor_rollout_ref.rollout.may_score else None
 
 
 def read_prompt_row(values: Mapping[str, Any], config: PromptsConfig, *, source: str | None = None) -> PromptRow:

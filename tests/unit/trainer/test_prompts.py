@@ -9,9 +9,10 @@ import pyarrow.parquet as pq
 import pytest
 from pyarrow.csv import write_csv
 
-from rlsys.config import PPOConfig, SFTConfig
-from rlsys.utils.errors import DataError
+from rlsys.config import PPOConfig, SFTConfig, load_config
+from rlsys.utils.errors import ConfigError, DataError
 from tests.start_tokenizer import build_tokenizer
+from trainer.build import prepare
 from trainer.job import checked_config
 from trainer.prompts import load_prompts
 
@@ -89,6 +90,39 @@ def test_a_dry_run_reads_the_first_rows(tmp_path: Path, capsys: pytest.CaptureFi
     code, error = exits(capsys, SFTConfig, *sft)
     assert (code, "column 'response' is missing: set data.response_key=answer" in error) == (2, True)
     assert exits(capsys, SFTConfig, *sft, "data.response_key=answer")[0] == 0
+
+
+ENVIRONMENTS = """
+class Scores:
+    def reset(self, **row): ...
+    def get_reward(self): return 1.0
+
+
+class Asks:
+    def reset(self, **row): ...
+"""
+
+
+def test_rows_that_a_workflow_scores_itself_need_no_data_source(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "environments.py"
+    file.write_text(ENVIRONMENTS)
+    rows = written(tmp_path / "rows.jsonl", *[{"prompt": "1+1=", "ground_truth": "2"}] * 8)
+    named = written(tmp_path / "named.jsonl", *[{**ROW, "data_source": "mine"}] * 8)
+    out = f"trainer.default_local_dir={tmp_path}/out"
+    argv = ("--config-name=quickstart", "data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8", out)
+    workflow = "actor_rollout_ref.rollout.workflow"
+    for path in (rows, named):
+        own = (*argv, f"data.train_files={path}")
+        code, error = exits(capsys, PPOConfig, *own, f"{workflow}={file}:Scores")
+        assert code == 0, error
+        cfg = load_config([*own, f"{workflow}={file}:Scores"], PPOConfig)
+        assert prepare(cfg).train_rows.data_sources == ("custom" if path == rows else "mine",)
+        with pytest.raises(ConfigError, match="no built-in reward function for data_source"):
+            prepare(load_config([*own, f"{workflow}={file}:Asks"], PPOConfig))
+        code, error = exits(capsys, PPOConfig, *own, f"{workflow}=ToolWorkflow")
+        assert (code, "data_source" in error) == (2, True), error
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet"])
