@@ -70,7 +70,9 @@ class AsyncSource:
     def _next(self) -> DataProto | None:
         """The batch, or None where it is not complete, after a moment."""
         with self._change:
-            if (batch := self._taken()) is None:
+            if self._failure is not None:
+                raise self._failure
+            if (batch := self._groups.take()) is None:
                 left_s = self._last_progress_s + self._deadline_s - time.monotonic()
                 if left_s <= 0:
                     raise DeadlineError(self._unfinished(), "generate and grade", self._deadline_s)
@@ -85,11 +87,6 @@ class AsyncSource:
             self._start()
         batch.meta_info["source_metrics"] |= {**shares, "rollout/lead": float(lead)}
         return batch
-
-    def _taken(self) -> DataProto | None:
-        if self._failure is not None:
-            raise self._failure
-        return self._groups.take()
 
     def _start(self) -> None:
         """Start the answers of all open groups that are not on their way; the caller holds the lock."""

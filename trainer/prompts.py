@@ -58,11 +58,10 @@ def training_prompts(
 
 def num_steps(cfg: PPOConfig, dataset: PromptDataset) -> int:
     """Steps of the whole run; ConfigError if there are fewer rows than in a batch."""
-    run = cfg.trainer
-    if run.total_training_steps is not None and cfg.data.streaming:
-        return run.total_training_steps
-    check_enough_rows(len(dataset), cfg.data.gen_batch_size)
-    return total_steps(len(dataset), cfg.data.gen_batch_size, run.total_epochs, run.total_training_steps)
+    run, size = cfg.trainer, cfg.data.gen_batch_size
+    if not cfg.data.streaming:
+        check_enough_rows(len(dataset), size)
+    return total_steps(len(dataset), size, run.total_epochs, run.total_training_steps)
 
 
 def prompt_datasets(
@@ -78,10 +77,8 @@ def prompt_datasets(
         _check_agents(config, train)
     else:
         train = load(data.train_files, max_samples=data.train_max_samples, seed=data.seed if data.shuffle else None)
-    if not data.val_files:
-        return train, None
     seed = data.seed if data.validation_shuffle else None
-    return train, load(data.val_files, max_samples=data.val_max_samples, seed=seed)
+    return train, load(data.val_files, max_samples=data.val_max_samples, seed=seed) if data.val_files else None
 
 
 def load_prompts(

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -205,10 +205,7 @@ class Reporter:
 
     @contextmanager
     def _shown(self, stage: str) -> Iterator[None]:
-        if self._progress is None:
-            yield
-            return
-        with self._progress.stage(stage):
+        with nullcontext() if self._progress is None else self._progress.stage(stage):
             yield
         if threading.current_thread() is threading.main_thread():
             self._flush_timeline()
