@@ -26,12 +26,12 @@ from rlsys.interfaces import ExperienceSource
 from rlsys.types import SamplingParams
 from rlsys.utils.daemon_threads import LoopThread
 from trainer.async_source import AsyncSource
-from trainer.backend import load_tokenizer
 from trainer.episodes import EpisodeRollout, OpenEpisodes, graded_rollout
 from trainer.epochs import EpochSource, check_repeatable
 from trainer.evaluation import OnValidation, Validation
 from trainer.generation import GradedRollout
 from trainer.groups import EngineGroup, Role, RolloutGroup, WorkerGroups
+from trainer.local_files import load_tokenizer
 from trainer.parity import ParityProbe
 from trainer.prompt_groups import OpenAnswers, PromptGroups
 from trainer.prompts import num_steps, training_prompts

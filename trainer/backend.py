@@ -6,17 +6,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from rlsys.config.schema.model import ModelFolderConfig, ServedModelConfig
+from rlsys.config.schema.model import ModelFolderConfig
 from rlsys.config.schema.trainer import RayKwargsConfig, RunConfig
 from rlsys.single_controller.base import ClassWithInitArgs, WorkerGroup
 from rlsys.single_controller.local import LocalWorkerGroup
 from rlsys.single_controller.resource_pool import ResourcePoolManager
-from rlsys.utils.errors import ConfigError, raised_as
+from rlsys.utils.errors import ConfigError
 from rlsys.utils.plugins import import_libraries
 from trainer.job import exit_on_sigterm, exit_without_gcs
 
@@ -97,21 +95,3 @@ def import_external_libs(models: Mapping[str, ModelFolderConfig]) -> tuple[tuple
     )
     import_libraries(given)
     return given
-
-
-def load_tokenizer(model: ServedModelConfig, padding: int | None = None) -> PreTrainedTokenizerBase:
-    """The model's tokenizer with the configured template; it pads by `padding`, else its own, else the end token."""
-    path = model.tokenizer_path or model.path
-    assert path is not None
-    with raised_as(ConfigError, f"actor_rollout_ref.model.path={path}: there is no tokenizer", OSError, ValueError):
-        tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
-    if padding is not None:
-        if padding >= len(tokenizer):
-            why = f"the tokenizer in {path} has ids up to {len(tokenizer) - 1}"
-            raise ConfigError(f"actor_rollout_ref.rollout.padding={padding}: {why}")
-        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(padding)
-    elif tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    if model.custom_chat_template:
-        tokenizer.chat_template = model.custom_chat_template
-    return tokenizer

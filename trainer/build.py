@@ -15,11 +15,11 @@ from rlsys.data.dataset import PromptDataset
 from rlsys.fleet.external.settings import settings_of
 from rlsys.rewards.manager import reward_manager_class
 from rlsys.utils.errors import ConfigError
-from trainer.backend import WorkerBackend, import_external_libs, load_tokenizer, running_backend, start_backend
+from trainer.backend import WorkerBackend, import_external_libs, running_backend, start_backend
 from trainer.checkpoint import CheckpointStore
 from trainer.episodes import load_agents, without_episodes
 from trainer.groups import Role
-from trainer.local_files import with_local_files, with_start_assets
+from trainer.local_files import load_tokenizer, with_local_files, with_start_assets
 from trainer.loop import completed
 from trainer.ppo import RayPPOTrainer, num_checkpoints
 from trainer.prompts import load_processor, num_steps, prompt_datasets

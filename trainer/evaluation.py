@@ -23,12 +23,12 @@ from rlsys.telemetry.metrics import StageTimer
 from rlsys.telemetry.progress import Progress
 from rlsys.telemetry.report import RunReport
 from rlsys.telemetry.validation_metrics import validation_metrics
-from trainer.backend import import_external_libs, load_tokenizer, running_backend
+from trainer.backend import import_external_libs, running_backend
 from trainer.dumps import dump, sample_rows
 from trainer.episodes import graded_rollout, load_agents, without_episodes
 from trainer.generation import GradedRollout, validation_sampling
 from trainer.groups import RolloutGroup, start_group
-from trainer.local_files import with_local_files
+from trainer.local_files import load_tokenizer, with_local_files
 from trainer.prompts import load_processor, load_prompts
 from trainer.rewards import check_data_sources, reward_pool
 from trainer.run_folder import run_folder

@@ -85,6 +85,10 @@ def _check(config: C, arguments: Arguments) -> tuple[list[str], dict[str, str]]:
             from trainer.episodes import load_agents
 
             load_agents(config)
+    if arguments.dry_run and isinstance(config, SFTConfig | RMConfig | DPOConfig):
+        from trainer.texts import check_first_texts
+
+        check_first_texts(config)
     if arguments.dry_run and isinstance(config, PPOConfig | SupervisedConfig) and _on_megatron(config):
         from workers.build import check_models  # torch, where a model may be refused
 

@@ -6,18 +6,20 @@ Where a job names none, they are those of rlsys.data.start_assets.
 from pathlib import Path
 from typing import Any, TypeVar
 
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
 from rlsys.config import PPOConfig
 from rlsys.config.checks.all import check
 from rlsys.config.introspect import replaced
 from rlsys.config.schema.base import Section
-from rlsys.config.schema.model import ModelConfig
+from rlsys.config.schema.model import ModelConfig, ServedModelConfig
 from rlsys.data.remote import is_remote, local_copy
 from rlsys.data.start_assets import HELD_OUT_ROWS, START_MODEL, TRAIN_ROWS
 from rlsys.model_merger.convert import merge
 from rlsys.model_merger.formats import find_checkpoint
 from rlsys.models.hf import read_config
 from rlsys.telemetry.log import get_logger
-from rlsys.utils.errors import ConfigError
+from rlsys.utils.errors import ConfigError, raised_as
 from rlsys.utils.hub import download_model, download_rows, is_hub_id, is_rows_id
 from rlsys.utils.run_folders import HUGGINGFACE, config_folder
 
@@ -82,3 +84,21 @@ def local_model(path: str, *, weights: bool = True) -> str:
         log.info("merging the weights of %s into %s", checkpoint, folder)
         merge(checkpoint, folder, overwrite=True)
     return str(folder)
+
+
+def load_tokenizer(model: ServedModelConfig, padding: int | None = None) -> PreTrainedTokenizerBase:
+    """The model's tokenizer with the configured template; it pads by `padding`, else its own, else the end token."""
+    path = model.tokenizer_path or model.path
+    assert path is not None
+    with raised_as(ConfigError, f"actor_rollout_ref.model.path={path}: there is no tokenizer", OSError, ValueError):
+        tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+    if padding is not None:
+        if padding >= len(tokenizer):
+            why = f"the tokenizer in {path} has ids up to {len(tokenizer) - 1}"
+            raise ConfigError(f"actor_rollout_ref.rollout.padding={padding}: {why}")
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(padding)
+    elif tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if model.custom_chat_template:
+        tokenizer.chat_template = model.custom_chat_template
+    return tokenizer

@@ -19,9 +19,8 @@ from rlsys.config import PPOConfig, load_config
 from rlsys.telemetry.jsonl import JsonObject
 from rlsys.telemetry.metrics import StageTimer
 from rlsys.utils.errors import ConfigError
-from trainer.backend import load_tokenizer
 from trainer.episodes import EpisodeRollout, graded_rollout
-from trainer.local_files import with_local_files
+from trainer.local_files import load_tokenizer, with_local_files
 from trainer.rewards import reward_pool
 from trainer.run_folder import CONFIG
 

@@ -1,32 +1,27 @@
 """Training on rows with known answers, on the same groups and engine: SFT on texts, reward models and DPO on pairs."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase as Tokenizer
-
-from rlsys.config import DPOConfig, RMConfig, SFTConfig
+from rlsys.config import SFTConfig
 from rlsys.config.plan import shared_by, total_steps
 from rlsys.data.collate import collate_texts
 from rlsys.data.cursor import Cursor
-from rlsys.data.dataset import RowStream, configured_source
-from rlsys.data.supervised import TokenizedText, fingerprint, load_texts, parse_row
+from rlsys.data.dataset import RowStream
+from rlsys.data.supervised import fingerprint
 from rlsys.protocol import DataProto, pad_dataproto_to_divisor
 from rlsys.roles.lm import RankSums, mean_over_ranks
 from rlsys.utils.errors import ConfigError
 from rlsys.utils.run_folders import HUGGINGFACE
-from trainer.backend import WorkerBackend, import_external_libs, load_tokenizer, running_backend
+from trainer.backend import WorkerBackend, import_external_libs, running_backend
 from trainer.checkpoint import TrainerState
 from trainer.groups import EngineGroup, SupervisedGroup, start_group
-from trainer.local_files import with_local_files
+from trainer.local_files import load_tokenizer, with_local_files
 from trainer.loop import CheckpointedLoop, completed
 from trainer.reporting import Reporter
 from trainer.run_folder import run_folder
+from trainer.texts import Config, Texts, load_rows
 from workers.build import EngineRun, check_models
 from workers.sft import SupervisedWorker
-
-Config = SFTConfig | RMConfig | DPOConfig
-Texts = Sequence[Sequence[TokenizedText]]
 
 
 def train(config: Config) -> str | None:
@@ -41,27 +36,6 @@ def train(config: Config) -> str | None:
         finally:
             trainer.close()
     return None
-
-
-def load_rows(config: Config, tokenizer: Tokenizer) -> tuple[Texts | RowStream, Texts | None]:
-    """Training and validation rows of the configured files or dataset class, the former as a stream if it is set."""
-    data = config.data
-    assert data.train_files is not None
-
-    def rows(files: Sequence[str], max_samples: int, *, shuffle: bool) -> Texts:
-        source = configured_source(data, files, tokenizer=tokenizer, max_samples=max_samples)
-        loaded = load_texts(source, tokenizer, data, max_samples=max_samples, shuffle=shuffle)
-        kind = config.dpo.loss_type if isinstance(config, DPOConfig) else None
-        if kind and any((text.is_desirable is None) == (kind == "kto") for text, *_ in loaded):
-            needed = "prompt, completion and label" if kind == "kto" else "prompt, chosen and rejected"
-            raise ConfigError(f"dpo.loss_type={kind} needs rows of {needed}")
-        return loaded
-
-    if data.streaming:
-        train = RowStream(data.train_files, data, lambda r: parse_row(r.values, tokenizer, data), data.train_batch_size)
-    else:
-        train = rows(data.train_files, data.train_max_samples, shuffle=data.shuffle)
-    return train, rows(data.val_files, data.val_max_samples, shuffle=False) if data.val_files else None
 
 
 class SupervisedTrainer(CheckpointedLoop):

@@ -237,11 +237,9 @@ def source_rows(source: str | Sequence[str] | VerlDataset, prompt_key: str) -> I
 
 def sample_rows(rows: Iterable[Row | BadRow], max_samples: int, *, seed: int | None) -> Iterable[Row | BadRow]:
     """At most `max_samples` rows in their order: drawn by `seed`, or the first ones for None; -1 keeps all."""
-    if max_samples < 0:
-        return rows
+    if seed is None or max_samples < 0:
+        return islice(rows, None if max_samples < 0 else max_samples)
     rows = list(rows)
-    if seed is None or max_samples >= len(rows):
-        return rows[:max_samples]
     return [rows[i] for i in sorted(permutation(len(rows), seed=seed, epoch=0)[:max_samples].tolist())]
 
 

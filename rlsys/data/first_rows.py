@@ -46,7 +46,7 @@ def _check_files(
     """Read the start of each file into `first`; returns how many rows are used at most, None if that is not known."""
     data_sources, plan = first
     local = [file for file in files or () if not (is_rows_id(file) or is_remote(file))]
-    shown = ""
+    shown, num_bad = "", 0
     for file in local:
         missing: list[str] = []
         rows = list(islice(read_rows(file), NUM_ROWS))
@@ -59,17 +59,19 @@ def _check_files(
                 if config.data.bad_rows == "refuse":
                     bad = BadRow(row.file, row.place, str(error))
                     raise DataError(f"{bad}{bad.fix}") from error
+                num_bad += 1
             else:
                 data_sources.update(source)
                 shown = shown or f"{_short(_rendered(config, messages))} -> {_short(str(answer))}"
         if missing and (config.data.bad_rows == "refuse" or len(missing) == len(rows)):
             raise ConfigError(missing[0])
+        num_bad += len(missing)
     if not local or len(local) < len(files or ()):
         return None
     num_rows = sum(map(count_rows, local))
-    used = num_rows if max_samples < 0 else min(num_rows, max_samples)
-    of = f" of {num_rows}" if used < num_rows else ""
-    plan[name] = f"{used}{of} rows of {', '.join(local)}" + (f"; the first: {shown}" if shown else "")
+    used = min(num_rows if max_samples < 0 else max_samples, num_rows - num_bad)
+    most, of = "at most " if num_bad else "", f" of {num_rows}" if used < num_rows else ""
+    plan[name] = f"{most}{used}{of} rows of {', '.join(local)}" + (f"; the first: {shown}" if shown else "")
     return used
 
 

@@ -17,8 +17,8 @@ from rlsys.types import SamplingParams
 from rlsys.utils.errors import ConfigError
 from tests.start_tokenizer import build_tokenizer
 from tests.unit.trainer.asynchronous import LengthManager, prompt_groups
-from trainer.backend import load_tokenizer
 from trainer.generation import print_answers, sampling_meta, training_sampling, validation_sampling
+from trainer.local_files import load_tokenizer
 from trainer.staleness_window import StalenessWindow
 
 ROLLOUT = "actor_rollout_ref.rollout"

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from pyarrow.csv import write_csv
 
-from rlsys.config import PPOConfig, SFTConfig, load_config
+from rlsys.config import DPOConfig, PPOConfig, SFTConfig, load_config
 from rlsys.utils.errors import ConfigError, DataError
 from tests.start_tokenizer import build_tokenizer
 from trainer.build import prepare
@@ -90,6 +90,46 @@ def test_a_dry_run_reads_the_first_rows(tmp_path: Path, capsys: pytest.CaptureFi
     code, error = exits(capsys, SFTConfig, *sft)
     assert (code, "column 'response' is missing: set data.response_key=answer" in error) == (2, True)
     assert exits(capsys, SFTConfig, *sft, "data.response_key=answer")[0] == 0
+
+
+PAIR = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
+LABELED = {"prompt": "1+1=", "completion": "2", "label": True}
+
+
+@pytest.mark.parametrize(
+    ("schema", "row", "good", "problem"),
+    [
+        (SFTConfig, {"prompt": "1+1=", "response": "2" * 500}, {"prompt": "1+1=", "response": "2"}, "max_length="),
+        (SFTConfig, {"messages": [{"role": "user", "content": "a"}]}, {"prompt": "1+1=", "response": "2"}, "to learn"),
+        (DPOConfig, {**PAIR, "rejected": "2"}, PAIR, "columns 'chosen' and 'rejected' are the same"),
+        (DPOConfig, LABELED, PAIR, "dpo.loss_type=sigmoid needs rows of prompt, chosen and rejected"),
+    ],
+)
+def test_a_dry_run_refuses_first_rows_that_the_run_would_refuse(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    schema: type,
+    row: dict[str, Any],
+    good: dict[str, Any],
+    problem: str,
+) -> None:
+    build_tokenizer().save_pretrained(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 4096}))
+    argv = (f"model.path={tmp_path}", "data.train_batch_size=2", "data.max_length=256", "data.truncation=error")
+    bad = (*argv, f"data.train_files={written(tmp_path / 'bad.jsonl', row, *[good] * 3)}")
+    code, error = exits(capsys, schema, *bad)
+    assert (code, problem in error) == (2, True), error
+    assert exits(capsys, schema, *argv, f"data.train_files={written(tmp_path / 'good.jsonl', *[good] * 3)}")[0] == 0
+
+
+def test_the_plan_does_not_count_bad_rows_that_are_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = written(tmp_path / "rows.jsonl", {**ROW, "prompt": " "}, *[ROW] * 6, {"prompt": "1+1="})
+    argv = ("--config-name=quickstart", f"data.train_files={file}", "actor_rollout_ref.actor.ppo_mini_batch_size=6")
+    argv += (f"trainer.default_local_dir={tmp_path}/out", "data.bad_rows=skip")
+    code, plan, error = printed(capsys, PPOConfig, *argv, "data.train_batch_size=6")
+    assert (code, f"data       at most 6 of 8 rows of {file}; the first: " in plan) == (0, True), plan + error
+    code, error = exits(capsys, PPOConfig, *argv, "data.train_batch_size=7", f"{argv[2][:-1]}7")
+    assert (code, "6 usable rows, fewer than a batch of 7" in error) == (2, True), error
 
 
 ENVIRONMENTS = """

@@ -8,7 +8,7 @@ import pytest
 from rlsys.config import DPOConfig, SFTConfig, load_config
 from rlsys.utils.errors import ConfigError
 from tests.start_tokenizer import build_tokenizer
-from trainer.supervised import load_rows
+from trainer.texts import load_rows
 
 OWN = """
 class Doubled:
