@@ -95,8 +95,9 @@ def prepare(config: PPOConfig) -> PreparedRun:
     config = without_episodes(config, agents, train_rows, val_rows)
     sources = train_rows.data_sources + (val_rows.data_sources if val_rows else ())
     check_data_sources(config.reward, sources, may_score=bool(agents and agents.workflow.may_score))
-    if len(config.teachers) > 1 and config.distillation.teacher_key == config.data.reward_fn_key:
-        teacher_numbers(config, train_rows.data_sources)
+    if len(config.teachers) > 1:
+        columns = ({"data_source": row.data_source, "ability": row.ability, **row.fields} for row in train_rows)
+        teacher_numbers(config, [row.get(config.distillation.teacher_key) for row in columns])
     return PreparedRun(config, plan, libraries, tokenizer, train_rows, val_rows, num_steps(config, train_rows))
 
 

@@ -95,7 +95,7 @@ def read_prompt_row(values: Mapping[str, Any], config: PromptsConfig, *, source:
     check_columns(values, needs)
     if values.get("audios") is not None and len(values["audios"]) > 0:
         raise ValueError("column 'audios': rows with audios are not supported, only text, images and videos")
-    known = {prompt_key, source_key, *truth.columns, *OWN_COLUMNS, "audios"}
+    known = {prompt_key, *truth.columns, *OWN_COLUMNS, "audios"}
     data_source: Any = source
     if source is None or source_key in values:
         data_source = _typed(_required(values, source_key), source_key, str)
@@ -107,7 +107,7 @@ def read_prompt_row(values: Mapping[str, Any], config: PromptsConfig, *, source:
         reward_model=_reward_model(values, answer_key),
         extra_info=_typed(values.get("extra_info", {}), "extra_info", Mapping, default={}),
         ability=_typed(values.get("ability"), "ability", str, default=""),
-        fields={name: value for name, value in values.items() if name not in known},
+        fields={n: value for n, value in {**values, source_key: data_source}.items() if n not in known},
         images=images,
     )
 

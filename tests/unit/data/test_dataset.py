@@ -91,7 +91,7 @@ def test_other_columns_can_hold_prompt_and_source(tmp_path: Path) -> None:
     file = jsonl(tmp_path / "a.jsonl", [{"question": "5-1=", "task": "sums", "ground_truth": 4, "agent_name": "x"}])
     prompts = PromptDataset.load(file, tokenizer(), PromptsConfig(prompt_key="question", reward_fn_key="task"))
     assert (prompts[0].data_source, prompts[0].reward_model) == ("sums", {"style": "rule", "ground_truth": 4})
-    assert prompts[0].fields == {"agent_name": "x"}
+    assert prompts[0].fields == {"agent_name": "x", "task": "sums"}, "graders and teachers read it by its name"
     assert prompts.data_sources == ("sums",)
 
 

@@ -1,9 +1,14 @@
-"""Which processes of a run go together on a node."""
+"""Which processes of a run go together on a node, and what is checked of rows before a process starts."""
+
+import json
+from pathlib import Path
 
 import pytest
 
 from rlsys.config import load_config, plan_batches
-from trainer.build import place_roles
+from rlsys.data.start_assets import START_MODEL
+from rlsys.utils.errors import DataError
+from trainer.build import build_trainer, place_roles, prepare
 
 TENSOR = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 
@@ -20,3 +25,37 @@ def test_a_copy_of_an_engine_is_spread_over_nodes_only_if_it_is_larger_than_one(
     )
     _, pools = place_roles(config, plan_batches(config), node_size=8)
     assert pools == {"train": [8], "rollout": nodes}
+
+
+def write_rows(path: Path, *rows: dict[str, str]) -> list[str]:
+    """Settings of a run on rows without `data_source`, four of each."""
+    row = {"prompt": "1+1=", "ground_truth": "2"}
+    path.write_text("".join(json.dumps({**row, **more}) + "\n" for more in rows for _ in range(4)))
+    sizes = [
+        "data.train_batch_size=4",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "actor_rollout_ref.rollout.n=2",
+    ]
+    here = ["trainer.backend=local", "trainer.device=cpu", f"trainer.default_local_dir={path.parent}/out"]
+    return ["--config-name=quickstart", f"data.train_files={path}", *sizes, *here]
+
+
+def test_a_row_that_no_teacher_has_a_key_for_is_refused_before_the_start(tmp_path: Path) -> None:
+    teachers = [f"+distillation.teacher_models.{name}.key={name}" for name in ("sums", "chess")]
+    teachers += [f"+distillation.teacher_models.{name}.model_path={START_MODEL}" for name in ("sums", "chess")]
+    teachers += ["distillation.enabled=true", "distillation.teacher_key=domain", "data.reward_fn_key=task"]
+    same = {"task": "rlsys/arithmetic"}
+    taught = write_rows(tmp_path / "taught.jsonl", {**same, "domain": "sums"}, {**same, "domain": "chess"})
+    assert len(prepare(load_config([*taught, *teachers])).train_rows) == 8
+    other = write_rows(tmp_path / "other.jsonl", {**same, "domain": "sums"}, {**same, "domain": "go"})
+    with pytest.raises(DataError, match="teacher_key=domain: no teacher has the key 'go', only sums, chess"):
+        prepare(load_config([*other, *teachers]))
+
+
+def test_a_run_grades_by_the_column_that_reward_fn_key_names(tmp_path: Path) -> None:
+    argv = write_rows(tmp_path / "rows.jsonl", {"task": "rlsys/arithmetic"})
+    trainer = build_trainer(load_config([*argv, "data.reward_fn_key=task", "trainer.total_training_steps=1"]))
+    trainer.init_workers()
+    trainer.push_weights()
+    assert trainer.next_batch().non_tensor_batch["reward_status"].tolist() == ["ok"] * 8
+    trainer.close()
