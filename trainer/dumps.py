@@ -59,9 +59,6 @@ def dump(batch: DataProto, step: int, folder: Path, tokenizer: Tokenizer, *, max
     def piece_of(ids: list[int]) -> str:
         return str(fast.decode(ids, skip_special_tokens=False)) if fast else text_of(tuple(ids), skip=False)
 
-    def pieces(row: int) -> list[str]:
-        return token_texts_of(tokens[row], piece_of)
-
     tokens = of_tokens("responses")
     shown = {name: of_tokens(key) for name, key in SHOWN_VALUES.items() if key in set(rows.keys())}
     if "weight_versions" in shown and len(rows["weight_versions"].unique()) < 3:  # one version, and -1 where none is
@@ -76,7 +73,7 @@ def dump(batch: DataProto, step: int, folder: Path, tokenizer: Tokenizer, *, max
         extras={name: list(columns[name]) for name in batch.meta_info.get("reward_extra_keys", ())},
         about={name: list(columns[name]) for name in ("data_source", "finish_reason") if name in columns},
         messages=[_messages(columns, row) for row in range(size)] if "raw_prompt" in columns else None,
-        token_texts=_Lazy(size, pieces),
+        token_texts=_Lazy(size, lambda row: token_texts_of(tokens[row], piece_of)),
         token_values={"token_ids": tokens, **shown},
         max_mb=max_mb,
     )

@@ -141,11 +141,9 @@ class Reporter:
         self._metrics = {}
         self._finish_timeline(step, metrics.get("perf/throughput", 0.0))
         self._write_ledger(memory)
-        if self._tracking is not None:
+        if self._tracking and self._report and self._progress:
             self._tracking.log(metrics, step)
-        if self._report is not None:
             self.best_effort("index.html", self._report.update)
-        if self._progress is not None:
             self._progress.step_done(step, metrics)
         return metrics
 

@@ -53,19 +53,18 @@ def _check_files(
         for row in rows:
             try:
                 source, messages, answer = _read(config, row)
-            except MissingColumns as error:
-                missing.append(f"{row.file}: {error}")
             except ValueError as error:
-                if config.data.bad_rows == "refuse":
+                num_bad += 1
+                if isinstance(error, MissingColumns):
+                    missing.append(f"{row.file}: {error}")
+                elif config.data.bad_rows == "refuse":
                     bad = BadRow(row.file, row.place, str(error))
                     raise DataError(f"{bad}{bad.fix}") from error
-                num_bad += 1
             else:
                 data_sources.update(source)
                 shown = shown or f"{_short(_rendered(config, messages))} -> {_short(str(answer))}"
         if missing and (config.data.bad_rows == "refuse" or len(missing) == len(rows)):
             raise ConfigError(missing[0])
-        num_bad += len(missing)
     if not local or len(local) < len(files or ()):
         return None
     num_rows = sum(map(count_rows, local))

@@ -17,9 +17,9 @@ def check(cfg: Section) -> tuple[list[str], list[str]]:
     """The problems and the notes of a configuration."""
     findings = [*check_rules(cfg)]
     if isinstance(cfg, PPOConfig | SupervisedConfig | EvalConfig):
-        findings += [*check_run(cfg), *check_files(cfg)]
+        findings += check_files(cfg)
     if isinstance(cfg, PPOConfig | SupervisedConfig):
-        findings += check_megatron(cfg)
+        findings += [*check_run(cfg), *check_megatron(cfg)]
     if isinstance(cfg, GradedJob):
         findings += check_vision(cfg)
     if isinstance(cfg, PPOConfig):
@@ -28,6 +28,6 @@ def check(cfg: Section) -> tuple[list[str], list[str]]:
         findings += check_rollout(cfg, cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node)
         findings += check_validation(cfg)
     elif isinstance(cfg, SupervisedConfig):
-        findings += [*check_supervised_batches(cfg), *check_training(cfg, "", cfg, cfg.engine.strategy)]
+        findings += [*check_supervised_batches(cfg), *check_training(cfg, "", cfg)]
     problems = [text for text in findings if not isinstance(text, Note)]
     return problems, [text for text in findings if isinstance(text, Note)]

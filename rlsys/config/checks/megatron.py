@@ -42,8 +42,6 @@ def _router_replay(cfg: PPOConfig) -> Iterator[str]:
         yield wrong(cfg, returned, f"routes of the rollout are replayed with {key}=R3, and only then", mode == "R3")
     if mode != "disabled" and is_dense(decoder_sizes(model_facts(cfg.actor_rollout_ref.model.path))):
         yield wrong(cfg, key, "the model has no experts, so there are no routes", "disabled")
-    if mode == "R3" and (rollout.has_workflow or rollout.is_external):
-        yield wrong(cfg, key, "episodes and external servers return no routes; set R2")
 
 
 def _role(cfg: Section, role: str, section: TrainedConfig, key: str, model: ModelConfig, ranks: int) -> Iterator[str]:

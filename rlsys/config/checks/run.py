@@ -10,7 +10,7 @@ from rlsys.config.checks.rollout import check_elastic, check_rollout
 from rlsys.config.engines import rollout_backend
 from rlsys.config.pools import generates_ahead, resolve_pools
 from rlsys.config.schema.actor import TrainedRoleConfig
-from rlsys.config.schema.jobs import EvalConfig, PPOConfig, SupervisedConfig
+from rlsys.config.schema.jobs import PPOConfig, SupervisedConfig
 from rlsys.config.schema.model import ModelConfig
 from rlsys.config.vocabulary import ALWAYS_WRITTEN, TRACKERS
 from rlsys.utils.hub import is_rows_id
@@ -19,22 +19,17 @@ ROLLOUT, WORKERS, STALENESS = "actor_rollout_ref.rollout", "trainer.rollout_work
 ENGINE = f"{ROLLOUT}.checkpoint_engine.backend"
 
 
-def check_run(cfg: PPOConfig | SupervisedConfig | EvalConfig) -> Iterator[str]:
-    """Trackers, names, backend and resume."""
-    trainer = cfg.trainer
-    for name in () if isinstance(cfg, EvalConfig) else cfg.trainer.logger:
+def check_run(cfg: PPOConfig | SupervisedConfig) -> Iterator[str]:
+    """Trackers, streams, resume and profiled steps."""
+    for name in cfg.trainer.logger:
         known, extra = (*TRACKERS, *ALWAYS_WRITTEN), TRACKERS.get(name)
         if name not in known:
             yield wrong(cfg, "trainer.logger", f"unknown tracker '{name}'; choose from {', '.join(known)}")
         elif extra and importlib.util.find_spec(name) is None:
             yield wrong(cfg, "trainer.logger", f"{name} is not installed; pip install -e '.[{extra}]' or remove {name}")
-    if trainer.backend == "local" and trainer.nnodes * trainer.n_gpus_per_node > 1:
-        why = "everything runs in this one process; set trainer.n_gpus_per_node=1 or trainer.backend=ray"
-        yield wrong(cfg, "trainer.backend", why)
-    streamed = () if isinstance(cfg, EvalConfig) or not cfg.data.streaming else cfg.data.val_files or ()
-    if any(map(is_rows_id, streamed)) and cfg.data.val_max_samples < 1:
+    if cfg.data.streaming and cfg.data.val_max_samples < 1 and any(map(is_rows_id, cfg.data.val_files or ())):
         yield wrong(cfg, "data.val_max_samples", "a stream has no length; its first rows are taken", "<rows>")
-    if not isinstance(cfg, EvalConfig) and (path := cfg.trainer.resume_from_path) is not None:
+    if (path := cfg.trainer.resume_from_path) is not None:
         key, is_used = "trainer.resume_from_path", cfg.trainer.resume_mode == "resume_path"
         if re.search(r"global_step_\d+/*$", path) is None:
             name = "the folder of one checkpoint ends in global_step_<N>"
@@ -44,7 +39,7 @@ def check_run(cfg: PPOConfig | SupervisedConfig | EvalConfig) -> Iterator[str]:
             yield wrong(cfg, key, "only one mode uses it; set trainer.resume_mode=resume_path")
         elif "://" not in path and not Path(path).is_dir():
             yield wrong(cfg, key, "folder not found")
-    if not isinstance(cfg, EvalConfig) and cfg.global_profiler.steps:
+    if cfg.global_profiler.steps:
         yield from _profiled(cfg, cfg.global_profiler.steps)
 
 
@@ -64,13 +59,13 @@ def check_ppo_run(cfg: PPOConfig) -> Iterator[str]:
     yield from check_rollout(cfg, resolve_pools(cfg).rollout_ranks)
     for check in (check_elastic, _pools, _staleness, _weights, _servers):
         yield from check(cfg)
-    yield from check_training(cfg, "actor_rollout_ref.actor.", policy.actor, policy.actor.strategy)
+    yield from check_training(cfg, "actor_rollout_ref.actor.", policy.actor)
     if policy.model.lora_rank and "hf_model" not in policy.actor.checkpoint.save_contents:
         why = "adapters cannot be merged later; add hf_model for a model, and lora_adapter/, that other tools load"
         yield note(cfg, "actor_rollout_ref.actor.checkpoint.save_contents", why)
     yield from _adapters(cfg, "actor_rollout_ref.model", policy.model)
     if cfg.use_critic:
-        yield from check_training(cfg, "critic.", cfg.critic, cfg.critic.strategy)
+        yield from check_training(cfg, "critic.", cfg.critic)
         yield from _adapters(cfg, "critic.model", cfg.critic.model)
     validates = trainer.val_only or trainer.test_freq not in (-1, 0)
     if data.val_files is None and data.train_files is not None and validates:
@@ -153,7 +148,7 @@ def _servers(cfg: PPOConfig) -> Iterator[str]:
 
 
 def check_training(
-    cfg: PPOConfig | SupervisedConfig, prefix: str, role: TrainedRoleConfig | SupervisedConfig, strategy: str
+    cfg: PPOConfig | SupervisedConfig, prefix: str, role: TrainedRoleConfig | SupervisedConfig
 ) -> Iterator[str]:
     """Whether checkpoints of a trained model hold what is loaded, and its optimizer is installed and suits the engine.
 
@@ -173,12 +168,6 @@ def check_training(
     key, optim = f"{prefix}optim", role.optim
     if optim.optimizer == "AdamW8bit" and importlib.util.find_spec("bitsandbytes") is None:
         yield wrong(cfg, f"{key}.optimizer", "bitsandbytes is not installed; pip install -e '.[bitsandbytes]'", "AdamW")
-    if strategy == "megatron" and optim.optimizer != "AdamW":
-        why = "Megatron's distributed optimizer is AdamW; for others set strategy=fsdp"
-        yield wrong(cfg, f"{key}.optimizer", why, "AdamW")
-    if optim.override_optimizer_config.optimizer_cpu_offload and optim.optimizer != "AdamW":
-        key += ".override_optimizer_config.optimizer_cpu_offload"
-        yield wrong(cfg, key, "only AdamW steps on the host", False)
 
 
 def _adapters(cfg: PPOConfig, key: str, model: ModelConfig) -> Iterator[str]:

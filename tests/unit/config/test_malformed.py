@@ -590,7 +590,7 @@ RUNS = [
     bad("trainer.experiment_name=' '", "trainer.experiment_name", "becomes a folder"),
     bad(f"{R}.max_model_len=20", f"{R}.max_model_len = 20", "max_model_len=32"),
     bad("trainer.experiment_name=..", "trainer.experiment_name", "becomes a folder"),
-    bad(["trainer.backend=local", "trainer.n_gpus_per_node=2"], "trainer.backend", "trainer.backend=ray"),
+    bad(["trainer.backend=local", "trainer.n_gpus_per_node=2"], "trainer.n_gpus_per_node", "trainer.backend=ray"),
     bad(["trainer.backend=local", "trainer.rollout_workers=1"], "trainer.rollout_workers", "one process"),
     bad("trainer.resume_mode=resume_path", "trainer.resume_from_path", "global_step_N"),
     bad("trainer.resume_from_path=./c/global_step_3", "trainer.resume_from_path", "resume_mode=resume_path"),
