@@ -19,7 +19,7 @@ import torch
 
 from rlsys.interfaces import State
 from rlsys.utils.atomic import digest_of, read_checked_json, write_checked_json, write_whole, written_dir
-from rlsys.utils.errors import CheckpointError, ConfigError, DeadlineError, raised_as
+from rlsys.utils.errors import CheckpointError, ConfigError, DeadlineError, UnsavedCheckpointError, raised_as
 from rlsys.utils.run_folders import LATEST, latest_step, pointer_text, step_of
 
 STATE = "trainer.json"
@@ -136,9 +136,9 @@ class CheckpointStore:
             self._point_at(step)
         except DeadlineError:
             raise
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             why = f"checkpoint {final} could not be written: {error}; earlier checkpoints are untouched"
-            raise CheckpointError(why) from error
+            raise UnsavedCheckpointError(why) from error
         self.prune(step)
 
     def prune(self, newest: int) -> None:

@@ -191,7 +191,8 @@ def report_errors(out: TextIO) -> Iterator[Outcome]:
     try:
         yield outcome
     except EXPECTED_ERRORS as error:
-        outcome.resumes = not isinstance(error, errors.CheckpointError)
+        is_kept = isinstance(error, errors.UnsavedCheckpointError)
+        outcome.resumes = is_kept or not isinstance(error, errors.CheckpointError)
         outcome.report(f"{type(error).__name__}: {error}", 2 if isinstance(error, errors.ConfigError) else 1, out)
     except Exception as error:
         if isinstance(error, OSError) and error.errno in FILE_ERRNOS:

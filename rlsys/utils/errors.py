@@ -21,6 +21,10 @@ class CheckpointError(Exception):
     """A checkpoint is missing, incomplete, corrupt or belongs to another model."""
 
 
+class UnsavedCheckpointError(CheckpointError):
+    """A checkpoint could not be written, as on a full disk; the earlier ones are untouched."""
+
+
 class WeightTransferError(Exception):
     """A weight push failed or was incomplete; the engine must not serve until the next complete one."""
 

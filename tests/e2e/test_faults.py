@@ -78,7 +78,10 @@ def assert_one_error(ended: Ended, code: int, *messages: str) -> None:
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_the_next_run_continues(
     job: Job, patches: Patches, step: int, why: str
 ) -> None:
-    assert_one_error(job.run(patches=patches), 1, "CheckpointError", f"global_step_{step}", why)
+    ended = job.run(patches=patches)
+    assert_one_error(
+        ended, 1, "CheckpointError", f"global_step_{step}", why, "\n  next        the same command continues "
+    )
     assert not list(job.out.glob(f"global_step_{step}*"))
     assert (job.out / POINTER).exists() == (step > 1)
     assert job.run().status == 0

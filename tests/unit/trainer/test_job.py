@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlsys.config import EvalConfig, PPOConfig, SFTConfig
-from rlsys.utils.errors import CheckpointError, ConfigError, DataError
+from rlsys.utils.errors import CheckpointError, ConfigError, DataError, UnsavedCheckpointError
 from tests.contracts.train_engine import MODELS
 from tests.timing import scaled_s
 from trainer.job import checked_config, report_errors
@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[3]
         (ConfigError("write x=1"), 2, "ConfigError: write x=1"),
         (DataError("row 3"), 1, "DataError: row 3"),
         (CheckpointError("another optimizer"), 1, "CheckpointError: another optimizer"),
+        (UnsavedCheckpointError("the disk is full"), 1, "UnsavedCheckpointError: the disk is full"),
         (OSError(28, "No space left on device", "/out/file"), 1, "No space left on device: '/out/file'"),
         (NotADirectoryError(20, "Not a directory", "/cache/start"), 1, "Not a directory: '/cache/start'"),
         (KeyboardInterrupt(), 130, "interrupted (Ctrl-C)"),
@@ -35,7 +36,7 @@ def test_expected_errors_are_one_line_and_an_exit_code(error: BaseException, cod
     assert outcome.exit_code == code
     assert printed in out.getvalue()
     assert out.getvalue().count("\n") == 1
-    assert outcome.resumes is not isinstance(error, CheckpointError)
+    assert outcome.resumes is (type(error) is not CheckpointError)
 
 
 STOPPED = """
