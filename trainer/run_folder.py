@@ -7,7 +7,7 @@ import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from functools import cache
@@ -18,7 +18,9 @@ from tempfile import TemporaryFile
 
 import yaml
 
-from rlsys.config.introspect import shown
+from rlsys.config.compat.reader import REFERENCE, absolute_names
+from rlsys.config.introspect import default_of, leaves, shown
+from rlsys.config.schema.base import Section
 from rlsys.config.schema.jobs import JobConfig
 from rlsys.config.schema.trainer import RunConfig, TrainingConfig
 from rlsys.telemetry.log import FILE_ONLY, get_logger, log_to_file, redact, redact_tree
@@ -96,7 +98,9 @@ def _compared(config: JobConfig, root: Path) -> list[str]:
     changes = {
         key: f"  {key} {shown(before.get(key))} -> {shown(now.get(key))}"
         for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key) and not key.startswith("trainer.resume")
+        if before.get(key) != now.get(key)
+        and not key.startswith("trainer.resume")
+        and not all(_follows(type(config), key, settings) for settings in (before, now))
     }
     refused = [line for key, line in changes.items() if key.startswith(MEANING)]
     if refused and not run.resume_changed:
@@ -106,6 +110,13 @@ def _compared(config: JobConfig, root: Path) -> list[str]:
             "To start over: trainer.resume_mode=disable, or another trainer.default_local_dir"
         )
     return list(changes.values())
+
+
+def _follows(schema: type[Section], key: str, settings: Mapping[str, object]) -> bool:
+    """Whether a setting is its default and that is made of other settings, which are listed themselves."""
+    text = absolute_names(str(default_of(leaves(schema)[key])), key) if key in leaves(schema) else ""
+    made = REFERENCE.sub(lambda match: str(settings.get(match[1])), text)
+    return made != text and made == str(settings.get(key))
 
 
 def _settings(config: JobConfig) -> dict[str, object]:

@@ -117,6 +117,21 @@ def test_a_resumed_run_reports_what_differs(tmp_path: Path, caplog: pytest.LogCa
     assert not [m for m in caplog.messages if m.startswith("changed")]
 
 
+def test_what_only_follows_a_changed_setting_is_not_listed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saved(started(config_of(tmp_path)), 3)
+    caplog.set_level("INFO")
+    resumed = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/out/global_step_3"]
+    moved = f"trainer.default_local_dir={tmp_path}/other"
+    started(config_of(tmp_path, *resumed, moved))
+    (message,) = [m for m in caplog.messages if m.startswith("changed since the run that is resumed")]
+    assert message.count("\n") == 1, message
+    assert f"trainer.default_local_dir {tmp_path}/out -> {tmp_path}/other" in message
+    caplog.clear()
+    started(config_of(tmp_path, *resumed, moved, "trainer.rollout_data_dir=null"))
+    (message,) = [m for m in caplog.messages if m.startswith("changed since the run that is resumed")]
+    assert f"trainer.rollout_data_dir {tmp_path}/out/rollouts -> null" in message
+
+
 @pytest.mark.parametrize("changed", ["the algorithm", "the reward function"])
 def test_a_checkpoint_of_another_experiment_is_only_continued_if_confirmed(tmp_path: Path, changed: str) -> None:
     saved(started(config_of(tmp_path)), 3)
