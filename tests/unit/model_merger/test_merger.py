@@ -241,6 +241,17 @@ def test_corrupted_rank_files_are_reported(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ranks"]
 
 
+@pytest.mark.parametrize("pruned", ["global_step_1", "global_step_2", "global_step_2/actor"])
+def test_a_checkpoint_that_was_pruned_is_named_with_those_that_are_there(pruned: str, tmp_path: Path) -> None:
+    (tmp_path / "global_step_2" / "critic").mkdir(parents=True)
+    for step in (3, 4):
+        (tmp_path / f"global_step_{step}" / "actor").mkdir(parents=True)
+        (tmp_path / f"global_step_{step}" / "actor" / "tensors.json").touch()
+    why = f"max_ckpt_to_keep may have removed its weights; of the steps in {tmp_path} these have theirs: "
+    with pytest.raises(CheckpointError, match=f"{why}global_step_3, global_step_4"):
+        merge(tmp_path / pruned, tmp_path / "hf")
+
+
 def test_a_truncated_file_is_reported(models: dict[str, Path], tmp_path: Path) -> None:
     split(models["mixtral"], tmp_path / "ranks", SplitLayout(tp=2))
     file = tmp_path / "ranks" / FIRST
