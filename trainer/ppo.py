@@ -5,9 +5,9 @@ fleet retries, telemetry reports, `loop` saves and resumes. A notebook builds th
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -92,6 +92,7 @@ class RayPPOTrainer(CheckpointedLoop):
         self.weight_version = -1
         self._groups: WorkerGroups | None = None
         self._parts: TrainerParts | None = None
+        self._is_reported = True
 
     @property
     def groups(self) -> WorkerGroups:
@@ -123,7 +124,9 @@ class RayPPOTrainer(CheckpointedLoop):
     def fit(self) -> None:
         """Train until the last step; resumes where the latest checkpoint left off."""
         run = self.cfg.trainer
-        with self.session():
+        with closing(self):
+            if self._parts is None:
+                self.init_workers()
             self.resume()
             self.push_weights()
             if self.cfg.actor_rollout_ref.rollout.parity.freq >= 0:
@@ -142,7 +145,11 @@ class RayPPOTrainer(CheckpointedLoop):
         return with_branches(batch, max_rows=self.cfg.actor_rollout_ref.rollout.agent.max_rows)
 
     def step(self, batch: DataProto) -> DataProto:
-        """Train on one batch and push the new weights; returns the batch with everything computed on it."""
+        """Train on one batch and push the new weights; returns the batch with everything computed on it.
+
+        Its metrics are written by `finish_step`, or with the next step or `close`.
+        """
+        self._report()
         self.global_step += 1
         start_s, steps = time.monotonic(), self.parts.steps
         batch = steps.balance(batch, self.global_step)
@@ -165,6 +172,7 @@ class RayPPOTrainer(CheckpointedLoop):
             self.reporter.best_effort("staleness.txt", advise)
         if self.due(self.cfg.actor_rollout_ref.rollout.parity.freq) and self.weight_version == self.global_step:
             self.parity_probe()
+        self._is_reported = False
         return batch
 
     def _record(self, batch: DataProto) -> None:
@@ -184,10 +192,16 @@ class RayPPOTrainer(CheckpointedLoop):
         self.finish_save(wait=False)
         if self.test_due:
             self.evaluate()
-        self.reporter.add_stages(self.groups.drain_stages())
-        self.reporter.finish_step(self.global_step)
+        self._report()
         if self.save_due:
             self.save()
+
+    def _report(self) -> None:
+        """Write the metrics of the last step, unless that was done or the step failed."""
+        if not self._is_reported:
+            self._is_reported = True
+            self.reporter.add_stages(self.groups.drain_stages())
+            self.reporter.finish_step(self.global_step)
 
     def push_weights(self, *, meanwhile: Callable[[], object] = lambda: None) -> TransferReport:
         """Reshard the actor's weights into the rollout engines; they serve version `global_step` afterwards.
@@ -280,6 +294,7 @@ class RayPPOTrainer(CheckpointedLoop):
     def close(self) -> None:
         """Stop everything this trainer started; safe to call twice."""
         self.close_save()
+        self.reporter.best_effort("the last step", self._report)
         parts, self._parts = self._parts, None
         groups, self._groups = self._groups, None
         with self.folder as stack:
@@ -290,16 +305,6 @@ class RayPPOTrainer(CheckpointedLoop):
                 stack.callback(groups.close)
             if parts is not None:
                 stack.callback(parts.close)
-
-    @contextmanager
-    def session(self) -> Iterator[None]:
-        """Workers run inside and are closed afterwards, also after an error."""
-        try:
-            if self._parts is None:
-                self.init_workers()
-            yield
-        finally:
-            self.close()
 
     @property
     def test_due(self) -> bool:

@@ -1,5 +1,6 @@
 """The parity probe in whole runs: it finds what is wrong, costs nothing that matters and changes nothing."""
 
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,8 @@ def test_it_is_taken_on_demand_and_needs_equal_weights(toy: Toy, tmp_path: Path)
         tmp_path / "out", LOCAL, "trainer.sync_freq=5", "trainer.max_staleness=4", f"{PARITY}.freq=-1"
     )
     trainer = build_trainer(load_config(overrides))
-    with trainer.session():
+    with closing(trainer):
+        trainer.init_workers()
         trainer.push_weights()
         report = trainer.parity_probe()
         assert report.problem == ""
@@ -107,7 +109,8 @@ class Servers:
 
 def test_a_rollout_that_cannot_score_is_asked_once(toy: Toy, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     trainer = build_trainer(load_config(toy.overrides(tmp_path / "out", LOCAL)))
-    with trainer.session():
+    with closing(trainer):
+        trainer.init_workers()
         trainer.push_weights()
         servers = Servers()
         probe = replace(trainer.parts.parity, score=servers.compute_log_prob)
@@ -135,7 +138,8 @@ class LostOnce:
 
 def test_a_rollout_lost_in_a_probe_is_asked_in_the_next_one(toy: Toy, tmp_path: Path) -> None:
     trainer = build_trainer(load_config(toy.overrides(tmp_path / "out", LOCAL)))
-    with trainer.session():
+    with closing(trainer):
+        trainer.init_workers()
         trainer.push_weights()
         probe = trainer.parts.parity
         assert probe is not None

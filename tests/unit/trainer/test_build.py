@@ -1,12 +1,14 @@
 """Which processes of a run go together on a node, and what is checked of rows before a process starts."""
 
 import json
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from rlsys.config import load_config, plan_batches
 from rlsys.data.start_assets import START_MODEL
+from rlsys.telemetry.jsonl import read_jsonl
 from rlsys.utils.errors import DataError
 from trainer.build import build_trainer, place_roles, prepare
 
@@ -59,3 +61,22 @@ def test_a_run_grades_by_the_column_that_reward_fn_key_names(tmp_path: Path) -> 
     trainer.push_weights()
     assert trainer.next_batch().non_tensor_batch["reward_status"].tolist() == ["ok"] * 8
     trainer.close()
+
+
+def test_steps_by_hand_are_reported_with_the_next_one_or_at_the_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = write_rows(tmp_path / "rows.jsonl", {"data_source": "rlsys/arithmetic"})
+    trainer = build_trainer(load_config([*argv, "trainer.total_training_steps=4"]))
+    with closing(trainer):
+        trainer.init_workers()
+        trainer.resume()
+        trainer.push_weights()
+        for step in (1, 2):
+            trainer.step(trainer.next_batch())
+            assert [record["step"] for record in read_jsonl(tmp_path / "out" / "metrics.jsonl")] == [*range(1, step)]
+        trainer.finish_step()
+        trainer.step(trainer.next_batch())
+    records = list(read_jsonl(tmp_path / "out" / "metrics.jsonl"))
+    assert [record["step"] for record in records if "critic/score/mean" in record] == [1, 2, 3]
+    assert " 3/4 " in capsys.readouterr().out.splitlines()[-1]
