@@ -10,11 +10,12 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import patch
 from uuid import uuid4
 
 import ray
@@ -117,7 +118,9 @@ def connect(
     mark = uuid4().hex
     guard = Guard(mark)
     try:
-        with _loopback(), environment({MARK: mark}):
+        # for 127.0.0.1 Ray has no argument but a variable, which this process has read and its servers will read
+        variables = environment({"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", MARK: mark})
+        with patch.object(ray_constants, "ENABLE_RAY_CLUSTER", False), variables:
             context = _init("local", env, options)
     except BaseException as error:
         guard.close()
@@ -133,16 +136,13 @@ def _init(address: str, env: dict[str, Any], options: Mapping[str, Any]) -> Any:
     if unknown := sorted({*env} - {*RuntimeEnv.known_fields}):
         known = ", ".join(sorted(RuntimeEnv.known_fields))
         raise ConfigError(f"ray_kwargs.ray_init.runtime_env has no field {unknown[0]}; Ray's are {known}")
-    set_handler = ray_utils.set_sigterm_handler
-    ray_utils.set_sigterm_handler = lambda sigterm_handler: None
     if not options["log_to_driver"]:
         ray_worker.print_to_stdstream = _log_first_lines
     try:
-        return ray.init(address=address, runtime_env=RuntimeEnv(**env), **options)
+        with patch.object(ray_utils, "set_sigterm_handler"):
+            return ray.init(address=address, runtime_env=RuntimeEnv(**env), **options)
     except (ValueError, TypeError, RuntimeError, ConnectionError, ray_exceptions.RayError) as error:
         raise ConfigError(f"ray_kwargs.ray_init (address {address}): {str(error).strip().splitlines()[0]}") from error
-    finally:
-        ray_utils.set_sigterm_handler = set_handler
 
 
 def _exit_now(code: int) -> None:
@@ -228,21 +228,6 @@ def _set_defaults_for_local_cluster() -> None:
         defaults["RAY_AUTH_TOKEN"] = uuid4().hex * 2
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
-
-
-@contextmanager
-def _loopback() -> Iterator[None]:
-    """Let a local cluster use 127.0.0.1 as its address, as Ray itself does on laptops with other systems.
-
-    Ray has no argument for this: it reads a variable, this process when it imports ray and its servers when they start.
-    """
-    before = ray_constants.ENABLE_RAY_CLUSTER
-    ray_constants.ENABLE_RAY_CLUSTER = False
-    try:
-        with environment({"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}):
-            yield
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 def runtime_env(given: Mapping[str, Any]) -> dict[str, object]:
