@@ -3,8 +3,10 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch.distributed as dist
 
@@ -20,19 +22,16 @@ def end_groups(shutdown: Callable[[], None], *, shared: bool) -> None:
     """
     import vllm.distributed.parallel_state as parallel_state
 
-    end_all = parallel_state.destroy_distributed_environment
-    if shared:
-        parallel_state.destroy_distributed_environment = lambda: _end_world(parallel_state)
+    end_all = partial(_end_world, parallel_state) if shared else parallel_state.destroy_distributed_environment
     try:
-        shutdown()
-        parallel_state.destroy_model_parallel()
-        parallel_state.destroy_distributed_environment()
+        with patch.object(parallel_state, "destroy_distributed_environment", end_all):
+            shutdown()
+            parallel_state.destroy_model_parallel()
+            parallel_state.destroy_distributed_environment()
     except ValueError:  # torch raises it for a group that was destroyed with the default one
         if dist.is_initialized():
             raise
         _forget(parallel_state)
-    finally:
-        parallel_state.destroy_distributed_environment = end_all
 
 
 def _forget(parallel_state: Any) -> None:
@@ -79,17 +78,15 @@ def own_shared_memory() -> Iterator[None]:
     """
     import vllm.distributed.device_communicators.cpu_communicator as cpu_communicator
 
-    owner, made = cpu_communicator._CPUSHMDistributed, list[str]()
-    make = owner.make_group_name
+    made = list[str]()
 
     def name(group: Any) -> str:
         made.append("-".join(["rlsys", os.environ["MASTER_PORT"], group.unique_name, *map(str, group.ranks)]))
         return made[-1]
 
-    owner.make_group_name = staticmethod(name)
     try:
-        yield
+        with patch.object(cpu_communicator._CPUSHMDistributed, "make_group_name", staticmethod(name)):
+            yield
     finally:
-        owner.make_group_name = make
         for file in (file for group in made for file in SHARED_MEMORY.glob(f"{group}_*")):
             file.unlink(missing_ok=True)
