@@ -7,8 +7,6 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from rlsys.algorithms.filters import informative_groups
 from rlsys.algorithms.groups import group_ids_of
 from rlsys.config.schema.trainer import TrainingConfig
@@ -119,9 +117,6 @@ class Reporter:
         """Count prompt and response tokens, for rates."""
         response = int(response_lengths(batch).sum())
         self._tokens = (int(batch.tensors["attention_mask"].sum()) - response, response)
-
-    def add_entropy(self, entropy: torch.Tensor, mask: torch.Tensor) -> None:
-        self.add({"actor/entropy": float((entropy.double() * mask).sum() / mask.sum().clamp(min=1))})
 
     def finish_step(self, step: int) -> dict[str, float]:
         """Write the step's metrics to all trackers; publish a checkpoint of the step only after this."""

@@ -8,7 +8,7 @@ import torch
 
 from rlsys.algorithms import stages
 from rlsys.algorithms.kl import KLController
-from rlsys.algorithms.masked import at_last_token
+from rlsys.algorithms.masked import at_last_token, masked_mean
 from rlsys.algorithms.mismatch import probs_diff_metrics
 from rlsys.batching import balance_rows, seqlen_metrics
 from rlsys.config import PPOConfig
@@ -65,7 +65,8 @@ class Steps:
             scored = self.groups.actor.compute_log_prob(_only(batch, ROWS, ["routed_experts"]))
         self.reporter.add_lists(scored.meta_info.pop("metrics", {}))
         if "entropys" in scored.tensors:
-            self.reporter.add_entropy(scored.tensors["entropys"], batch.tensors["response_mask"])
+            entropy = masked_mean(scored.tensors["entropys"].double(), batch.tensors["response_mask"])
+            self.reporter.add({"actor/entropy": float(entropy)})
             del scored.tensors["entropys"]
         return batch.union(scored)
 

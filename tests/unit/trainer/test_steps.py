@@ -76,7 +76,6 @@ def steps_of(cfg: PPOConfig, **roles: Any) -> tuple[Steps, Scorer, dict[str, flo
         SimpleNamespace(
             add=metrics.update,
             add_lists=lambda new: metrics.update({k: float(np.mean(v)) for k, v in new.items()}),
-            add_entropy=lambda entropy, mask: metrics.update({"entropy": float(entropy.mean())}),
             stage=StageTimer(),
         ),
     )
@@ -90,7 +89,7 @@ def test_log_probs_come_from_the_actor_at_the_batchs_temperature() -> None:
     batch = steps.old_log_probs(rows())
     assert batch.tensors["old_log_probs"].eq(-2).all()
     assert "entropys" not in batch.tensors
-    assert metrics["entropy"] == 0.5
+    assert metrics["actor/entropy"] == 0.5
     assert scorer.temperature == 0.7
     assert "rollout_log_probs" not in scorer.columns["old"]
     assert steps.residency.resident is Role.Actor
