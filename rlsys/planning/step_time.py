@@ -120,54 +120,61 @@ def step_seconds(cfg: PPOConfig, phases: Sequence[Phase]) -> float:
 
 def _passes(job: PlanInputs, role: Role, size: Pass, cluster: GpuCluster, *, trains: bool) -> dict[str, float]:
     """All micro-batches of a rank, and with `trains` the reduction of gradients and the optimizer."""
-    d, c, row = role.model, role.how.c, job.lengths.mean_prompt + job.lengths.mean_response
-    kind = "megatron" if isinstance(role, MegatronRole) else "compiled" if role.how.compiled else "fsdp"
-    flops = cluster.gpu.flops
+    d, c, gpu, actor = role.model, role.how.c, cluster.gpu, job.cfg.actor_rollout_ref.actor
     if isinstance(role, MegatronRole):
-        tp, pp, vp, held = role.sizes.tp, role.sizes.pp, role.sizes.vp, role.held_here.parameters
-        is_fp8 = role.trained and role.head == "lm" and job.cfg.actor_rollout_ref.actor.megatron.fp8
-        flops, by_layer = cluster.gpu.fp8_flops if is_fp8 else flops, role.layer_saved_bytes(size)
+        kind, tp, pp, vp = "megatron", role.sizes.tp, role.sizes.pp, role.sizes.vp
+        parameters, layer_bytes = role.held_here.parameters, role.layer_saved_bytes(size)
     else:
-        tp, pp, vp, held = role.tp, 1, 1, d.parameters / role.tp
-        by_layer = fp.layer_saved_bytes(d, size.tokens, c=c, fused=role.how.compiled, tp=tp)
-    again, layers = int(trains and role.how.recompute), d.num_layers / pp
-    blocks, attended = (2.0 * size.tokens * n / (pp * tp) for n in (d.active, d.attended * (row + 1) / 2))
-    head = 2.0 * size.responses * d.vocab * d.hidden / tp if role.head == "lm" else 0.0
-    passes = 1 + again + 2 * trains
-    compute = (blocks * passes + head * (1 + 3 * trains)) / (MATMUL * flops)  # logits are always computed again
-    compute += attended * (passes + trains / 2) / (ATTENTION * cluster.gpu.flops)
-    saved = layers * by_layer
-    logits = fp.WIDE * size.responses * d.vocab / tp if role.head == "lm" else 0.0
-    moved = READS * (1 + again + trains) * saved + LOGITS_READS * (1 + trains) * logits
-    memory = (moved + held * (c * passes + (c + 2 * fp.WIDE) * trains)) / (MEMORY * cluster.gpu.memory_rate)
+        kind, tp, pp, vp = "compiled" if role.how.compiled else "fsdp", role.tp, 1, 1
+        parameters = d.parameters / tp
+        layer_bytes = fp.layer_saved_bytes(d, size.tokens, c=c, fused=role.how.compiled, tp=tp)
+    is_lm, layers = role.head == "lm", d.num_layers / pp
+    forwards = 1 + (trains and role.how.recompute)
+    passes = forwards + 2 * trains  # a backward pass is as much work as two forward passes
+
+    row = job.lengths.mean_prompt + job.lengths.mean_response
+    blocks = 2.0 * size.tokens * d.active / (pp * tp)
+    attention = 2.0 * size.tokens * (d.attended * (row + 1) / 2) / (pp * tp)
+    head = 2.0 * size.responses * d.vocab * d.hidden / tp * is_lm
+    products = blocks * passes + head * (4 if trains else 1)  # logits are always computed again
+    is_fp8 = isinstance(role, MegatronRole) and role.trained and is_lm and actor.megatron.fp8
+    compute = products / (MATMUL * (gpu.fp8_flops if is_fp8 else gpu.flops))
+    compute += attention * (passes + trains / 2) / (ATTENTION * gpu.flops)
+
+    saved = READS * (forwards + trains) * layers * layer_bytes
+    logits = LOGITS_READS * (1 + trains) * fp.WIDE * size.responses * d.vocab / tp * is_lm
+    weights = parameters * (c * passes + (c + 2 * fp.WIDE) * trains)  # gradients are added up in float32
+    memory = (saved + logits + weights) / (MEMORY * gpu.memory_rate)
+
     if isinstance(role, MegatronRole):
-        sent = sum(_collectives(role, size, cluster, passes=passes, trains=trains))
+        sent = sum(_exchanges(role, size, cluster, passes=passes, trains=trains))
     else:
-        gathered = d.parameters * (c * (1 + trains) + role.master * trains)
-        shared = d.num_layers * 2 * size.tokens * c * (d.q + d.kv)
-        sent = max(0.0, cluster.ring_s(gathered / tp, role.ranks // tp, tp) - compute - memory)
-        sent += d.num_layers * 4 * (1 + again + trains) * cluster.ring_s(size.tokens * c * d.hidden, tp)
-        sent += passes * cluster.all_to_all_s(shared, sequence_ranks(job.cfg.actor_rollout_ref.actor))
+        gathered = d.parameters * (c * (1 + trains) + role.master * trains) / tp
+        sent = max(0.0, cluster.ring_s(gathered, role.ranks // tp, tp) - compute - memory)
+        sent += d.num_layers * 4 * (forwards + trains) * cluster.ring_s(size.tokens * c * d.hidden, tp)
+        heads = d.num_layers * 2 * size.tokens * c * (d.q + d.kv)
+        sent += passes * cluster.all_to_all_s(heads, sequence_ranks(actor))
+
     busy, host = compute + memory + sent, LAYER_S[kind] * layers * passes
-    times = {"compute": compute, "memory": memory, "communication": sent, "host": hypot(busy, host) - busy}
-    seconds = {cause: size.count * one for cause, one in times.items()}
-    seconds |= {"bubble": (pp - 1) / vp * hypot(busy, host)}
+    lasts = hypot(busy, host)
+    times = {"compute": compute, "memory": memory, "communication": sent, "host": lasts - busy}
+    seconds = {cause: size.count * one for cause, one in times.items()} | {"bubble": (pp - 1) / vp * lasts}
     if trains:
-        seconds["memory"] += OPTIMIZER_READS * role.held().get(OPTIMIZER, 0) / (MEMORY * cluster.gpu.memory_rate)
+        seconds["memory"] += OPTIMIZER_READS * role.held().get(OPTIMIZER, 0) / (MEMORY * gpu.memory_rate)
         seconds["communication"] += sum(_reduction(job, role, cluster))
     return seconds
 
 
-def _collectives(role: MegatronRole, size: Pass, cluster: GpuCluster, *, passes: int, trains: bool) -> Iterator[float]:
+def _exchanges(role: MegatronRole, size: Pass, cluster: GpuCluster, *, passes: int, trains: bool) -> Iterator[float]:
     """Seconds of a micro-batch in which rows, contexts, experts' inputs and stages' outputs are exchanged."""
-    d, c = role.model, role.how.c
-    s, layers, rows = role.sizes, d.num_layers / role.sizes.pp, size.tokens * c * d.hidden
+    d, s, token_bytes = role.model, role.sizes, size.tokens * role.how.c
+    rows, layers = token_bytes * d.hidden, d.num_layers / s.pp
     yield layers * 4 * passes * cluster.ring_s(rows, s.tp)
-    yield layers * passes * cluster.ring_s(2 * size.tokens * c * d.kv * s.cp / s.tp, s.cp, s.tp)
+    yield layers * passes * cluster.ring_s(2 * token_bytes * d.kv * s.cp / s.tp, s.cp, s.tp)
     yield passes * cluster.all_to_all_s(d.num_sparse / s.pp * 2 * d.routed * rows / s.tp, s.ep * s.expert_tp)
     if s.pp > 1:
-        # the ranks of a stage may fill a node
-        yield (1 + trains) * cluster.all_to_all_s(rows / s.tp, 1 << 30 if role.dp * s.tp >= cluster.node_size else 2)
+        fills_node = role.dp * s.tp >= cluster.node_size  # a stage: then the next one is over the network
+        yield (1 + trains) * cluster.all_to_all_s(rows / s.tp, 1 << 30 if fills_node else 2)
 
 
 def _reduction(job: PlanInputs, role: Role, cluster: GpuCluster) -> Iterator[float]:
@@ -220,21 +227,27 @@ def _decode_s(job: PlanInputs, d: fp.Decoder, cluster: GpuCluster, running: floa
 
     Stages take turns; each sends rows and residuals on, the last its logits to all.
     """
-    rollout, gpu = job.cfg.actor_rollout_ref.rollout, cluster.gpu
-    tp, c, head = rollout.tensor_model_parallel_size, width_of(rollout.dtype, "cuda"), d.vocab * d.hidden
-    dp, stages = rollout.data_parallel_size, rollout.pipeline_model_parallel_size
-    unused = (1 - d.routed / d.num_experts) ** (running * dp) if d.num_sparse else 0.0
+    rollout, c = job.cfg.actor_rollout_ref.rollout, width_of(job.cfg.actor_rollout_ref.rollout.dtype, "cuda")
+    tp, dp = rollout.tensor_model_parallel_size, rollout.data_parallel_size
+    stages, head = rollout.pipeline_model_parallel_size, d.vocab * d.hidden
     width, faster = (1, FP8_MATMUL) if rollout.quantization else (c, 1.0)
-    matrices = (d.parameters - d.outer - d.in_experts + d.in_experts * (1 - unused) / dp) / tp
-    cache = running * d.cached * context / min(tp, d.cache_heads)
-    memory = (width * matrices + c * (head / tp + cache)) / (MEMORY * gpu.memory_rate)
-    compute = 2 * running * (d.active / faster + head + d.attended * context) / (tp * MATMUL * gpu.flops)
-    reduce_s = ALL_REDUCE_S if rollout.replica_size <= cluster.node_size else ALL_REDUCE_FAR_S
-    sent = 2 * d.num_layers * (reduce_s + 2 * cluster.ring_s(c * running * d.hidden, tp)) if tp > 1 else 0.0
+    unused = (1 - d.routed / d.num_experts) ** (running * dp) if d.num_sparse else 0.0
+    experts = d.in_experts * (1 - unused) / dp
+    matrices = (d.parameters - d.outer - d.in_experts + experts) / tp
+    cached = running * d.cached * context / min(tp, d.cache_heads)
+    read = width * matrices + c * (head / tp + cached)
+    products = 2 * running * (d.active / faster + head + d.attended * context)
+    memory_s = read / (MEMORY * cluster.gpu.memory_rate)
+    compute_s = products / (tp * MATMUL * cluster.gpu.flops)
+    rows, reduce_s = c * running * d.hidden, ALL_REDUCE_S
+    if rollout.replica_size > cluster.node_size:
+        reduce_s = ALL_REDUCE_FAR_S
+    sent = cluster.ring_s(2 * stages * rows + c * running * d.vocab, stages, tp)
+    if tp > 1:
+        sent += 2 * d.num_layers * (reduce_s + 2 * cluster.ring_s(rows, tp))
     if dp > 1:  # experts get the rows of all data-parallel ranks
-        sent += 2 * d.num_sparse * (reduce_s + cluster.ring_s(c * running * dp * d.hidden, dp, tp))
-    sent += cluster.ring_s(c * running * (2 * stages * d.hidden + d.vocab), stages, tp)
-    return max(memory, compute) + sent
+        sent += 2 * d.num_sparse * (reduce_s + cluster.ring_s(dp * rows, dp, tp))
+    return max(memory_s, compute_s) + sent
 
 
 @cache
