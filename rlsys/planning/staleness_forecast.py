@@ -6,7 +6,7 @@ measured groups.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from math import inf
@@ -46,13 +46,19 @@ class Forecast:
     rollout_idle: float
 
 
+_Waiting = tuple[int, int]
+"""The length of an answer and the number of its group."""
+_Started = tuple[int, int, int]
+"""The number of an answer's group, its length, and the version at its start."""
+
+
 class _Replica:
-    """Answers that advance together; `clock` counts decode steps, `running` holds (clock at the end, group, ...)."""
+    """Answers that advance together; `clock` counts decode steps, at which those of the heap `running` end."""
 
     def __init__(self, run: MeasuredRun) -> None:
         self._run = run
         self.clock = self.now_s = self.idle_s = 0.0
-        self.running: list[tuple[float, int, int, int]] = []
+        self.running: list[tuple[float, _Started]] = []
 
     @property
     def _decode_s(self) -> float:
@@ -62,12 +68,24 @@ class _Replica:
         """When the next answer ends."""
         return self.now_s + (self.running[0][0] - self.clock) * self._decode_s if self.running else inf
 
-    def advance(self, now_s: float) -> None:
+    def advance(self, now_s: float) -> Iterator[_Started]:
+        """The answers that have ended by then."""
         if self.running:
             self.clock += (now_s - self.now_s) / self._decode_s
         else:
             self.idle_s += now_s - self.now_s
         self.now_s = now_s
+        while self.running and self.running[0][0] <= self.clock + 1e-6:
+            yield heappop(self.running)[1]
+
+
+@dataclass
+class _Group:
+    """A prompt's answers: how many have not ended, their tokens, and the sum of the versions that drew those."""
+
+    unfinished: int
+    tokens: int
+    versions: float = 0.0
 
 
 def next_lead(leads: Sequence[float], waited_steps: float, *, most: float, num_early: int = 0) -> float:
@@ -87,43 +105,40 @@ def next_lead(leads: Sequence[float], waited_steps: float, *, most: float, num_e
 
 def forecast(run: MeasuredRun, max_staleness: int) -> Forecast:
     """The measured run with this `max_staleness`, after the steps in which its window fills and the lead settles."""
-    random, per_step = Random(0), run.groups_per_step
-    replicas = [_Replica(run) for _ in range(run.num_replicas)]
-    waiting: deque[tuple[int, int]] = deque()
-    left, tokens, versions = dict[int, int](), dict[int, int](), dict[int, float]()
-    now_s, train_end_s, busy_s, age, leads, step_s = 0.0, inf, 0.0, 0.0, [1.0], 0.0
-    version = num_tokens = num_groups = 0
-    marks: list[tuple[float, ...]] = []
-    first = 3 * max_staleness + 1
+    random, per_step, first = Random(0), run.groups_per_step, 3 * max_staleness + 1
+    replicas, groups, waiting = [_Replica(run) for _ in range(run.num_replicas)], list[_Group](), deque[_Waiting]()
+    now_s, train_s, train_end_s, version, leads = 0.0, 0.0, inf, 0, [1.0]
+    trained, ends = np.zeros(3), list[np.ndarray]()  # tokens, their ages and the seconds of their training
     while version <= first + NUM_STEPS:
-        for group in range(num_groups, (version + 1) * per_step + int(min(leads[-1], max_staleness) * per_step)):
+        while len(groups) < (version + 1) * per_step + int(min(leads[-1], max_staleness) * per_step):
             lengths = random.choice(run.groups)
-            left[group], tokens[group], versions[group] = len(lengths), sum(lengths), 0.0
-            waiting.extend((length, group) for length in lengths)
-            num_groups = group + 1
-        while waiting and len((least := min(replicas, key=lambda one: len(one.running))).running) < run.max_num_seqs:
-            length, group = waiting.popleft()
-            heappush(least.running, (least.clock + length, group, length, version))
-        step = range(version * per_step, (version + 1) * per_step)
-        if train_end_s == inf and not any(left[group] for group in step):
-            trained = sum(tokens[group] for group in step)
-            if marks:
-                leads.append(next_lead(leads, (now_s - marks[-1][0]) / step_s, most=max_staleness))
-            age += version * trained - sum(versions[group] for group in step)
-            step_s = trained * run.train_s
-            num_tokens, busy_s, train_end_s = num_tokens + trained, busy_s + step_s, now_s + step_s
+            waiting.extend((length, len(groups)) for length in lengths)
+            groups.append(_Group(len(lengths), sum(lengths)))
+        _start_answers(waiting, replicas, run.max_num_seqs, version)
+        step = groups[version * per_step : (version + 1) * per_step]
+        if train_end_s == inf and not any(group.unfinished for group in step):
+            if ends:
+                leads.append(next_lead(leads, (now_s - ends[-1][0]) / train_s, most=max_staleness))
+            tokens = sum(group.tokens for group in step)
+            train_s, age = tokens * run.train_s, version * tokens - sum(group.versions for group in step)
+            train_end_s = now_s + train_s
+            trained += (tokens, age, train_s)
         now_s = min(train_end_s, *(replica.next_s() for replica in replicas), inf)
-        for replica in replicas:
-            replica.advance(now_s)
-            while replica.running and replica.running[0][0] <= replica.clock + 1e-6:
-                _, group, length, started = heappop(replica.running)
-                left[group] -= 1
-                versions[group] += length * (started + version) / 2
+        for number, length, started in (ended for replica in replicas for ended in replica.advance(now_s)):
+            groups[number].unfinished -= 1
+            groups[number].versions += length * (started + version) / 2
         if now_s == train_end_s:
             version, train_end_s = version + 1, inf
-            marks.append((now_s, num_tokens, age, busy_s, sum(one.idle_s for one in replicas) / len(replicas)))
-    seconds, trained, aged, busy, idle = (end - start for start, end in zip(marks[first], marks[-1], strict=True))
-    return Forecast(max_staleness, trained / seconds, aged / trained, 1.0 - busy / seconds, idle / seconds)
+            ends.append(np.array([now_s, *trained, sum(replica.idle_s for replica in replicas) / len(replicas)]))
+    seconds, tokens, age, busy_s, idle_s = (ends[-1] - ends[first]).tolist()
+    return Forecast(max_staleness, tokens / seconds, age / tokens, 1.0 - busy_s / seconds, idle_s / seconds)
+
+
+def _start_answers(waiting: deque[_Waiting], replicas: Sequence[_Replica], max_num_seqs: int, version: int) -> None:
+    """On the replicas that run the fewest, while those have room."""
+    while waiting and len((least := min(replicas, key=lambda one: len(one.running))).running) < max_num_seqs:
+        length, group = waiting.popleft()
+        heappush(least.running, (least.clock + length, (group, length, version)))
 
 
 def proposed(forecasts: Sequence[Forecast]) -> Forecast:
