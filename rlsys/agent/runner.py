@@ -243,19 +243,27 @@ class EpisodeRunner:
                 await tools.close()
 
     async def _result(self, workflow: Workflow, row: Mapping[str, object], session: Session) -> EpisodeResult:
-        """Run the workflow and say how it ended."""
-        start_s, limit = time.monotonic(), asyncio.timeout(self.deadline_s)
-        rows, score, error = list[TraceRow](), Score(0.0), ""
+        """Run the workflow and measure what it did."""
+        start_s = time.monotonic()
+        result = await self._outcome(workflow, row, session)
+        extra = {**result.extra, "tool_reward": session.tool_reward} if session.tool_reward else result.extra
+        result = replace(result, seconds=time.monotonic() - start_s, num_turns=session.trace.num_turns, extra=extra)
+        return replace(result, counts=session.counts, tool_s=session.tool_s, messages=session.messages)
+
+    async def _outcome(self, workflow: Workflow, row: Mapping[str, object], session: Session) -> EpisodeResult:
+        """What the workflow returned, or why it did not; raises what is no failure of this episode."""
+        limit = asyncio.timeout(self.deadline_s)
         try:
             async with limit:
                 outcome = await workflow.run(row, session)
             rows, score = _scored(outcome, session)
-            end = "rejected" if outcome is None else session.end or ("stop" if rows else "no_draw")
             session.log.differs |= session.log.has_unread
+            end = "rejected" if outcome is None else session.end or ("stop" if rows else "no_draw")
+            return EpisodeResult(rows, score.reward, end, extra=dict(score.extra))
         except (RolloutError, WeightTransferError, DeadlineError, ConfigError):
             raise
         except EpisodeEnd as ended:
-            rows, end = session.trace.rows(), ended.reason
+            return EpisodeResult(session.trace.rows(), 0.0, ended.reason)
         except (Exception, asyncio.CancelledError) as failure:
             if failure.args == ("over_sampled",) or asyncio.current_task().cancelling():  # pyrefly: ignore
                 raise
@@ -263,12 +271,7 @@ class EpisodeRunner:
             if limit.expired():
                 end, error = "deadline", f"no result within {self.deadline_s:g} s"
             log.warning("episode %s failed: %s", session.name, error)
-        seconds = time.monotonic() - start_s
-        extra = dict(score.extra)
-        if session.tool_reward:
-            extra["tool_reward"] = session.tool_reward
-        turns, counts, talk = session.trace.num_turns, session.counts, session.messages
-        return EpisodeResult(rows, score.reward, end, turns, counts, seconds, session.tool_s, extra, talk, error)
+            return EpisodeResult([], 0.0, end, error=error)
 
 
 def _scored(outcome: object, session: Session) -> tuple[list[TraceRow], Score]:
