@@ -56,49 +56,65 @@ def dump_rollouts(
         if len(column) != len(inputs):
             raise ValueError(f"'{name}' has {len(column)} values for {len(inputs)} samples")
     talks = messages if messages is not None else [()] * len(inputs)
-    prompts = [(text, *(part["sha"] for part in _image_parts(talk))) for text, talk in zip(inputs, talks, strict=True)]
-    numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
-    groups = [numbers[prompt] for prompt in prompts]
+    prompts, groups = _numbered_prompts(inputs, talks)
+    columns = {"input": inputs, "output": outputs, "gts": gts, "score": scores, "step": [step] * len(inputs)}
+    columns |= {**extras, **about}
     room = math.inf if max_mb is None else max_mb * 1e6 / _BYTES_FOR_THE_PAGE
-    used = 0
-    kept: dict[int, tuple[bytes, dict[str, object]]] = {}
+    used, images = 0, Path(directory) / "images"
+    lines, shown = dict[int, bytes](), dict[int, dict[str, object]]()
     for row in sampled_order(groups, scores, seed=step):
-        sample = {"input": inputs[row], "output": outputs[row], "gts": gts[row], "score": scores[row], "step": step}
-        sample |= {name: column[row] for name, column in {**extras, **about}.items()}
-        values = {name: column[row] for name, column in token_values.items() if used <= room * _SHARE_WITH_TOKENS}
-        line = encode_line(sample | {name: _short(column, 6) for name, column in values.items()})
+        sample = {name: column[row] for name, column in columns.items()}
+        has_values = used <= room * _SHARE_WITH_TOKENS
+        values = {name: column[row] for name, column in token_values.items() if has_values}
+        line = encode_line(sample | _rounded(values, 6))
         if used + len(line) > room:
             break
-        used += len(line)
-        for part in _image_parts(talks[row]):
-            used += _write_picture(Path(directory) / "images", part)
+        used += len(line) + sum(_write_picture(images, part) for part in _image_parts(talks[row]))
         pieces = token_texts[row] if values and token_texts and row < len(token_texts) else None
-        shown = {"output": sample["output"], "gts": gts[row], "extras": {name: c[row] for name, c in extras.items()}}
-        shown |= {"values": {name: _short(column, 3) for name, column in values.items()}, "tokens": pieces}
-        kept[row] = line, shown
-    browser = Path(directory) / "browser"
-    browser.mkdir(parents=True, exist_ok=True)
+        lines[row] = line
+        shown[row] = {"output": sample["output"], "gts": gts[row], "extras": {n: c[row] for n, c in extras.items()}}
+        shown[row] |= {"values": _rounded(values, 3), "tokens": pieces}
+    kept = sorted(lines)
     path = Path(directory) / f"{step}.jsonl"
-    write_whole(path, b"".join(kept[row][0] for row in sorted(kept)))
+    write_whole(path, b"".join(lines[row] for row in kept))
     first = {group: row for row, group in reversed(list(enumerate(groups)))}
-    named = {group: [_without_pixels(message) for message in talks[row]] for group, row in first.items() if talks[row]}
-    write_whole(browser / f"{step}.texts.js", _texts(step, [text for text, *_ in numbers], named, kept))
+    texts = {
+        "prompts": [text for text, *_ in prompts],
+        "messages": {group: [_without_pixels(one) for one in talks[row]] for group, row in first.items() if talks[row]},
+        "rows": [shown[row] for row in kept],
+    }
     lengths = token_values.get("token_ids")
     index = {
         "step": step,
-        "prompts": [[_digest(" ".join(prompt)), prompt[0][-_PROMPT_END_CHARS:]] for prompt in numbers],
+        "prompts": [[_digest(" ".join(prompt)), prompt[0][-_PROMPT_END_CHARS:]] for prompt in prompts],
         "prompt": groups,
         "score": scores,
         "length": [len(lengths[row] if lengths else outputs[row]) for row in range(len(inputs))],
         "unit": "tokens" if lengths else "characters",
-        "kept": sorted(kept),
+        "kept": kept,
         "parts": {name: column for name, column in extras.items() if all(_is_number(value) for value in column)},
         "about": {name: [str(value) for value in column] for name, column in about.items()},
     }
-    write_whole(browser / f"{step}.js", f"rlsysRollouts.step({ascii_json(index)});\n".encode())
-    _list_step(browser / "steps.js", step, scores, len(kept))
-    write_whole(Path(directory) / "index.html", page("rollouts").encode())
+    _write_page(Path(directory), step, texts, index)
+    _list_step(Path(directory) / "browser/steps.js", step, scores, len(kept))
     return path
+
+
+def _numbered_prompts(inputs: Rows, talks: Rows) -> tuple[list[tuple[str, ...]], list[int]]:
+    """The different prompts, each its text and the names of its images, and the number of each row's prompt."""
+    prompts = [(text, *(part["sha"] for part in _image_parts(talk))) for text, talk in zip(inputs, talks, strict=True)]
+    numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
+    return list(numbers), [numbers[prompt] for prompt in prompts]
+
+
+def _write_page(directory: Path, step: int, texts: JsonObject, index: JsonObject) -> None:
+    """The page and a step's files of it; its texts are deflated JSON."""
+    browser = directory / "browser"
+    browser.mkdir(parents=True, exist_ok=True)
+    packed = base64.b64encode(zlib.compress(ascii_json(texts).encode(), 6)).decode()
+    write_whole(browser / f"{step}.texts.js", f'rlsysRollouts.texts({step}, "{packed}");\n'.encode())
+    write_whole(browser / f"{step}.js", f"rlsysRollouts.step({ascii_json(index)});\n".encode())
+    write_whole(directory / "index.html", page("rollouts").encode())
 
 
 def _image_parts(messages: Any) -> list[JsonObject]:
@@ -165,17 +181,9 @@ def token_texts_of(token_ids: Sequence[int], decode: Callable[[list[int]], str])
     return texts
 
 
-def _texts(
-    step: int, prompts: Sequence[str], talks: Mapping[int, object], kept: Mapping[int, tuple[bytes, object]]
-) -> bytes:
-    """The texts of the kept rows, in the order of their numbers, as deflated JSON."""
-    data = {"prompts": prompts, "messages": talks, "rows": [kept[row][1] for row in sorted(kept)]}
-    packed = base64.b64encode(zlib.compress(ascii_json(data).encode(), 6)).decode()
-    return f'rlsysRollouts.texts({step}, "{packed}");\n'.encode()
-
-
-def _short(row: Sequence[float], digits: int) -> list[float]:
-    return [v if isinstance(v, int) else float(f"{v:.{digits}g}") for v in row]
+def _rounded(values: Mapping[str, Sequence[float]], digits: int) -> dict[str, list[float]]:
+    """The columns of a row with so many significant digits."""
+    return {name: [v if isinstance(v, int) else float(f"{v:.{digits}g}") for v in c] for name, c in values.items()}
 
 
 def _is_number(value: object) -> bool:
