@@ -109,12 +109,15 @@ class BaseRolloutEngine(ABC):
     ) -> None:
         self.hf_config, self.vocab_size = hf_config, hf_config.get_text_config().vocab_size
         self.max_model_len, self.eos_token_ids = max_model_len, tuple(eos_token_ids)
-        self.device, self.version, self.rank = context.device, 0, context.rank
-        self.host = context.host or host_id()
-        self._quarantined, self._closed = context.load_format == "dummy", False
+        self.device, self.rank, self.host = context.device, context.rank, context.host or host_id()
+
+        self.version = 0
+        self._quarantined = context.load_format == "dummy"
         self._offload_on_sleep = context.offload_on_sleep
         self._asleep: set[str] = set()
+        self._parked = self._closed = False
         self._sleep_noops = self._num_tokens = self._num_requests = self._num_halts = 0
+
         self._change = threading.Condition()
         self._numbers = itertools.count()
         self._inbox: list[RunningRequest | str] = []
@@ -122,10 +125,11 @@ class BaseRolloutEngine(ABC):
         self._running: dict[str, RunningRequest] = {}
         self._outbox: list[ResponseDelta] = []
         self._report_at_s, self._reported_s = 0.0, float("-inf")
-        self._parked = self._is_serving = False
+
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollout")
+        self._is_serving = False
         self._peers_run = False
         """Whether ranks that decode in step with this one have requests."""
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollout")
 
     @abstractmethod
     def _decode(self) -> bool:

@@ -49,17 +49,18 @@ class VLLMRollout(BaseRolloutEngine):
     """
 
     def __init__(self, path: str | Path, config: GenerationConfig, context: EngineContext) -> None:
-        on_cpu, size = context.device == "cpu", config.replica_size
         arguments = engine_arguments(path, config, context)
-        self.config, length = config, arguments["max_model_len"]
+        length = arguments["max_model_len"]
         super().__init__(context, saved_config(path), max_model_len=length, eos_token_ids=eos_ids_of(path))
-        self._salt, self._shares_groups = "0", dist.is_initialized()
-        self._place, self._group = 0, None
-        if size > 1:
-            self._place = dist.get_rank() % size
-            self._group, _ = dist.new_subgroups(size, backend="gloo")
-        names = own_shared_memory() if size > 1 and on_cpu else nullcontext()
-        if config.pipeline_model_parallel_size > 1:
+        self.config, self._salt = config, "0"
+        on_cpu, has_stages = context.device == "cpu", config.pipeline_model_parallel_size > 1
+        self._shares_groups = dist.is_initialized()
+        self._place, self._group, names = 0, None, nullcontext()
+        if config.replica_size > 1:
+            self._place = dist.get_rank() % config.replica_size
+            self._group, _ = dist.new_subgroups(config.replica_size, backend="gloo")
+            names = own_shared_memory() if on_cpu else names
+        if has_stages:
             share_cache_plans()
         with restored_torch(), names, rank_within_replica(self._place):
             self.engine = self._start(arguments)
@@ -68,14 +69,20 @@ class VLLMRollout(BaseRolloutEngine):
         self._rpc("rlsys_share_gpu")
         needs_all = config.enable_rollout_routing_replay or has_images(self.hf_config)
         self._skips_running = arguments["disable_log_stats"] and not needs_all
-        if config.pipeline_model_parallel_size > 1 and on_cpu:
+        if has_stages and on_cpu:
             self.engine.engine_core.execute_dummy_batch()  # makes what a stage's input is copied into
         if config.quantization and context.load_format == "dummy":
             keep_loadable(self._model())
-        dtype, loads = dtype_name(config.dtype, context.device), on_cpu and context.load_format == "auto"
+        self.weights = self._engine_weights(path, context)
+
+    def _engine_weights(self, path: str | Path, context: EngineContext) -> HostWeights | EngineWeights:
+        """Host tensors that vLLM reloads on CPU, and its own parameters on a GPU."""
+        on_cpu, dtype = context.device == "cpu", dtype_name(self.config.dtype, context.device)
+        loads = on_cpu and context.load_format == "auto"
         expected = hf_tensors(path, dtype=dtype, has_values=loads, has_memory=on_cpu)
-        reload, derive = partial(self._rpc, "rlsys_reload"), partial(self._rpc, "rlsys_derive")
-        self.weights = HostWeights(*expected, reload) if on_cpu else EngineWeights(*expected, self._model, derive)
+        if on_cpu:
+            return HostWeights(*expected, partial(self._rpc, "rlsys_reload"))
+        return EngineWeights(*expected, self._model, partial(self._rpc, "rlsys_derive"))
 
     def _start(self, arguments: Mapping[str, Any]) -> Any:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
