@@ -98,12 +98,12 @@ class RolloutFleet:
             if self._closed or all(entry.state == "gone" for entry in self._replicas):
                 raise RolloutError("the fleet is closed" if self._closed else self._all_gone())
             partials = [PartialResponse(one) if isinstance(one, ModelRequest) else one.copy() for one in work]
-            requests = [FleetRequest(n, one, len(one.tokens)) for n, one in enumerate(partials, self.counts["issued"])]
+            first, size = self.counts["issued"], self.chunk_rows if together and self.chunk_rows else 1
+            batches = [RequestBatch(together and self.chunk_rows is not None) for _ in partials[::size]]
+            requests = [FleetRequest(first + n, p, len(p.tokens), batches[n // size]) for n, p in enumerate(partials)]
+            self._waiting += batches
             self.counts["issued"] += len(requests)
             self._pending |= {request.number: request for request in requests}
-            size = (together and self.chunk_rows) or 1
-            for at in range(0, len(requests), size):
-                self._waiting.append(RequestBatch(requests[at : at + size], together and self.chunk_rows is not None))
             self._place()
         for request in requests:
             request.answer.add_done_callback(lambda answer, request=request: self._on_done(request))  # type: ignore[misc]
@@ -150,7 +150,7 @@ class RolloutFleet:
             if (entry := self._choose(batch, candidates)) is None:
                 left.append(batch)
                 continue
-            entry.placed += [(request, batch) for request in batch.requests]
+            entry.placed += batch.requests
             for request in batch.requests:
                 if session := self._session(request):
                     self._sessions[session] = entry
@@ -162,7 +162,7 @@ class RolloutFleet:
     def _has_room(self, entry: ReplicaState, fixed: bool) -> bool:
         if entry.state != "ready" or (self.max_in_flight is not None and entry.load >= self.max_in_flight):
             return False
-        return not fixed or not any(batch.fixed for _, batch in entry.held)
+        return not fixed or not any(request.batch.fixed for request in entry.held)
 
     def _choose(self, batch: RequestBatch, candidates: Sequence[ReplicaState]) -> ReplicaState | None:
         """The least loaded one; a session stays on its replica, and a failed batch goes to another if there is one."""
@@ -203,10 +203,12 @@ class RolloutFleet:
                 return not self._closed
             new, cancel = self._hand_in(entry), entry.cancelled
             entry.cancelled, entry.is_exchanging = set(), True
-            are_fixed = [batch.fixed for _, batch in entry.running.values()]
+            are_fixed = [request.batch.fixed for request in entry.running.values()]
+            wait_s = EXCHANGE_WAIT_S if any(are_fixed) else 0.0
+            if are_fixed and all(are_fixed):
+                wait_s = BATCH_WAIT_S
         problem, deltas = None, []
         try:
-            wait_s = 0.0 if not any(are_fixed) else BATCH_WAIT_S if all(are_fixed) else EXCHANGE_WAIT_S
             deltas = entry.replica.exchange(new, cancel=cancel, wait_s=wait_s, deadline_s=self.deadlines.exchange_s)
             entry.exchanged_s = time.monotonic()
         except Exception as error:
@@ -243,9 +245,9 @@ class RolloutFleet:
     def _hand_in(self, entry: ReplicaState) -> list[ModelRequest]:
         """What was placed on the replica, under ids of its own; the caller holds the lock."""
         placed, entry.placed, new = entry.placed, [], list[ModelRequest]()
-        for request, batch in placed:
+        for request in placed:
             rid = f"{request.partial.request.rid}#{next(self._ids)}"
-            entry.running[rid] = request, batch
+            entry.running[rid] = request
             request.oldest_version = self.version
             new.append(request.partial.rest(rid))
         return new
@@ -253,40 +255,39 @@ class RolloutFleet:
     def _take(self, entry: ReplicaState, deltas: Sequence[ResponseDelta]) -> Exception | None:
         """Add what was sampled to the requests; returns what is wrong with the replica."""
         for delta in deltas:
-            if delta.rid not in entry.running:
+            if (request := entry.running.get(delta.rid)) is None:
                 continue
-            request, batch = entry.running[delta.rid]
             if delta.refused:
                 del entry.running[delta.rid]
                 self._end(request, ValueError(f"request {request.partial.request.rid}: {delta.error}"))
             elif delta.error:
                 entry.failures += 1
-                self._retry(entry, batch, RolloutError(delta.error))
+                self._retry(entry, request.batch, RolloutError(delta.error))
                 if entry.failures >= self.max_failures:
                     return RolloutError(f"{entry.failures} requests failed, the last with {delta.error}")
             elif problem := request.wrong_version(delta, self.version):
                 return problem
             else:
-                self._add(entry, request, batch, delta)
+                self._add(entry, request, delta)
         if entry.running and time.monotonic() - entry.heard_s > self.deadlines.generate_s:
             hint = f"{len(entry.running)} requests got no token"
             return DeadlineError(entry.replica.name, "generate", self.deadlines.generate_s, hint)
         return None
 
-    def _add(self, entry: ReplicaState, request: FleetRequest, batch: RequestBatch, delta: ResponseDelta) -> None:
+    def _add(self, entry: ReplicaState, request: FleetRequest, delta: ResponseDelta) -> None:
         request.partial.add(delta)
         if delta.tokens:
             entry.heard_s, entry.failures = time.monotonic(), 0
-            if not batch.fixed:
-                batch.causes.clear()
-                batch.failed_on.clear()
+            if not request.batch.fixed:
+                request.batch.causes.clear()
+                request.batch.failed_on.clear()
         if delta.finish is not None:
             del entry.running[delta.rid]
         if request.partial.finish is not None:
             self._end(request, None)
         elif delta.finish is Finish.ABORT:
             self.counts["continued"] += 1
-            entry.placed.append((request, batch))
+            entry.placed.append(request)
 
     def _end(self, request: FleetRequest, error: Exception | None) -> None:
         """Settle a request, once; `_announce` resolves its future."""
@@ -312,15 +313,15 @@ class RolloutFleet:
             if request.answer.cancelled() and self._pending.pop(request.number, None):
                 for entry in self._replicas:
                     self._take_back(entry, [request])
-                for batch in self._waiting:
-                    batch.requests = [one for one in batch.requests if one is not request]
-                self._waiting = [batch for batch in self._waiting if batch.requests]
+                if request.batch in self._waiting:
+                    request.batch.requests.remove(request)
+                    self._waiting = [batch for batch in self._waiting if batch.requests]
                 self._place()
 
     def _take_back(self, entry: ReplicaState, requests: Sequence[FleetRequest]) -> None:
         """Have a replica forget these requests."""
-        entry.placed = [(one, batch) for one, batch in entry.placed if one not in requests]
-        gone = {rid for rid, (one, _) in entry.running.items() if one in requests}
+        entry.placed = [one for one in entry.placed if one not in requests]
+        gone = {rid for rid, one in entry.running.items() if one in requests}
         entry.cancelled |= gone
         for rid in gone:
             del entry.running[rid]
@@ -333,7 +334,7 @@ class RolloutFleet:
         entry.state, entry.failures = "recovering", 0
         if not any(p.state == "ready" for p in self._replicas):
             self._down_from_s = time.monotonic()
-        for batch in list({id(batch): batch for _, batch in entry.held}.values()):
+        for batch in dict.fromkeys(request.batch for request in entry.held):
             self._retry(entry, batch, problem)
 
     def _retry(self, entry: ReplicaState, batch: RequestBatch, problem: Exception) -> None:

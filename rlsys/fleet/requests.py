@@ -42,14 +42,28 @@ class FleetDeadlines:
 
 
 @dataclass(eq=False)
+class RequestBatch:
+    """Requests that are placed together. A fixed batch is decoded alone, and repeated as a whole if that fails."""
+
+    fixed: bool
+    requests: list["FleetRequest"] = field(default_factory=list)
+    causes: list[str] = field(default_factory=list)
+    failed_on: set[str] = field(default_factory=set)
+
+
+@dataclass(eq=False)
 class FleetRequest:
-    """A request of the fleet, its tokens so far and its number; it came with `num_given` tokens."""
+    """A request of the fleet, one of its `batch`, its tokens so far and its number; it came with `num_given` tokens."""
 
     number: int
     partial: PartialResponse
     num_given: int
+    batch: RequestBatch
     answer: Future[ModelResponse] = field(default_factory=Future)
     oldest_version: int | None = None
+
+    def __post_init__(self) -> None:
+        self.batch.requests.append(self)
 
     def wrong_version(self, delta: ResponseDelta, newest: int | None) -> WrongVersionError | None:
         """What is wrong with the weight versions of these tokens, if both bounds are known."""
@@ -63,16 +77,6 @@ class FleetRequest:
 
 
 @dataclass(eq=False)
-class RequestBatch:
-    """Requests that are placed together. A fixed batch is decoded alone, and repeated as a whole if that fails."""
-
-    requests: list[FleetRequest]
-    fixed: bool
-    causes: list[str] = field(default_factory=list)
-    failed_on: set[str] = field(default_factory=set)
-
-
-@dataclass(eq=False)
 class ReplicaState:
     """The fleet's state of a replica: what is placed there, and by id what its engine has."""
 
@@ -80,8 +84,8 @@ class ReplicaState:
     state: str = "ready"
     restarts: int = 0
     failures: int = 0
-    placed: list[tuple[FleetRequest, RequestBatch]] = field(default_factory=list)
-    running: dict[str, tuple[FleetRequest, RequestBatch]] = field(default_factory=dict)
+    placed: list[FleetRequest] = field(default_factory=list)
+    running: dict[str, FleetRequest] = field(default_factory=dict)
     cancelled: set[str] = field(default_factory=set)
     is_exchanging: bool = False
     heard_s: float = 0.0
@@ -108,7 +112,7 @@ class ReplicaState:
         return self.idle_s + (0.0 if self.idle_from_s is None else now_s - self.idle_from_s)
 
     @property
-    def held(self) -> list[tuple[FleetRequest, RequestBatch]]:
+    def held(self) -> list[FleetRequest]:
         return [*self.placed, *self.running.values()]
 
     @property
