@@ -123,7 +123,7 @@ def _from_allocation(
     if not isinstance(text, str) or not is_count(nnodes) or not is_count(node_size):
         return {}, []
     if _NODES not in given or given[_NODES].spelling not in _ADAPTED:
-        node_size = 0
+        nnodes, node_size = (0, node_size) if RANKS in given else (nnodes, 0)
     try:
         counts = (allocation_settings if MODE in values else supervised_settings)(text, nnodes, node_size)
     except ConfigError as error:

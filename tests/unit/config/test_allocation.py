@@ -128,3 +128,21 @@ def test_experts_stay_whole_where_parts_of_them_would_not_divide_the_ranks_of_an
     assert cfg.actor_rollout_ref.actor.megatron.expert_tensor_parallel_size == 1
     cfg = load_config(["trainer.allocation_mode=hf:d4+megatron:d4t4e4", "trainer.max_staleness=1"])
     assert cfg.actor_rollout_ref.actor.megatron.expert_tensor_parallel_size is None
+
+
+@pytest.mark.parametrize("nnodes", [(), ("trainer.nnodes=4",)])
+def test_an_allocation_trains_on_as_many_nodes_of_the_size_that_is_set_as_it_needs(nnodes: tuple[str, ...]) -> None:
+    settings = ["trainer.allocation_mode=hf:d16+fsdp:d32", "trainer.n_gpus_per_node=8", "trainer.max_staleness=1"]
+    batches = ["data.train_batch_size=32", "actor_rollout_ref.actor.ppo_mini_batch_size=32"]
+    trainer = load_config([*settings, *batches, *nnodes]).trainer
+    assert (trainer.nnodes, trainer.n_gpus_per_node, trainer.rollout_workers) == (4, 8, 16)
+
+
+@pytest.mark.parametrize(
+    ("allocation", "says"),
+    [("hf:d16+fsdp:d32", r"nnodes = 8: conflicts .* set trainer\.nnodes=4"), ("hf:d1+fsdp:d12", "n_gpus_per_node=6")],
+)
+def test_counts_that_do_not_fit_an_allocation_are_answered_with_what_does(allocation: str, says: str) -> None:
+    counts = ["trainer.nnodes=8", "trainer.n_gpus_per_node=8"]
+    with pytest.raises(ConfigError, match=says):
+        load_config([f"trainer.allocation_mode={allocation}", *counts])

@@ -684,10 +684,10 @@ RUNS = [
             ([f"{M}.lora_rank=8", f"{MEGATRON}.fp8=hybrid"], (f"{M}.lora_rank = 8", f"{MEGATRON}.fp8=null")),
         ]
     ),
-    bad(["trainer.allocation_mode=hf:d1+fsdp:d2t2", "trainer.n_gpus_per_node=2"], "trainer.n_gpus_per_node=4"),
+    bad(["trainer.allocation_mode=hf:d1+fsdp:d2t2", "trainer.n_gpus_per_node=8"], "trainer.n_gpus_per_node=4"),
     bad(
-        ["trainer.allocation_mode=hf:d1+fsdp:d2", "trainer.n_gpus_per_node=1"],
-        "trainer.n_gpus_per_node = 1",
+        ["trainer.allocation_mode=hf:d1+fsdp:d4", "trainer.n_gpus_per_node=3"],
+        "trainer.n_gpus_per_node = 3",
         "trainer.n_gpus_per_node=2",
     ),
     bad(["trainer.allocation_mode=hf:d1+fsdp:d3", "trainer.nnodes=2"], "trainer.allocation_mode", "2 nodes"),
