@@ -8,7 +8,7 @@ ARG LOCK=cpu
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 # hadolint ignore=DL3008  the versions of build tools are those of the base image
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends build-essential curl git python3-dev python3-venv \
+    && apt-get install -y --no-install-recommends build-essential curl git python3-dev python3-venv wget \
     && rm -rf /var/lib/apt/lists/*
 ENV VIRTUAL_ENV=/opt/rlsys PATH=/opt/rlsys/bin:$PATH
 RUN python3 -m venv "$VIRTUAL_ENV"

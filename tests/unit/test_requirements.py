@@ -44,3 +44,8 @@ def test_the_image_copies_files_that_exist() -> None:
     copied = [line.split()[1] for line in (ROOT / "Dockerfile").read_text().splitlines() if line.startswith("COPY ")]
     for lock in ("cpu", "gpu"):
         assert all((ROOT / source.replace("${LOCK}", lock)).exists() for source in copied)
+
+
+def test_the_image_has_what_kuberays_probes_run() -> None:
+    """KubeRay 1.5 asks a node for its health with wget, in its container, and ends one that has none."""
+    assert "wget" in (ROOT / "Dockerfile").read_text().partition("apt-get install")[2].partition("&&")[0].split()
