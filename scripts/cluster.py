@@ -30,7 +30,7 @@ TAKE_TOKEN = "IFS= read -r RAY_AUTH_TOKEN && export RAY_AUTH_TOKEN RAY_AUTH_MODE
 def read_hosts(path: Path) -> list[str]:
     """The hosts of a file, the head first; SystemExit for none, for a duplicated one, and for what is no host."""
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise SystemExit(f"{path} cannot be read ({error}): name a text file with a host on each line") from None
     hosts = [host for line in text.splitlines() if (host := line.partition("#")[0].strip())]

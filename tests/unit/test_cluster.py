@@ -89,6 +89,11 @@ def test_a_head_that_the_others_cannot_reach_by_its_name_and_a_missing_ssh_are_e
     assert (done.returncode, done.stderr.count("cannot be reached")) == (1, 2)
 
 
+def test_a_file_that_an_editor_began_with_a_mark_of_its_encoding_is_read(tmp_path: Path) -> None:
+    printed = cluster(tmp_path, "\ufeffnode0\nnode1\n", "up")
+    assert printed.stdout.startswith("ssh node0 "), printed.stderr
+
+
 @pytest.mark.parametrize("host", ["me@", "node0:22", "ssh://node0", "-oProxyCommand=x", "::1", "me@node1\nNode1"])
 def test_what_is_no_host_is_refused(host: str, tmp_path: Path) -> None:
     done = cluster(tmp_path, host, "up")
