@@ -170,8 +170,7 @@ def residency_moves(cfg: PPOConfig, groups: WorkerGroups, device: str, *, coloca
             engines.append(groups.judge)
         everything = ("weights", "kv_cache")
         wakes = [partial(engine.wake, everything) for engine in engines]
-        sleeps = [partial(engine.sleep, everything) for engine in engines]
-        moves[Role.Rollout] = Moves(wakes, sleeps)
+        moves[Role.Rollout] = Moves(wakes, [partial(engine.sleep, everything) for engine in engines])
         sync = Moves([*sync.enter, partial(groups.rollout.wake, ("weights",))], sync.leave)
     if sync.enter:
         moves[SYNC] = sync

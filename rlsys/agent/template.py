@@ -63,11 +63,7 @@ def with_arguments(message: Message, write: Callable[[object], object]) -> dict[
     return {**message, "tool_calls": written} if written else dict(message)
 
 
-def _arguments_as_text(messages: Messages) -> list[Message]:
-    return [with_arguments(message, json.dumps) for message in messages]
-
-
-FORMS: tuple[Form, ...] = (list, _in_parts, _arguments_as_text)
+FORMS: tuple[Form, ...] = (list, _in_parts, lambda messages: [with_arguments(one, json.dumps) for one in messages])
 """How messages are given to a template: as they are, contents as lists of parts, arguments of calls as JSON text."""
 
 

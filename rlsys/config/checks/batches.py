@@ -44,9 +44,9 @@ def _role(cfg: PPOConfig, role: str, section: ActorConfig | CriticConfig) -> Ite
     elif prompts % mini:
         near = max(size for size in range(1, mini) if prompts % size == 0)
         yield wrong(cfg, key, f"does not divide data.train_batch_size={prompts}", near)
-    answers, groups = cfg.actor_rollout_ref.rollout.n, max(resolve_pools(cfg).train_ranks // shared_by(section), 1)
-    samples = mini * answers
-    if samples % groups:
+    answers, (groups, odd) = cfg.actor_rollout_ref.rollout.n, divmod(resolve_pools(cfg).train_ranks, shared_by(section))
+    samples, groups = mini * answers, max(groups, 1)
+    if samples % groups and not odd:  # else the sizes are wrong, which others say
         why = f"times actor_rollout_ref.rollout.n={answers} gives {samples} samples, which {groups} data-parallel ranks"
         least = next(prompts for prompts in range(1, groups + 1) if prompts * answers % groups == 0)
         yield wrong(cfg, key, f"{why} cannot share evenly; set a multiple of {least}")

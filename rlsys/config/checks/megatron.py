@@ -63,16 +63,19 @@ def _sizes(cfg: Section, key: str, section: MegatronShardConfig, ranks: int) -> 
     tensor, stages = section.tensor_model_parallel_size, section.pipeline_model_parallel_size
     context, experts = section.context_parallel_size, section.expert_model_parallel_size
     expert_tensor = section.expert_tensor_parallel_size or tensor
-    why = f"tensor {tensor} x pipeline {stages}{{}} does not divide the {ranks} processes"
-    if ranks % (tensor * stages):
-        cut, size = ("pipeline", stages) if ranks % stages else ("tensor", tensor)
-        yield wrong(cfg, f"{key}.{cut}_model_parallel_size", why.format(f" = {tensor * stages}"), 1, value=size)
-    elif ranks % (size := tensor * stages * context):
-        yield wrong(cfg, f"{key}.context_parallel_size", why.format(f" x context {context} = {size}"), 1)
-    elif ranks % (size := expert_tensor * experts * stages):
-        product = f"expert tensor {expert_tensor} x expert {experts} x pipeline {stages} = {size}"
-        why = f"{product} does not divide the {ranks} processes"
-        yield wrong(cfg, f"{key}.expert_model_parallel_size", why, 1)
+    cut, of, by = ("pipeline_model", stages, tensor) if ranks % stages else ("tensor_model", tensor, stages)
+    dense = f"tensor {tensor} x pipeline {stages}"
+    sparse = f"expert tensor {expert_tensor} x expert {experts} x pipeline {stages}"
+    for name, size, rest, product in (
+        (cut, of, by, dense),
+        ("context", context, tensor * stages, f"{dense} x context {context}"),
+        ("expert_model", experts, expert_tensor * stages, sparse),
+    ):
+        if ranks % (size * rest):
+            fits = next((smaller for smaller in range(size, 1, -1) if ranks % (smaller * rest) == 0), 1)
+            why = f"{product} = {size * rest} does not divide the {ranks} processes"
+            yield wrong(cfg, f"{key}.{name}_parallel_size", why, fits, value=size)
+            break
     if experts > 1 and tensor > 1 and not section.sequence_parallel:
         yield wrong(cfg, f"{key}.sequence_parallel", "experts and matrices are both sharded over ranks", True)
     if (section.virtual_pipeline_model_parallel_size or 1) > 1 and stages == 1:

@@ -54,8 +54,7 @@ class SchedulerEngine:
     """The parameters of one scheduler process, as much of a RolloutEngine as a weight transfer needs."""
 
     def __init__(self, settings: SchedulerSettings, scheduler: Any) -> None:
-        runner = scheduler.tp_worker.model_runner
-        self.model, self._scheduler = runner.model, scheduler
+        self.model, self._scheduler = scheduler.tp_worker.model_runner.model, scheduler
         self.device = next(self.model.parameters()).device
         name_scales(self.model)
         self.weights = EngineWeights(*hf_tensors(settings.path, dtype=settings.dtype), lambda: self.model, self._derive)

@@ -670,7 +670,7 @@ RUNS = [
                 [f"{MEGATRON}.tensor_model_parallel_size=3"],
                 (f"{MEGATRON}.tensor_model_parallel_size = 3", "2 processes"),
             ),
-            ([f"{MEGATRON}.pipeline_model_parallel_size=4"], ("pipeline 4", "2 processes")),
+            ([f"{MEGATRON}.pipeline_model_parallel_size=4"], ("pipeline 4", "2 processes", "parallel_size=2")),
             (
                 [f"{MEGATRON}.expert_model_parallel_size=4"],
                 (f"{MEGATRON}.expert_model_parallel_size = 4", "x expert 4 x pipeline", "does not divide the", "set"),
@@ -678,7 +678,7 @@ RUNS = [
             ([f"{MEGATRON}.virtual_pipeline_model_parallel_size=2"], ("one stage", "pipeline_model_parallel_size=2")),
             (
                 [f"{MEGATRON}.context_parallel_size=4"],
-                (f"{MEGATRON}.context_parallel_size = 4", "2 processes", f"{MEGATRON}.context_parallel_size=1"),
+                (f"{MEGATRON}.context_parallel_size = 4", "2 processes", f"{MEGATRON}.context_parallel_size=2"),
             ),
             ([f"{A}.ulysses_sequence_parallel_size=2"], ("ulysses_sequence_parallel_size", "context_parallel_size")),
             ([f"{M}.lora_rank=8", f"{MEGATRON}.fp8=hybrid"], (f"{M}.lora_rank = 8", f"{MEGATRON}.fp8=null")),
@@ -879,6 +879,31 @@ def test_the_table_is_long_enough() -> None:
 @pytest.mark.parametrize("case", TABLE, ids=lambda case: " ".join(case.argv)[:70])
 def test_malformed_settings_are_reported(case: Bad, capsys: pytest.CaptureFixture[str]) -> None:
     check_words(message(list(case.argv), case.schema, capsys), case.says)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        ({"expert": 12}, "expert_model_parallel_size=8"),
+        ({"pipeline": 7}, "pipeline_model_parallel_size=4"),
+        ({"pipeline": 2, "tensor": 3}, "tensor_model_parallel_size=2"),
+        ({"pipeline": 2, "expert": 64}, "expert_model_parallel_size=32"),
+    ],
+)
+def test_a_size_that_does_not_divide_is_answered_with_the_next_that_does(
+    sizes: dict[str, int], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    counts = [
+        "model_engine=megatron",
+        "trainer.nnodes=8",
+        "trainer.n_gpus_per_node=8",
+        "data.train_batch_size=64",
+        f"{A}.ppo_mini_batch_size=64",
+    ]
+    given = [f"{MEGATRON}.{name}_model_parallel_size={size}" for name, size in sizes.items()]
+    printed = message([*counts, *given], PPOConfig, capsys).strip()
+    assert printed.endswith(f"does not divide the 64 processes; set {MEGATRON}.{says}")
+    assert "settings are wrong" not in printed
 
 
 @pytest.mark.parametrize("name", YAML)
