@@ -293,16 +293,15 @@ def _stage_layers(count: int, sizes: ParallelSizes) -> list[int]:
             f"{count} layers cannot be split over pipeline_model_parallel_size={sizes.pp} stages"
             f" of {sizes.vp} chunks each: each needs a layer"
         )
-    fixed = {0: sizes.first_layers, sizes.pp - 1: sizes.last_layers}
-    given = {stage: n for stage, n in fixed.items() if n is not None}
-    free = sizes.pp - len(given)
-    per_stage = (count - sum(given.values())) // free if free else 0
+    given = {stage: n for stage, n in ((0, sizes.first_layers), (sizes.pp - 1, sizes.last_layers)) if n is not None}
+    per_stage = (count - sum(given.values())) // max(1, sizes.pp - len(given))
     stages = [given.get(stage, per_stage) for stage in range(sizes.pp)]
     if sum(stages) != count or any(n < 1 or n % sizes.vp for n in stages):
+        last = count - (sizes.pp - 1) * sizes.vp * -(-count // (sizes.pp * sizes.vp))
+        fits = f"={last}" if last > 0 and last % sizes.vp == 0 else ", or the first one's, so that the rest does"
         raise ConfigError(
-            f"{count} layers do not split evenly over pipeline_model_parallel_size={sizes.pp}"
-            f" and {sizes.vp} virtual chunks: set num_layers_in_first_pipeline_stage or"
-            f" num_layers_in_last_pipeline_stage so that the rest does"
+            f"{count} layers do not split evenly over pipeline_model_parallel_size={sizes.pp} and {sizes.vp} virtual "
+            f"chunks: set override_transformer_config.num_layers_in_last_pipeline_stage{fits}"
         )
     return stages
 

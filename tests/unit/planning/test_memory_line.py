@@ -39,6 +39,7 @@ NORMS = (2 * 32 + 1) * 4096
 TP8 = (N - NORMS) // 8 + NORMS
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 MEGATRON = f"{ACTOR}.strategy=megatron"
+OVER, SETS = "over pipeline_model_parallel_size=", "set override_transformer_config.num_layers_in"
 
 
 def line(folder: Path, *settings: str, shape: dict[str, Any] = LLAMA_7B) -> str:
@@ -102,6 +103,19 @@ def test_a_disk_without_room_for_a_checkpoint_is_named(tmp_path: Path, monkeypat
     assert line(tmp_path, only).endswith(text.format(4 * N / GIB, 20))
     too_long = f"trainer.default_local_dir={tmp_path}/{'b/' * 2500}x"  # for the operating system
     assert line(tmp_path, only, too_long).endswith(text.format(4 * N / GIB, 20))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [(), (f"{ACTOR}.fsdp_config.fsdp_size=8",), (MEGATRON, f"{ACTOR}.megatron.tensor_model_parallel_size=8")],
+)
+def test_a_checkpoint_of_several_nodes_is_one_model_with_its_moments(
+    settings: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All nodes write into one folder, and what several ranks hold is written once."""
+    monkeypatch.setattr(advice, "disk_usage", lambda folder: SimpleNamespace(free=0))
+    needs = line(tmp_path, "trainer.nnodes=4", *settings).partition("a checkpoint needs ")[2]
+    assert float(needs.split()[0]) == pytest.approx(12 * N / GIB, rel=1e-3)
 
 
 def test_the_rollouts_dtype_and_tensor_parallelism_count(tmp_path: Path) -> None:
@@ -218,7 +232,16 @@ def dry_run(folder: Path, shape: dict[str, Any], *settings: str) -> int | str | 
     [
         ({"model_type": "falcon"}, 1, "Megatron has no table for falcon"),
         (GATED_DELTA, 1, "Megatron computes gated delta layers on packed rows with other packages: pip install "),
-        ({"num_hidden_layers": 61}, 8, "61 layers do not split evenly"),
+        (
+            {"num_hidden_layers": 61},
+            8,
+            f"61 layers do not split evenly {OVER}8 and 1 virtual chunks: {SETS}_last_pipeline_stage=5\n",
+        ),
+        (
+            {"num_hidden_layers": 17},
+            8,
+            f"17 layers do not split evenly {OVER}8 and 1 virtual chunks: {SETS}_last_pipeline_stage, or",
+        ),
     ],
 )
 def test_a_dry_run_refuses_what_the_start_refuses(
