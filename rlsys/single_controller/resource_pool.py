@@ -108,6 +108,14 @@ class PoolNeed:
     cpus_per_process: float
     gpus_per_process: float
 
+    def __str__(self) -> str:
+        """The keys that a pool of `rlsys.config.pools` is from, with their values."""
+        counts = self.process_on_nodes
+        if section := SECTIONS.get(self.name):
+            return f"{section}.nnodes={len(counts)} {section}.n_gpus_per_node={counts[0]}"
+        key = "trainer.rollout_workers=" if self.name == "rollout" else f"pool '{self.name}': "
+        return f"{key}{sum(counts)}, by node {list(counts)}"
+
 
 def check_capacity(needs: Sequence[PoolNeed], nodes: Sequence[NodeCapacity]) -> None:
     """ConfigError, with what to change, unless every pool's nodes fit on the cluster's together (largest first)."""
@@ -131,20 +139,10 @@ def _no_room(needs: Sequence[PoolNeed], nodes: Sequence[NodeCapacity]) -> str:
     has += f" (at most {max(n.num_cpus for n in nodes):g} and {max(n.num_gpus for n in nodes):g} on one)"
     cpus = sum(sum(need.process_on_nodes) * need.cpus_per_process for need in needs)
     gpus = sum(sum(need.process_on_nodes) * need.gpus_per_process for need in needs)
-    asked = "; ".join(_asked(need) for need in needs)
     return (
-        f"the cluster has {has}, the plan needs {cpus:g} CPUs and {gpus:g} GPUs ({asked}); "
-        "ask for less, use trainer.device=cpu if there are no GPUs, or give Ray more with ray_kwargs.ray_init.num_cpus"
+        f"the cluster has {has}, the plan needs {cpus:g} CPUs and {gpus:g} GPUs ({'; '.join(map(str, needs))}); "
+        "ask for less, add nodes, use trainer.device=cpu without GPUs, or start Ray with ray_kwargs.ray_init.num_cpus"
     )
-
-
-def _asked(need: PoolNeed) -> str:
-    """The keys that a pool of `rlsys.config.pools` is from, with their values."""
-    counts = need.process_on_nodes
-    if section := SECTIONS.get(need.name):
-        return f"{section}.nnodes={len(counts)} {section}.n_gpus_per_node={counts[0]}"
-    key = "trainer.rollout_workers=" if need.name == "rollout" else f"pool '{need.name}': "
-    return f"{key}{sum(counts)}, by node {list(counts)}"
 
 
 @dataclass

@@ -82,8 +82,9 @@ class RayResourcePool(ResourcePool):
 
     def _shortage(self) -> str:
         """What it needs, and what is free now."""
-        free = {name: amount for name, amount in ray.available_resources().items() if name in ("CPU", "GPU")}
-        return f"pool '{self.name_prefix}' needs {self.need()}; free are {free}"
+        need, free = self.need(), ray.available_resources()
+        each = f"{need.cpus_per_process:g} CPUs and {need.gpus_per_process:g} GPUs for each process"
+        return f"needed are {need}, {each}; free are {free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs in all"
 
     def _ask_for(self, count: int, bin_pack: bool = True) -> PlacementGroup:
         bundle = {"CPU": self.num_cpus, "GPU": 1.0} if self.use_gpu else {"CPU": self.num_cpus}
