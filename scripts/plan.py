@@ -3,9 +3,9 @@
     python scripts/plan.py 30B-A3B TP2xPP2xEP2xDP2 TP4xDP2
     python scripts/plan.py path/to/config.json FSDP8 TP2xDP4 --ranks-per-host 4
 
-The model is a known shape (0.5B, 7B, 32B, 30B-A3B, 671B, tiny, tiny-moe) or a config.json. The trainer is Megatron's
-TPnxPPnxEPnxETPnxDPn or FSDPn (LASTn: layers of the last stage), the engine TPnxPPnxEPnxDPn with fused parameters.
-Rank n of both sides is on device n.
+The model is a known shape (tiny, tiny-moe, 135M, 0.5B, 1.5B, 7B, 8B, 32B, 30B-A3B, 235B-A22B, 671B) or a config.json.
+The trainer is Megatron's TPnxPPnxEPnxETPnxDPn or FSDPn (LASTn: layers of the last stage), the engine TPnxPPnxEPnxDPn
+with fused parameters. Rank n of both sides is on device n.
 
     python scripts/plan.py --job smollm2 --model 7B trainer.n_gpus_per_node=8 --gpu H100
     python scripts/plan.py --job run.yaml actor_rollout_ref.rollout.n=16 --device-gib 80
@@ -13,6 +13,7 @@ Rank n of both sides is on device n.
 prints GiB of every stage on one device by owner, what does not fit, and what would change that (docs/oom.md); with
 `--gpu` also seconds of a step by phase and cause. Settings are those of the job; `--model` stands for a folder that is
 not here. With `--layouts 5`, or `--gpus 64 128`, it prints the fastest layouts that fit (docs/scaling.md).
+`python scripts/plan.py --job run.yaml --help` lists the options.
 """
 
 import argparse
@@ -251,10 +252,12 @@ def machine_of(
     files += ["actor_rollout_ref.model.path=null"] if args.model else []
     argv = ["--config-name", args.job, *args.settings, *files, *more]
     loaded = load(parse_arguments(argv), PPOConfig)
-    for note in () if is_trial else loaded.notes:
-        print(f"note: {note}", file=sys.stderr)
-    cfg = loaded.config
+    cfg, notes = loaded.config, list(loaded.notes)
     path, critic, grader = cfg.actor_rollout_ref.model.path, cfg.critic.model.path, cfg.reward.reward_model
+    if not args.model and path is None:
+        notes.append("no model is set, so this is the plan of the start model; write --model, or its path")
+    for note in () if is_trial else notes:
+        print(f"note: {note}", file=sys.stderr)
     facts = hf_config_of(args.model or path or str(START_MODEL)) | cfg.actor_rollout_ref.model.override_config
     with TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(facts | {"max_position_embeddings": None}))

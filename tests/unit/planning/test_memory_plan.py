@@ -15,6 +15,7 @@ from rlsys.models.megatron.parallel import ParallelSizes
 from rlsys.planning import footprint as fp
 from rlsys.planning.memory import Device, Lengths, Machine, MemoryPlan, Stage, largest_pass, plan_memory
 from rlsys.planning.roles import Computing, FsdpRole, MegatronRole, Pass
+from scripts import plan as plan_script
 from scripts.model_shapes import SHAPES
 from scripts.plan import plan_job, remedies, table, too_large
 
@@ -423,3 +424,18 @@ def test_the_plan_of_a_job_has_the_sizes_that_the_job_chooses(
     printed = capsys.readouterr().out
     assert "rollout.gpu_memory_utilization" not in printed.partition("\n")[0]
     assert "actor_rollout_ref.rollout.gpu_memory_utilization=0.25: start 155.3 -> 120.2 GiB, everything fits" in printed
+
+
+def test_a_plan_without_a_model_says_which_one_it_is_of(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = ["plan.py", "--job", str(ROOT / "docs/scaling_job.yaml"), "--gpu", "H200", "trainer.n_gpus_per_node=8"]
+    for model, notes in (([], 1), (["--model", "7B"], 0)):
+        monkeypatch.setattr(sys, "argv", [*job, *model])
+        plan_job()
+        assert capsys.readouterr().err.count("no model is set, so this is the plan of the start model") == notes
+
+
+def test_the_help_of_the_script_names_every_shape() -> None:
+    listed = (plan_script.__doc__ or "").partition("known shape (")[2].partition(")")[0]
+    assert sorted(listed.split(", ")) == sorted(SHAPES)
