@@ -3,14 +3,13 @@
 from pathlib import Path
 from shutil import disk_usage
 
-from rlsys.config import PPOConfig, plan_batches
+from rlsys.config import PPOConfig
 from rlsys.config.checks.files import existing_parent, model_facts
 from rlsys.data.start_assets import START_MODEL
 from rlsys.planning.footprint import WIDE, decoder_of
 from rlsys.planning.image_encoder import plan_facts
 from rlsys.planning.layouts import propose_layouts
-from rlsys.planning.memory import CACHE, Device, Lengths, Machine, Stage, plan_memory
-from rlsys.planning.roles import OPTIMIZER
+from rlsys.planning.memory import CACHE, Device, Lengths, Machine, PlanInputs, Stage, device_roles, plan_memory
 from rlsys.planning.sizes import GIB
 from rlsys.planning.step_time import GpuCluster, plan_step, step_seconds
 from rlsys.utils.errors import ConfigError
@@ -39,17 +38,15 @@ def memory_line(cfg: PPOConfig, machine: Machine) -> str:
     figures.append(f"{_gib(peak)} at most in the other stages ({peak.name})")
     kind = "GPU" if device == "cuda" else "CPU process"
     most = max(stage.total for stage in (*plan.train, *plan.rollout))
-    disk = _disk(cfg, parameters, stages["update_actor"])
-    over = f": more than its {size / GIB:.1f}, see docs/oom.md" if 0 < size < most else disk
+    over = f": more than its {size / GIB:.1f}, see docs/oom.md" if 0 < size < most else _disk(cfg, machine)
     return f"{parameters / 1e6:.1f}M parameters; GiB on a {kind}: {', '.join(figures)}{over}"
 
 
-def _disk(cfg: PPOConfig, parameters: int, update: Stage) -> str:
-    """What the plan says where the disk that all nodes share has no room for what they save of the actor."""
-    folder, actor = Path(cfg.trainer.default_local_dir).absolute(), cfg.actor_rollout_ref.actor
-    ranks, share = plan_batches(cfg).pools.train_ranks, getattr(actor.shard, "fsdp_size", -1)
-    moments = update.bytes.get(OPTIMIZER, 0) * (min(share, ranks) if share > 0 else ranks)
-    size = WIDE * parameters + (moments if "optimizer" in actor.checkpoint.save_contents else 0)
+def _disk(cfg: PPOConfig, machine: Machine) -> str:
+    """What the plan says where the disk that all nodes share has no room for what they save of actor and critic."""
+    folder, parts = Path(cfg.trainer.default_local_dir).absolute(), cfg.actor_rollout_ref.actor.checkpoint.save_contents
+    roles = [one.role for one in device_roles(PlanInputs(cfg, machine, Lengths.longest(cfg))) if one.role.trained]
+    size = sum(WIDE * role.model.parameters + (role.moments_bytes() if "optimizer" in parts else 0) for role in roles)
     free = disk_usage(existing_parent(folder)).free
     text = f"; a checkpoint needs {size / GIB:.2f} GiB and the disk of trainer.default_local_dir has {free / GIB:.2f}"
     return text if size > free else ""

@@ -76,10 +76,10 @@ class FsdpRole:
         """Between calls; nothing on the device where FSDP2 itself keeps it on the host."""
         if self.on_host:
             return {}
-        moments = self._moments_bytes() // self.ranks if self.trained else 0
+        moments = self.moments_bytes() // self.ranks if self.trained else 0
         return {PARAMETERS: self.master * (self.model.parameters + self._adapters) // self.ranks, OPTIMIZER: moments}
 
-    def _moments_bytes(self) -> int:
+    def moments_bytes(self) -> int:
         """Of all ranks; 8-bit moments have two scales for every 256 elements, Muon one moment in the layers."""
         count, optim = self._num_trained, self.optim
         if optim.override_optimizer_config.optimizer_cpu_offload:
@@ -176,6 +176,11 @@ class MegatronRole:
     @property
     def expert_dp(self) -> int:
         return max(1, self.ranks // (self.sizes.expert_tp * self.sizes.ep * self.sizes.pp))
+
+    def moments_bytes(self) -> int:
+        """Of all ranks; those of adapters as if all stages had as many."""
+        trained = self.adapters.parameters * self.sizes.pp if self.adapters else self.model.parameters
+        return self.moments * fp.WIDE * trained
 
     def held(self) -> Bytes:
         """Between calls: gradients stay, in float32."""

@@ -107,7 +107,12 @@ def test_a_disk_without_room_for_a_checkpoint_is_named(tmp_path: Path, monkeypat
 
 @pytest.mark.parametrize(
     "settings",
-    [(), (f"{ACTOR}.fsdp_config.fsdp_size=8",), (MEGATRON, f"{ACTOR}.megatron.tensor_model_parallel_size=8")],
+    [
+        (),
+        (f"{ACTOR}.fsdp_config.fsdp_size=8",),
+        (MEGATRON, f"{ACTOR}.megatron.tensor_model_parallel_size=8"),
+        (MEGATRON, f"{ACTOR}.megatron.pipeline_model_parallel_size=4"),
+    ],
 )
 def test_a_checkpoint_of_several_nodes_is_one_model_with_its_moments(
     settings: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -116,6 +121,15 @@ def test_a_checkpoint_of_several_nodes_is_one_model_with_its_moments(
     monkeypatch.setattr(advice, "disk_usage", lambda folder: SimpleNamespace(free=0))
     needs = line(tmp_path, "trainer.nnodes=4", *settings).partition("a checkpoint needs ")[2]
     assert float(needs.split()[0]) == pytest.approx(12 * N / GIB, rel=1e-3)
+
+
+def test_a_checkpoint_of_actor_and_critic_is_two_models_with_their_moments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(advice, "disk_usage", lambda folder: SimpleNamespace(free=0))
+    both = ("algorithm.adv_estimator=gae", "actor_rollout_ref.actor.use_kl_loss=true", f"critic.model.path={tmp_path}")
+    needs = line(tmp_path, "trainer.nnodes=4", *both).partition("a checkpoint needs ")[2]
+    assert float(needs.split()[0]) == pytest.approx(12 * (2 * N - 32000 * 4096) / GIB, rel=1e-3)
 
 
 def test_the_rollouts_dtype_and_tensor_parallelism_count(tmp_path: Path) -> None:
