@@ -238,7 +238,7 @@ def test_scalar_heads_replace_the_output(head: Any, held: set[str]) -> None:
             at(tp=12),
             "neither a multiple",
         ),
-        ("llama", {}, at(pp=3), "num_layers_in_first_pipeline_stage"),
+        ("llama", {}, at(pp=3), "num_layers_in_last_pipeline_stage"),
         ("llama", {}, at(pp=4, vp=2), "4 layers cannot be split"),
         ("llama", {}, at(vp=2), "needs pipeline_model_parallel_size > 1"),
         ("llama", {}, at(ep=2), "without experts"),
