@@ -191,15 +191,14 @@ def report_errors(out: TextIO) -> Iterator[Outcome]:
     try:
         yield outcome
     except EXPECTED_ERRORS as error:
-        is_kept = isinstance(error, errors.UnsavedCheckpointError)
-        outcome.resumes = is_kept or not isinstance(error, errors.CheckpointError)
+        outcome.resumes = not isinstance(error, errors.CheckpointError)
         outcome.report(f"{type(error).__name__}: {error}", 2 if isinstance(error, errors.ConfigError) else 1, out)
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in FILE_ERRNOS:
-            outcome.report(f"a file could not be written or read: {error}", 1, out)
-        else:
+        of_a_file = isinstance(error, OSError) and error.errno in FILE_ERRNOS
+        if not of_a_file:
             get_logger(__name__).exception("unexpected error")
-            outcome.report(f"{type(error).__name__}: {error}", 1, out)
+        what = "a file could not be written or read" if of_a_file else type(error).__name__
+        outcome.report(f"{what}: {error}", 1, out)
     except KeyboardInterrupt:
         outcome.report("interrupted (Ctrl-C)", 130, out)
     except SystemExit as stop:

@@ -239,9 +239,8 @@ def _decode_s(job: PlanInputs, d: fp.Decoder, cluster: GpuCluster, running: floa
     products = 2 * running * (d.active / faster + head + d.attended * context)
     memory_s = read / (MEMORY * cluster.gpu.memory_rate)
     compute_s = products / (tp * MATMUL * cluster.gpu.flops)
-    rows, reduce_s = c * running * d.hidden, ALL_REDUCE_S
-    if rollout.replica_size > cluster.node_size:
-        reduce_s = ALL_REDUCE_FAR_S
+    reduce_s = ALL_REDUCE_S if rollout.replica_size <= cluster.node_size else ALL_REDUCE_FAR_S
+    rows = c * running * d.hidden
     sent = cluster.ring_s(2 * stages * rows + c * running * d.vocab, stages, tp)
     if tp > 1:
         sent += 2 * d.num_layers * (reduce_s + 2 * cluster.ring_s(rows, tp))

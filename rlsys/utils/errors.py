@@ -21,7 +21,7 @@ class CheckpointError(Exception):
     """A checkpoint is missing, incomplete, corrupt or belongs to another model."""
 
 
-class UnsavedCheckpointError(CheckpointError):
+class UnsavedCheckpointError(Exception):
     """A checkpoint could not be written, as on a full disk; the earlier ones are untouched."""
 
 

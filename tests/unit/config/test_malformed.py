@@ -202,6 +202,11 @@ CHOICES = [
     bad("data.bad_rows=ignore", "data.bad_rows", "refuse, skip"),
     bad(f"{A}.strategy=deepspeed", f"{A}.strategy", "fsdp, fsdp2, megatron"),
     bad("engine.strategy=deepspeed", "engine.strategy", "fsdp, fsdp2, megatron", schema=SFTConfig),
+    bad(
+        [f"{A}.strategy=megatron", f"{A}.megatron.fp8=hybrid", "trainer.device=cpu"],
+        f"{A}.megatron.fp8",
+        "on GPUs only",
+    ),
     bad(f"{A}.megatron.fp8=e5m2", f"{A}.megatron.fp8", "e4m3, hybrid"),
     bad(f"{R}.name=trtllm", f"{R}.name = trtllm", "hf"),
     bad(f"{R}.name=hff", f"{R}.name", f"set {R}.name=hf"),

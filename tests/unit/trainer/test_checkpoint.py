@@ -9,7 +9,7 @@ from fsspec import register_implementation
 from fsspec.implementations.memory import MemoryFileSystem
 
 from rlsys.data.remote import local_copy
-from rlsys.utils.errors import CheckpointError, ConfigError
+from rlsys.utils.errors import CheckpointError, ConfigError, UnsavedCheckpointError
 from trainer.checkpoint import DATA, LATEST, STATE, CheckpointStore, TrainerState, load_state, save_state
 from trainer.loop import CheckpointedLoop
 
@@ -81,7 +81,7 @@ def test_checkpoints_after_the_newest_are_not_pruned(tmp_path: Path) -> None:
 def test_a_failed_save_leaves_the_earlier_checkpoint(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep={})
     save(store, 1)
-    with pytest.raises(CheckpointError, match="no space"), store.writing(2):
+    with pytest.raises(UnsavedCheckpointError, match="no space"), store.writing(2):
         raise OSError("no space")
     assert store.latest() == store.path(1)
     assert list(folders(tmp_path)) == ["global_step_1"]
@@ -90,7 +90,7 @@ def test_a_failed_save_leaves_the_earlier_checkpoint(tmp_path: Path) -> None:
 def test_without_the_files_of_a_role_that_another_node_wrote_there_is_no_checkpoint(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep={"actor": None, "critic": None})
     save(store, 1)
-    with pytest.raises(CheckpointError, match="critic is not visible here"), store.writing(2) as folder:
+    with pytest.raises(UnsavedCheckpointError, match="critic is not visible here"), store.writing(2) as folder:
         (folder / "actor").mkdir()
     assert store.latest() == store.path(1)
     assert list(folders(tmp_path)) == ["global_step_1"]
