@@ -112,15 +112,15 @@ async def test_an_environment_keeps_its_state_when_its_process_is_replaced(pool)
 
 
 async def test_an_object_that_is_made_again_gets_every_parallel_call_once():
-    pool = tool_pool(num_workers=1, timeout_s=scaled_s(3.0))
-    tools = tools_of_class(user_tools.Counter)
+    limit_s = scaled_s(3.0)
+    pool, tools = tool_pool(num_workers=1, timeout_s=limit_s), tools_of_class(user_tools.Counter)
     one, other = (EpisodeTools(pool, tools, environment=tools[0].target) for _ in range(2))
     for each in (one, other):
         await each.environment.call("create", {})
         await each.call("step", {"by": 2})
     late = await other.call("step", {"by": 13})  # the process of both is killed
-    limit = f"agent.tool_timeout_s={scaled_s(3.0):g} s"
-    assert (late.status, late.message) == ("timeout", f"Counter.step: no result within {limit}")
+    says = f"Counter.step: no result within agent.tool_timeout_s={limit_s:g} s"
+    assert (late.status, late.message) == ("timeout", says)
     await asyncio.gather(*(one.call("step", {"by": by}) for by in (3, 4)))
     assert result_text(await one.call("step", {"by": 0})) == "now 9"
     pool.close()
