@@ -4,6 +4,7 @@
 python scripts/cluster.py up hosts.txt [--run] [--setup 'source /shared/venv/bin/activate'] [--port 6379]
 python scripts/cluster.py down hosts.txt [--run]
 
+`down` is `ray stop`, which ends all of your Ray clusters on these hosts.
 Prints the command for each host; with --run executes them over ssh, which must not ask for a password. A line of the
 file is a host or user@host; what follows # is ignored. The token is read from RAY_AUTH_TOKEN, from the file
 RAY_AUTH_TOKEN_PATH or from ~/.ray/auth_token, where `up --run` writes a new one if there is none; it goes to the hosts

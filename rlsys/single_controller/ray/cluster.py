@@ -169,8 +169,8 @@ def _check_answers(address: str, deadline_s: float) -> None:
             address = str(get_ray_address_from_environment("auto", None))
         except ConnectionError as error:
             raise ConfigError(f"no Ray cluster runs on this machine (address auto){set_another}") from error
-    if address.startswith("ray://"):
-        raise ConfigError(f"{address}: jobs do not run through Ray's client; use `ray job submit`, or host:port there")
+    if "://" in address:
+        raise ConfigError(f"{address}: jobs do not run through Ray's clients; use `ray job submit`, or host:port there")
     host, _, port = address.rpartition(":")
     if not (host and port.isdecimal()):
         raise ConfigError(f"the Ray address {address!r} is not host:port{set_another}")

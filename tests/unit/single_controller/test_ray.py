@@ -244,6 +244,7 @@ for options in (
     {"address": f"127.0.0.1:{ports[1]}"},
     {"address": "nowhere"},
     {"address": "ray://127.0.0.1:10001"},
+    {"address": "http://127.0.0.1:8265"},
     {"runtime_env": {"workingdir": "."}},
     {"runtime_env": {"working_dir": "/no/such/folder"}},
 ):
@@ -259,13 +260,16 @@ def test_a_cluster_that_does_not_answer_and_wrong_arguments_are_refused_in_one_l
     done = subprocess.run(
         [sys.executable, "-c", REFUSED, limit_s], capture_output=True, text=True, timeout=scaled_s(15)
     )
-    unreachable, silent, nonsense, client, unknown, missing = done.stdout.splitlines()
+    unreachable, silent, nonsense, client, jobs, unknown, missing = done.stdout.splitlines()
     assert unreachable.startswith("no Ray cluster listens at 127.0.0.1:0 (")
     assert "unset it to start a cluster here" in unreachable
     waited = f"what is at 127.0.0.1:1 did not answer as a Ray cluster within {limit_s} s at stage 'connect'"
     assert silent.startswith(f"{waited} (trainer.deadlines.start_s)")
     assert nonsense.startswith("the Ray address 'nowhere' is not host:port")
-    assert client.startswith("ray://127.0.0.1:10001: jobs do not run through Ray's client")
+    assert client.startswith("ray://127.0.0.1:10001: jobs do not run through Ray's clients")
+    assert jobs.startswith(
+        "http://127.0.0.1:8265: jobs do not run through Ray's clients; use `ray job submit`, or host:"
+    )
     assert unknown.startswith("ray_kwargs.ray_init.runtime_env has no field workingdir; Ray's are ")
     assert "/no/such/folder is not a valid path" in missing
 
