@@ -239,7 +239,7 @@ def family_of(hf_config: HFConfig) -> Family:
     if "vision_config" in hf_config:
         raise ConfigError(f"{hf_config['model_type']} has an image encoder: no table of sizes to plan or split by")
     asked, known = hf_config.get("model_type"), ", ".join(sorted(known_families()))
-    raise ConfigError(f"Megatron has no table for {asked}: known are {known}; set strategy=fsdp for others")
+    raise ConfigError(f"Megatron and the planner have no table for {asked}, only for {known}; FSDP trains it")
 
 
 def decoder_family(config: "PretrainedConfig") -> tuple[Family, HFConfig]:

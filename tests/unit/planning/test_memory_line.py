@@ -244,7 +244,7 @@ def dry_run(folder: Path, shape: dict[str, Any], *settings: str) -> int | str | 
 @pytest.mark.parametrize(
     ("shape", "stages", "says"),
     [
-        ({"model_type": "falcon"}, 1, "Megatron has no table for falcon"),
+        ({"model_type": "falcon"}, 1, "Megatron and the planner have no table for falcon"),
         (GATED_DELTA, 1, "Megatron computes gated delta layers on packed rows with other packages: pip install "),
         (
             {"num_hidden_layers": 61},

@@ -273,7 +273,7 @@ def test_what_megatron_cannot_hold_or_compute_is_refused(
 
 
 def test_unknown_families_are_named_beside_the_known() -> None:
-    with pytest.raises(ConfigError, match="gpt2: known are deepseek_v3, gemma3_text, glm4_moe"):
+    with pytest.raises(ConfigError, match="gpt2, only for deepseek_v3, gemma3_text, glm4_moe"):
         family_of({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"})
     other_head = {"architectures": ["Qwen2ForTokenClassification"], "model_type": "qwen2"}
     assert family_of(other_head) is family_of(config_of("qwen2-tied"))
