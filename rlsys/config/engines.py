@@ -34,7 +34,6 @@ class RolloutBackend:
     dims: str = "d"
     settings: Sequence[str] = ("free_cache_engine",)
     cache_share_of: Literal["device", "free"] | None = None
-    batch_invariant: bool = False
     drops_weights: bool = False
 
     @property
@@ -62,7 +61,7 @@ def rollout_backends() -> tuple[RolloutBackend, ...]:
 
 def rollout_backend(name: str) -> RolloutBackend:
     """The engine of this name; one that is not registered yet is assumed to support every setting."""
-    return _BACKENDS.get(name) or RolloutBackend(name, None, "process", "dtep", VLLM_SETTINGS, batch_invariant=True)
+    return _BACKENDS.get(name) or RolloutBackend(name, None, "process", "dtep", VLLM_SETTINGS)
 
 
 def decoder_sizes(hf_config: Mapping[str, object]) -> dict[str, int]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from rlsys.config.bounds import KEY as CORRECTION
 from rlsys.config.bounds import rejection_bounds, weight_bounds
 from rlsys.config.checks.findings import ACTOR, Note, note, wrong
 from rlsys.config.pools import resolve_pools
@@ -59,9 +58,6 @@ def _policy_loss(cfg: PPOConfig) -> Iterator[str]:
     if loss.clip_cov_lb > loss.clip_cov_ub:
         why = f"more than clip_cov_ub={loss.clip_cov_ub:g}; set a smaller number"
         yield wrong(cfg, f"{ACTOR}.policy_loss.clip_cov_lb", why)
-    if cfg.algorithm.rollout_correction.loss_type == "reinforce" and loss.loss_mode not in ("vanilla", "bypass_mode"):
-        why = f"{CORRECTION}.loss_type=reinforce is a loss of its own"
-        yield wrong(cfg, f"{ACTOR}.policy_loss.loss_mode", why, "vanilla")
 
 
 def _correction(cfg: PPOConfig) -> Iterator[str]:

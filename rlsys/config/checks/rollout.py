@@ -29,7 +29,6 @@ def check_rollout(cfg: GradedJob, ranks: int) -> Iterator[str]:
         yield from _model_sizes(cfg, name)
     elif name == "hf" and "linear_num_value_heads" in engines.decoder_sizes(facts):
         yield wrong(cfg, f"{KEY}.name", "it has no cache for gated delta layers", "vllm")
-    yield from _aligned(cfg, name)
     yield from _quantised(cfg, name)
     yield from _idle(cfg, name)
 
@@ -130,17 +129,6 @@ def check_elastic(cfg: PPOConfig) -> Iterator[str]:
     rollout, workers, key = cfg.actor_rollout_ref.rollout, cfg.trainer.rollout_workers, f"{KEY}.min_replicas"
     if rollout.min_replicas is not None and workers < rollout.min_replicas:
         yield wrong(cfg, key, f"there are {workers} processes that only generate; set trainer.rollout_workers to more")
-
-
-def _aligned(cfg: GradedJob, name: str) -> Iterator[str]:
-    """What the aligned mode means for external servers, and for hf, which has no batch-invariant kernels."""
-    why, backend = "", engines.rollout_backend(name)
-    if backend.is_external:
-        why = "it cannot be changed on external servers; start them with FULL_DETERMINISM=1 scripts/run_*.sh"
-    elif not backend.batch_invariant:
-        why = "logits are in float32, but transformers' kernels may give a token other digits in another batch"
-    if why and cfg.actor_rollout_ref.rollout.full_determinism:
-        yield note(cfg, f"{KEY}.full_determinism", why)
 
 
 def _quantised(cfg: GradedJob, name: str) -> Iterator[str]:

@@ -130,8 +130,6 @@ def _weights(cfg: PPOConfig) -> Iterator[str]:
     if pools.external and executor not in ("auto", "disk", "nccl"):
         why = "external servers take weights from files (auto, disk) or over a process group (nccl)"
         yield wrong(cfg, ENGINE, why, "auto")
-    elif pools.external and executor == "nccl" and rollout.servers.lora_name:
-        yield wrong(cfg, ENGINE, "servers load adapters from files", "auto")
     elif executor == "local" and (not pools.colocated or in_child):
         yield wrong(cfg, ENGINE, "the rollout's weights are in a separate process", "auto")
     elif executor == "nccl" and pools.colocated:
