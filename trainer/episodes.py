@@ -29,7 +29,7 @@ from rlsys.config import EvalConfig, GradedJob, PPOConfig
 from rlsys.config.introspect import replaced
 from rlsys.config.pools import generates_ahead
 from rlsys.config.schema.rollout import AgentConfig, MultiTurnConfig
-from rlsys.data.chat import Message, with_parts
+from rlsys.data.chat import Message, end_ids, with_parts
 from rlsys.data.dataset import PromptDataset, RowStream
 from rlsys.fleet.fleet import RolloutFleet
 from rlsys.interfaces import State
@@ -96,8 +96,8 @@ class EpisodeRollout(GradedRollout):
 
     def _run_of(self, sampling: SamplingParams) -> PPOConfig | None:
         """The configuration of training episodes; None for validation or a baseline, whose sampling differs."""
-        cfg = self.cfg
-        return cfg if isinstance(cfg, PPOConfig) and sampling == training_sampling(cfg) else None
+        cfg, ends = self.cfg, sampling.stop_token_ids
+        return cfg if isinstance(cfg, PPOConfig) and sampling == training_sampling(cfg, ends) else None
 
     def _num_spare(self, num_episodes: int, sampling: SamplingParams) -> int:
         """How many episodes of a step are not waited for; none but of training."""
@@ -244,10 +244,11 @@ def graded_rollout(
     cfg: GradedJob, fleet: RolloutFleet, tokenizer: Tokenizer, pool: RewardPool, stack: ExitStack, stage: StageTimer
 ) -> GradedRollout:
     """The configured rollout, by episodes where there is a workflow; `stack` closes what it starts."""
+    ends = end_ids(tokenizer)
     rollout = GradedRollout(
         generate=partial(fleet_generate, fleet),
         manager=build_reward_manager(cfg, tokenizer, pool),
-        sampling=training_sampling(cfg) if isinstance(cfg, PPOConfig) else validation_sampling(cfg),
+        sampling=training_sampling(cfg, ends) if isinstance(cfg, PPOConfig) else validation_sampling(cfg, ends),
         num_answers=cfg.actor_rollout_ref.rollout.n if isinstance(cfg, PPOConfig) else 1,
         greedy_baseline=isinstance(cfg, PPOConfig) and cfg.algorithm.adv_estimator == "remax",
         pad_token_id=tokenizer.pad_token_id,

@@ -1,8 +1,10 @@
 """From messages to token ids: chat templates, plain text where there is none, truncation."""
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rlsys.config.schema.data import Truncation
@@ -62,15 +64,28 @@ def encode_prompt(tokenizer: Tokenizer, prompt: Prompt, *, template_kwargs: Kwar
     return encode_text(tokenizer, text, special_tokens=not tokenizer.chat_template)
 
 
+def end_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The ids that end an answer: the tokenizer's, and those of the generation_config.json beside it."""
+    ends = (tokenizer.eos_token_id, *_model_ends(tokenizer.name_or_path))
+    return tuple(sorted({token for token in ends if isinstance(token, int)}))
+
+
+@cache
+def _model_ends(folder: str) -> Sequence[object]:
+    path = Path(folder) / "generation_config.json"
+    ends = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+    return ends if isinstance(ends, list) else [ends]
+
+
 def encode_conversation(
     tokenizer: Tokenizer, messages: Messages, *, num_prompt: int = 0, template_kwargs: Kwargs | None = None
 ) -> tuple[list[int], list[int], list[int]]:
     """Token ids up to the first answer, token ids from there on, and a mask of the latter: 1 on the assistant's tokens.
 
     The first `num_prompt` messages belong to the prompt, also those of the assistant.
-    Each turn is tokenised separately, as it is during generation. An answer ends with the end-of-text token; what the
-    template adds after it belongs to the next turn. Raises ValueError without an answer, and for a template that
-    rewrites earlier turns.
+    Each turn is tokenised separately, as it is during generation. An answer ends with one of `end_ids`: that of the
+    template, or else the tokenizer's is appended; what the template adds after it belongs to the next turn. Raises
+    ValueError without an answer, and for a template that rewrites earlier turns.
     """
     text_of = partial(render, tokenizer, template_kwargs=template_kwargs, add_generation_prompt=False)
     answers = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= num_prompt]
@@ -82,10 +97,9 @@ def encode_conversation(
         plain = [*messages[:i], {key: value for key, value in messages[i].items() if key != "tool_calls"}]
         if messages[i].get("tool_calls") and text_of(messages[: i + 1]) == text_of(plain):
             raise ValueError(f"message {i} has tool_calls, which the chat template does not render")
-    eos = tokenizer.eos_token_id
+    ends = set(end_ids(tokenizer))
     tokens: list[int] = []
     mask: list[int] = []
-    num_asked = 0
     done = ""
     for answer in answers:
         before = render(tokenizer, messages[:answer], add_generation_prompt=True, template_kwargs=template_kwargs)
@@ -94,15 +108,14 @@ def encode_conversation(
             raise ValueError("the chat template changes earlier turns, so answers cannot be separated from the rest")
         asked = encode_text(tokenizer, before[len(done) :], special_tokens=not done and not tokenizer.chat_template)
         answered = encode_text(tokenizer, after[len(before) :])
-        if eos is not None and eos not in answered:
-            answered.append(eos)
-        end = len(answered) - answered[::-1].index(eos) if eos in answered else len(answered)
-        num_asked = num_asked if done else len(asked)
+        if ends.isdisjoint(answered) and tokenizer.eos_token_id is not None:
+            answered.append(tokenizer.eos_token_id)
+        end = max((at for at, token in enumerate(answered, 1) if token in ends), default=len(answered))
         tokens += [*asked, *answered]
         mask += [*[0] * len(asked), *[1] * end, *[0] * (len(answered) - end)]
         done = after
-    end = len(mask) - mask[::-1].index(1)
-    return tokens[:num_asked], tokens[num_asked:end], mask[num_asked:end]
+    start, end = mask.index(1), len(mask) - mask[::-1].index(1)
+    return tokens[:start], tokens[start:end], mask[start:end]
 
 
 def truncate(token_ids: Sequence[int], max_tokens: int, how: Truncation) -> list[int]:

@@ -202,19 +202,13 @@ def configured_source(
     custom, files = config.custom_cls, list(files)
     if custom.path is None or custom.name is None:
         streams = isinstance(config, TrainingRowsConfig) and config.streaming and any(map(is_rows_id, files))
-        return first_rows(files, max_samples) if streams else files
+        return UserList(islice(open_rows(files), max_samples)) if streams else files
     cls = load_from_file(custom.path, custom.name, key="data.custom_cls.path")
     dataset = cls(data_files=files, tokenizer=tokenizer, config=config, processor=None, max_samples=max_samples)
     for method in ("__len__", "__getitem__"):
         if not hasattr(dataset, method):
             raise ConfigError(f"data.custom_cls.name={custom.name}: the class has no {method}")
     return dataset
-
-
-def first_rows(names: Sequence[str], count: int) -> UserList[Mapping[str, Any]]:
-    """The first rows of sources, as a dataset of plain rows."""
-    rows: Iterable[Mapping[str, Any]] = open_rows(names)
-    return UserList(islice(rows, count))
 
 
 def source_rows(source: str | Sequence[str] | VerlDataset, prompt_key: str) -> Iterator[Row | BadRow]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 from pyarrow.parquet import read_table
 
+from rlsys.data.start_assets import START_MODEL
 from tests.e2e.conftest import Toy
 from tests.hub import Hub
 from tests.timing import scaled_s
@@ -64,6 +66,27 @@ def test_an_evaluation_writes_its_metrics(toy: Toy, tmp_path: Path, capsys: pyte
     assert all((out / name).exists() for name in ("config.yaml", "starts.jsonl", "train.log"))
     with pytest.raises(SystemExit, match="2"):
         main([*argv, "trainer.device=cuda"])
+
+
+def test_answers_end_at_the_tokenizers_end_too(tmp_path: Path) -> None:
+    """What SFT teaches to end an answer with ends it in evaluations, whatever generation_config.json has."""
+    shutil.copytree(START_MODEL, tmp_path / "model")
+    for name in ("config.json", "generation_config.json"):
+        settings = json.loads((tmp_path / "model" / name).read_text()) | {"eos_token_id": 5}
+        (tmp_path / "model" / name).write_text(json.dumps(settings))
+    (tmp_path / "rows.jsonl").write_text(
+        "\n".join(json.dumps({"prompt": f"{n}+4=", "ground_truth": ""}) for n in range(8))
+    )
+    (tmp_path / "grader.py").write_text("def compute_score(**_): return 1.0")
+    rows = tmp_path / "rows.jsonl"
+    answers = []
+    for model in (START_MODEL, tmp_path / "model"):
+        mine = Toy(model, rows, rows, tmp_path / "grader.py", model)
+        given = [f"actor_rollout_ref.model.path={model}", f"data.val_files={rows}"]
+        given.append(f"data.output_path={tmp_path / 'answers.parquet'}")
+        assert main([*given, *evaluation(mine, tmp_path / "out"), "data.max_response_length=12"]) == 0
+        answers.append([row["responses"] for row in read_table(tmp_path / "answers.parquet").to_pylist()])
+    assert answers[0] == answers[1]
 
 
 def test_answers_are_kept_where_columns_hold_several_types(toy: Toy, tmp_path: Path) -> None:

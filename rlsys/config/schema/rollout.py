@@ -184,7 +184,7 @@ class GenerationConfig(ServingConfig):
     """What happens to the KV cache of unfinished answers when new weights arrive; external servers compute it again in
     any case."""
     eos: t.TokenIds | None = None
-    """Ids of the tokens that end a response; null takes them from the model's generation config."""
+    """Ids of the tokens that end a response; null takes the tokenizer's and those of the generation config."""
     padding: t.CountOrZero | None = None
     """Id of the padding token; null takes the tokenizer's."""
     enable_rollout_routing_replay: t.Flag = False

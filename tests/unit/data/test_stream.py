@@ -2,17 +2,19 @@
 
 import json
 from collections.abc import Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlsys.config.schema.data import DataConfig, SFTDataConfig
-from rlsys.data.dataset import RowStream, first_rows
+from rlsys.data.dataset import RowStream
 from rlsys.data.files import Row
 from rlsys.data.rows import PromptRow
 from rlsys.data.supervised import TokenizedText
 from rlsys.utils.errors import ConfigError
+from rlsys.utils.hub import open_rows
 
 
 def parse(row: Row) -> PromptRow | None:
@@ -54,7 +56,7 @@ def test_rows_come_in_order_over_and_over_without_those_that_are_too_long(files:
     assert [number for _ in range(7) for number in texts(source)] == [*once, *once, 0]
     assert source.next().epoch == 2
     assert source.metrics()["data/overlong_prompts"] == 2
-    assert [row["prompt"] for row in first_rows(files, 8)] == [str(n) for n in range(8)]
+    assert [row["prompt"] for row in islice(open_rows(files), 8)] == [str(n) for n in range(8)]
 
 
 @pytest.mark.parametrize("shuffle", [True, False])

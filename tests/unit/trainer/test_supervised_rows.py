@@ -8,6 +8,7 @@ import pytest
 from rlsys.config import DPOConfig, SFTConfig, load_config
 from rlsys.utils.errors import ConfigError
 from tests.start_tokenizer import build_tokenizer
+from trainer.local_files import load_tokenizer
 from trainer.texts import load_rows
 
 OWN = """
@@ -57,3 +58,19 @@ def test_pairs_and_labels_are_asked_for_by_the_loss(tmp_path: Path) -> None:
         config = load_config([*common, f"dpo.loss_type={loss_type}"], DPOConfig)
         with pytest.raises(ConfigError, match=needed):
             load_rows(config, build_tokenizer())
+
+
+def test_an_answer_ends_where_generation_ends(tmp_path: Path) -> None:
+    """Models such as Gemma end a turn with a token of generation_config.json that is not the tokenizer's end token."""
+    turns = [{"role": role, "content": text} for role, text in (("user", "1"), ("assistant", "2")) * 2]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": turns}))
+    config = sft_config(tmp_path, f"data.train_files={tmp_path}/rows.jsonl", "data.messages_key=messages")
+    tokenizer = build_tokenizer()
+    tokenizer.eos_token = "<|tool|>"
+    tokenizer.save_pretrained(str(tmp_path))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 1]}))
+    rows, _ = load_rows(config, load_tokenizer(config.model))
+    text = rows[0][0]
+    assert tokenizer.decode(text.response_ids) == "2<|end|><|user|>1<|end|><|assistant|>2<|end|>"
+    learnt = [token for token, is_learnt in zip(text.response_ids, text.mask, strict=True) if is_learnt]
+    assert tokenizer.decode(learnt) == "2<|end|>2<|end|>"
