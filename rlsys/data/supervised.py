@@ -13,6 +13,9 @@ from rlsys.data.chat import Message, Messages, Tokenizer, as_messages, encode_co
 from rlsys.data.dataset import VerlDataset, parse_rows, sample_rows, source_rows
 from rlsys.data.rows import ANSWERS, QUESTIONS, Need, check_columns, plain_values, read_messages, read_prompt
 
+LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+"""Labels of KTO as text, which cells of CSV files are."""
+
 
 @dataclass(frozen=True)
 class TokenizedText:
@@ -65,7 +68,7 @@ def parse_row(row: Mapping[str, object], tokenizer: Tokenizer, config: Supervise
     if isinstance(config, DPODataConfig) and len(texts) == 1:
         if config.streaming:
             raise ValueError("a response with a label is for dpo.loss_type=kto, without data.streaming")
-        return [replace(texts[0], is_desirable=bool(row[config.label_key]))]
+        return [replace(texts[0], is_desirable=LABELS[str(row[config.label_key]).lower()])]
     if isinstance(config, RMDataConfig) and list(texts[0].response_ids) == list(texts[1].response_ids):
         raise ValueError(f"columns {config.chosen_key!r} and {config.rejected_key!r} are the same")
     return texts
@@ -86,7 +89,7 @@ def read_conversations(values: Mapping[str, object], config: SupervisedDataConfi
     needs = [Need((prompt_key,), "data.prompt_key", QUESTIONS)]
     if isinstance(config, DPODataConfig) and config.completion_key in values:
         check_columns(values, [Need((config.label_key,), "data.label_key", ("desirable", "score", "rating"))])
-        if values[config.label_key] not in (True, False):
+        if str(values[config.label_key]).lower() not in LABELS:
             raise ValueError(f"column {config.label_key!r} must be true or false")
         needs.append(Need((config.completion_key,), "data.completion_key", ANSWERS))
     elif isinstance(config, RMDataConfig):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rlsys.config import DPOConfig, SFTConfig, load_config
-from rlsys.utils.errors import ConfigError
+from rlsys.utils.errors import ConfigError, DataError
 from tests.start_tokenizer import build_tokenizer
 from trainer.local_files import load_tokenizer
 from trainer.texts import load_rows
@@ -74,3 +74,15 @@ def test_an_answer_ends_where_generation_ends(tmp_path: Path) -> None:
     assert tokenizer.decode(text.response_ids) == "2<|end|><|user|>1<|end|><|assistant|>2<|end|>"
     learnt = [token for token, is_learnt in zip(text.response_ids, text.mask, strict=True) if is_learnt]
     assert tokenizer.decode(learnt) == "2<|end|>2<|end|>"
+
+
+def test_labels_may_be_text_as_in_csv_files(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 4096}))
+    (tmp_path / "rows.csv").write_text("prompt,completion,label\n1,2,True\n1,3,false\n1,2,1\n1,3,0.0\n")
+    common = [f"model.path={tmp_path}", f"data.train_files={tmp_path}/rows.csv", "data.train_batch_size=1"]
+    config = load_config([*common, "dpo.loss_type=kto", "data.shuffle=false"], DPOConfig)
+    rows, _ = load_rows(config, build_tokenizer())
+    assert [rows[row][0].is_desirable for row in range(4)] == [True, False, True, False]
+    (tmp_path / "rows.csv").write_text("prompt,completion,label\n1,2,nan\n")
+    with pytest.raises(DataError, match="column 'label' must be true or false"):
+        load_rows(config, build_tokenizer())
