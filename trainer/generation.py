@@ -116,24 +116,22 @@ def meta_of_all_calls(meta: Mapping[str, object]) -> dict[str, object]:
 
 def training_sampling(cfg: PPOConfig, ends: Sequence[int] = ()) -> SamplingParams:
     """How training prompts are completed; the tokens `ends` and those of the model end an answer."""
-    rollout = cfg.actor_rollout_ref.rollout
-    return _sampling(cfg, rollout, ends, rollout.seed)
+    return _sampling(cfg, cfg.actor_rollout_ref.rollout, ends, 0)
 
 
 def validation_sampling(cfg: GradedJob, ends: Sequence[int] = ()) -> SamplingParams:
     """How validation prompts are completed: by `val_kwargs`."""
-    rollout = cfg.actor_rollout_ref.rollout
-    return _sampling(cfg, rollout.val_kwargs, ends, rollout.seed + VALIDATION_SEED)
+    return _sampling(cfg, cfg.actor_rollout_ref.rollout.val_kwargs, ends, VALIDATION_SEED)
 
 
-def _sampling(cfg: GradedJob, own: RolloutConfig | ValKwargsConfig, ends: Sequence[int], seed: int) -> SamplingParams:
+def _sampling(cfg: GradedJob, own: RolloutConfig | ValKwargsConfig, ends: Sequence[int], first: int) -> SamplingParams:
     rollout = cfg.actor_rollout_ref.rollout
     return SamplingParams(
         max_new_tokens=cfg.data.max_response_length,
         temperature=own.temperature if own.do_sample else 0.0,
         top_p=own.top_p,
         top_k=own.top_k,
-        seed=seed,
+        seed=rollout.seed + first,
         ignore_eos=rollout.ignore_eos or rollout.eos is not None,
         stop_token_ids=() if rollout.ignore_eos else rollout.eos or tuple(ends),
     )

@@ -27,6 +27,7 @@ from rlsys.models.lora import LoraSettings, adapter_config, to_saved_name
 from rlsys.models.packing import to_device
 from rlsys.protocol import DataProto
 from rlsys.types import EXPORT_FILE_BYTES, StepReport, WeightUpdateMeta
+from rlsys.utils.atomic import write_whole
 
 CONTENTS = frozenset({"model", "optimizer", "extra"})
 """Parts of a resumable checkpoint; the worker writes hf_model beside it."""
@@ -175,8 +176,10 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
         """Write config.json, generation_config.json and the tokenizer's files, as they go with the weights."""
         model = self.model_config
         exported = export.exported_config(self.config, self.head, self._saved_dtype or self._weight_dtype)
-        tokenizer = model.tokenizer_path if isinstance(model, PolicyModelConfig) else None
-        export.write_settings(folder, exported, [Path(path) for path in (model.path, tokenizer) if path])
+        served = model if isinstance(model, PolicyModelConfig) else PolicyModelConfig()
+        export.write_settings(folder, exported, [Path(path) for path in (model.path, served.tokenizer_path) if path])
+        if served.custom_chat_template:
+            write_whole(folder / "chat_template.jinja", served.custom_chat_template.encode(), durable=True)
 
     def load(self, path: Path) -> None:
         """Restore what `save(path, "resume")` wrote, on any number of ranks and any layout."""
