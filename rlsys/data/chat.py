@@ -82,21 +82,18 @@ def encode_conversation(
 ) -> tuple[list[int], list[int], list[int]]:
     """Token ids up to the first answer, token ids from there on, and a mask of the latter: 1 on the assistant's tokens.
 
-    The first `num_prompt` messages belong to the prompt, also those of the assistant.
+    The first `num_prompt` messages belong to the prompt, also those of the assistant; so do answers of `weight` 0.
     Each turn is tokenised separately, as it is during generation. An answer ends with one of `end_ids`: that of the
     template, or else the tokenizer's is appended; what the template adds after it belongs to the next turn. Raises
     ValueError without an answer, and for a template that rewrites earlier turns.
     """
     text_of = partial(render, tokenizer, template_kwargs=template_kwargs, add_generation_prompt=False)
-    answers = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= num_prompt]
+    turns = enumerate(messages[num_prompt:], num_prompt)
+    answers = [i for i, m in turns if m["role"] == "assistant" and m.get("weight") != 0]
     if not answers:
         raise ValueError("no assistant message to learn from")
     if answers[0] == 0:
         raise ValueError("the first message is the assistant's; there is no prompt before it")
-    for i in answers:
-        plain = [*messages[:i], {key: value for key, value in messages[i].items() if key != "tool_calls"}]
-        if messages[i].get("tool_calls") and text_of(messages[: i + 1]) == text_of(plain):
-            raise ValueError(f"message {i} has tool_calls, which the chat template does not render")
     ends = set(end_ids(tokenizer))
     tokens: list[int] = []
     mask: list[int] = []
@@ -104,6 +101,9 @@ def encode_conversation(
     for answer in answers:
         before = render(tokenizer, messages[:answer], add_generation_prompt=True, template_kwargs=template_kwargs)
         after = text_of(messages[: answer + 1])
+        plain = {key: value for key, value in messages[answer].items() if key != "tool_calls"}
+        if messages[answer].get("tool_calls") and text_of([*messages[:answer], plain]) == after:
+            raise ValueError(f"message {answer} has tool_calls, which the chat template does not render")
         if not before.startswith(done) or not after.startswith(before):
             raise ValueError("the chat template changes earlier turns, so answers cannot be separated from the rest")
         asked = encode_text(tokenizer, before[len(done) :], special_tokens=not done and not tokenizer.chat_template)

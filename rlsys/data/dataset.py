@@ -213,13 +213,12 @@ def configured_source(
 
 def source_rows(source: str | Sequence[str] | VerlDataset, prompt_key: str) -> Iterator[Row | BadRow]:
     """The rows of files, or of a dataset object, whose `raw_prompt` stands for a missing prompt column."""
+    given: Any = source
     if isinstance(source, str | list | tuple):
-        files: Any = source
-        yield from read_rows(files)
+        yield from read_rows(given)
         return
-    dataset: Any = source
-    for index in range(len(dataset)):
-        values, name, place = dataset[index], type(dataset).__name__, f"row {index}"
+    for index in range(len(given)):
+        values, name, place = given[index], type(given).__name__, f"row {index}"
         if not isinstance(values, Mapping):
             yield BadRow(name, place, f"a row must be a dict, this is a {type(values).__name__}")
             continue

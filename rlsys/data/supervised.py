@@ -133,7 +133,10 @@ def encode(tokenizer: Tokenizer, messages: Messages, config: SupervisedDataConfi
 def _num_shared(conversations: Sequence[Messages]) -> int:
     """How many messages before the last one are the same in all conversations."""
     shared = zip(*(messages[:-1] for messages in conversations), strict=False)
-    return len(list(takewhile(lambda same: all(message == same[0] for message in same), shared)))
+    number = len(list(takewhile(lambda same: all(message == same[0] for message in same), shared)))
+    if any(messages[number]["role"] == "user" for messages in conversations):
+        raise ValueError("the prompts of the responses differ: give both the same messages before their answers")
+    return number
 
 
 def _has_prompt(value: object) -> bool:
@@ -146,7 +149,7 @@ def _answer(value: Any, key: str) -> list[Message]:
         if not value.strip():
             raise ValueError(f"column {key!r} is blank")
         return [{"role": "assistant", "content": value}]
-    messages = read_messages(value, key)
+    messages = read_messages(value, key, what="text or a list of messages")
     if messages[-1]["role"] != "assistant":
         raise ValueError(f"column {key!r}: its last message is not the assistant's")
     return messages

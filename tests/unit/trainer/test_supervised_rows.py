@@ -11,6 +11,7 @@ from tests.start_tokenizer import build_tokenizer
 from trainer.local_files import load_tokenizer
 from trainer.texts import load_rows
 
+MESSAGES = "data.messages_key=messages"
 OWN = """
 class Doubled:
     def __init__(self, data_files, tokenizer, config, processor, max_samples):
@@ -64,7 +65,7 @@ def test_an_answer_ends_where_generation_ends(tmp_path: Path) -> None:
     """Models such as Gemma end a turn with a token of generation_config.json that is not the tokenizer's end token."""
     turns = [{"role": role, "content": text} for role, text in (("user", "1"), ("assistant", "2")) * 2]
     (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": turns}))
-    config = sft_config(tmp_path, f"data.train_files={tmp_path}/rows.jsonl", "data.messages_key=messages")
+    config = sft_config(tmp_path, f"data.train_files={tmp_path}/rows.jsonl", MESSAGES)
     tokenizer = build_tokenizer()
     tokenizer.eos_token = "<|tool|>"
     tokenizer.save_pretrained(str(tmp_path))
@@ -86,3 +87,34 @@ def test_labels_may_be_text_as_in_csv_files(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text("prompt,completion,label\n1,2,nan\n")
     with pytest.raises(DataError, match="column 'label' must be true or false"):
         load_rows(config, build_tokenizer())
+
+
+def turns(*texts: str) -> list[dict[str, str]]:
+    return [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(texts)]
+
+
+def test_answers_of_weight_0_are_not_learnt(tmp_path: Path) -> None:
+    messages: list[dict[str, object]] = [*turns("1", "2", "3", "4", "5", "6")]
+    for at, weight in ((1, 0), (3, 1), (5, 0)):
+        messages[at] = messages[at] | {"weight": weight}
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": messages}))
+    rows, _ = load_rows(sft_config(tmp_path, f"data.train_files={tmp_path}/rows.jsonl", MESSAGES), build_tokenizer())
+    text, decode = rows[0][0], build_tokenizer().decode
+    assert decode(text.prompt_ids) == "<|user|>1<|end|><|assistant|>2<|end|><|user|>3<|end|><|assistant|>"
+    assert (decode(text.response_ids), set(text.mask)) == ("4<|end|>", {1})
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"chosen": turns("1", "2"), "rejected": turns("one", "3")},
+        {"chosen": turns("1", "2", "3", "4"), "rejected": turns("1", "2", "three", "4")},
+        {"prompt": "1", "chosen": turns("1", "2"), "rejected": "3"},
+    ],
+)
+def test_responses_to_different_prompts_are_not_compared(tmp_path: Path, row: dict[str, object]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 4096}))
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    files = [f"model.path={tmp_path}", f"data.train_files={tmp_path}/rows.jsonl", "data.train_batch_size=1"]
+    with pytest.raises(DataError, match="the prompts of the responses differ"):
+        load_rows(load_config(files, DPOConfig), build_tokenizer())
