@@ -63,7 +63,7 @@ def load_texts(
 def parse_row(row: Mapping[str, object], tokenizer: Tokenizer, config: SupervisedDataConfig) -> list[TokenizedText]:
     """The text or the two texts of one row. Raises ValueError for a bad one."""
     conversations = read_conversations(row, config)
-    num_prompt = 0 if isinstance(config, SFTDataConfig) else _num_shared(conversations)
+    num_prompt = _num_shared(conversations) if len(conversations) > 1 else 0
     texts = [encode(tokenizer, messages, config, num_prompt) for messages in conversations]
     if isinstance(config, DPODataConfig) and len(texts) == 1:
         if config.streaming:
@@ -77,8 +77,8 @@ def parse_row(row: Mapping[str, object], tokenizer: Tokenizer, config: Supervise
 def read_conversations(values: Mapping[str, object], config: SupervisedDataConfig) -> list[list[Message]]:
     """The conversation of a row for SFT and KTO; for RM and DPO those with the better and with the worse response.
 
-    Without a column of the conversation it is made of those of prompt and response; the columns of a pair may also hold
-    whole conversations. Raises ValueError.
+    Without a column of the conversation it is made of those of prompt and response, of which the former is not learnt
+    (weight 0); the columns of a pair may also hold whole conversations. Raises ValueError.
     """
     values = dict(plain_values(values))
     parts = {column: value for column, value in values.items() if isinstance(value, dict)}
@@ -106,7 +106,7 @@ def read_conversations(values: Mapping[str, object], config: SupervisedDataConfi
         response_key = ".".join((config.response_key, *(config.response_dict_keys or ())))
         needs.append(Need((response_key,), "data.response_key", ANSWERS, otherwise))
     check_columns(values, needs)
-    prompt = as_messages(read_prompt(values[prompt_key], prompt_key))
+    prompt = [{**m, "weight": 0} for m in as_messages(read_prompt(values[prompt_key], prompt_key))]
     return [[*prompt, *_answer(values[key], key)] for (key,) in (need.columns for need in needs[1:])]
 
 

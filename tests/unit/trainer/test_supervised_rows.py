@@ -118,3 +118,16 @@ def test_responses_to_different_prompts_are_not_compared(tmp_path: Path, row: di
     files = [f"model.path={tmp_path}", f"data.train_files={tmp_path}/rows.jsonl", "data.train_batch_size=1"]
     with pytest.raises(DataError, match="the prompts of the responses differ"):
         load_rows(load_config(files, DPOConfig), build_tokenizer())
+
+
+def test_earlier_answers_in_a_prompt_are_not_learnt_and_all_of_a_response_is(tmp_path: Path) -> None:
+    answers = [*turns("4", "5", "6")[1:], {"role": "assistant", "content": "7"}]
+    row = {"prompt": turns("1", "2", "3"), "response": answers, "completion": answers, "label": True}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    config = sft_config(tmp_path, f"data.train_files={tmp_path}/rows.jsonl")
+    kto = [f"model.path={tmp_path}", f"data.train_files={tmp_path}/rows.jsonl", "data.train_batch_size=1"]
+    for settings in (config, load_config([*kto, "dpo.loss_type=kto"], DPOConfig)):
+        rows, _ = load_rows(settings, build_tokenizer())
+        text, decode = rows[0][0], build_tokenizer().decode
+        assert decode(text.prompt_ids) == "<|user|>1<|end|><|assistant|>2<|end|><|user|>3<|end|><|assistant|>"
+        assert decode([i for i, mask in zip(text.response_ids, text.mask, strict=True) if mask]) == "5<|end|>7<|end|>"
