@@ -105,7 +105,7 @@ def encode_conversation(
         if messages[answer].get("tool_calls") and text_of([*messages[:answer], plain]) == after:
             raise ValueError(f"message {answer} has tool_calls, which the chat template does not render")
         if not before.startswith(done) or not after.startswith(before):
-            raise ValueError("the chat template changes earlier turns, so answers cannot be separated from the rest")
+            raise ValueError("the chat template changes earlier turns: give all answers but the last `weight: 0`")
         asked = encode_text(tokenizer, before[len(done) :], special_tokens=not done and not tokenizer.chat_template)
         answered = encode_text(tokenizer, after[len(before) :])
         if ends.isdisjoint(answered) and tokenizer.eos_token_id is not None:

@@ -131,3 +131,22 @@ def test_earlier_answers_in_a_prompt_are_not_learnt_and_all_of_a_response_is(tmp
         text, decode = rows[0][0], build_tokenizer().decode
         assert decode(text.prompt_ids) == "<|user|>1<|end|><|assistant|>2<|end|><|user|>3<|end|><|assistant|>"
         assert decode([i for i, mask in zip(text.response_ids, text.mask, strict=True) if mask]) == "5<|end|>7<|end|>"
+
+
+def test_a_template_that_drops_earlier_reasoning_allows_one_answer_a_row(tmp_path: Path) -> None:
+    """As Qwen3's, which shows the reasoning of the last answer alone."""
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' and loop.last %}0{% endif %}"
+        "{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    messages: list[dict[str, object]] = [*turns("0", "1", "2", "3")]
+    tokenizer, file = build_tokenizer(), tmp_path / "rows.jsonl"
+    tokenizer.chat_template = template
+    file.write_text(json.dumps({"messages": messages}))
+    config = sft_config(tmp_path, f"data.train_files={file}", MESSAGES)
+    with pytest.raises(DataError, match="changes earlier turns: give all answers but the last `weight: 0`"):
+        load_rows(config, tokenizer)
+    messages[1] |= {"weight": 0}
+    file.write_text(json.dumps({"messages": messages}))
+    rows, _ = load_rows(config, tokenizer)
+    assert tokenizer.decode(rows[0][0].response_ids) == "03<|end|>"
