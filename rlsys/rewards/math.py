@@ -93,11 +93,11 @@ def last_expression(text: str) -> str | None:
 
 def equal(answer: str, ground_truth: str) -> bool:
     """Whether two answers are the same text or the same mathematical object; numbers of other bases only as text."""
-    bare_answer, bare_truth = (re.sub(r"[\s{}]", "", text) for text in (answer, ground_truth))
-    if bare_answer == bare_truth:
-        return True
-    if OTHER_BASE.search(answer + " " + ground_truth):
-        return False
+    has_base = OTHER_BASE.search(answer + " " + ground_truth) is not None
+    dropped = r"[\s{}]" if has_base else r"(?<!\w)\s|\s(?!\w)"
+    bare_answer, bare_truth = (re.sub(dropped, "", text) for text in (answer, ground_truth))
+    if has_base or bare_answer == bare_truth:
+        return bare_answer == bare_truth
     from math_verify import verify
 
     gold, parsed = _parse(f"\\boxed{{{ground_truth}}}"), _parse(f"\\boxed{{{answer}}}")
