@@ -53,8 +53,7 @@ def timing_metrics(
     seconds: Mapping[str, float], *, num_prompt_tokens: int, num_response_tokens: int
 ) -> dict[str, float]:
     """`timing_s/*` of every stage and `timing_per_token_ms/*`: generation per response token, the others per token."""
-    num_tokens = dict.fromkeys(ALL_TOKEN_STAGES, num_prompt_tokens + num_response_tokens)
-    num_tokens["gen"] = num_response_tokens
+    num_tokens = dict.fromkeys(ALL_TOKEN_STAGES, num_prompt_tokens + num_response_tokens) | {"gen": num_response_tokens}
     per_token = {stage: 1000.0 * s / num_tokens[stage] for stage, s in seconds.items() if num_tokens.get(stage)}
     metrics = {f"timing_s/{stage}": float(s) for stage, s in seconds.items()}
     return metrics | {f"timing_per_token_ms/{stage}": ms for stage, ms in per_token.items()}

@@ -76,6 +76,8 @@ def dump_rollouts(
         shown[row] |= {"values": _rounded(values, 3), "tokens": pieces}
     kept = sorted(lines)
     path = Path(directory) / f"{step}.jsonl"
+    browser = path.parent / "browser"
+    browser.mkdir(parents=True, exist_ok=True)
     write_whole(path, b"".join(lines[row] for row in kept))
     first = {group: row for row, group in reversed(list(enumerate(groups)))}
     texts = {
@@ -95,8 +97,8 @@ def dump_rollouts(
         "parts": {name: column for name, column in extras.items() if all(_is_number(value) for value in column)},
         "about": {name: [str(value) for value in column] for name, column in about.items()},
     }
-    _write_page(Path(directory), step, texts, index)
-    _list_step(Path(directory) / "browser/steps.js", step, scores, len(kept))
+    _write_page(browser, step, texts, index)
+    _list_step(browser / "steps.js", step, scores, len(kept))
     return path
 
 
@@ -107,14 +109,12 @@ def _numbered_prompts(inputs: Rows, talks: Rows) -> tuple[list[tuple[str, ...]],
     return list(numbers), [numbers[prompt] for prompt in prompts]
 
 
-def _write_page(directory: Path, step: int, texts: JsonObject, index: JsonObject) -> None:
-    """The page and a step's files of it; its texts are deflated JSON."""
-    browser = directory / "browser"
-    browser.mkdir(parents=True, exist_ok=True)
+def _write_page(browser: Path, step: int, texts: JsonObject, index: JsonObject) -> None:
+    """The page, above the folder `browser`, and a step's files in it; its texts are deflated JSON."""
     packed = base64.b64encode(zlib.compress(ascii_json(texts).encode(), 6)).decode()
     write_whole(browser / f"{step}.texts.js", f'rlsysRollouts.texts({step}, "{packed}");\n'.encode())
     write_whole(browser / f"{step}.js", f"rlsysRollouts.step({ascii_json(index)});\n".encode())
-    write_whole(directory / "index.html", page("rollouts").encode())
+    write_whole(browser.with_name("index.html"), page("rollouts").encode())
 
 
 def _image_parts(messages: Any) -> list[JsonObject]:

@@ -233,7 +233,8 @@ class BestEffort:
             self.num_errors += 1
             if recorder not in self._reported:
                 self._reported.add(recorder)
-                log.warning("%s failed, its record is incomplete: %s", recorder, repr(error).partition(r"\n")[0])
+                cause = f"{type(error).__name__}: {error}".partition("\n")[0]
+                log.warning("%s failed, its record is incomplete: %s", recorder, cause)
             return None
 
 

@@ -42,8 +42,8 @@ def dump(directory: Path, step: int, **changed: Any) -> Path:
 
 
 def test_jsonl_has_verls_fields_and_the_tokens(tmp_path: Path) -> None:
-    path = dump(tmp_path, 7)
-    assert path == tmp_path / "7.jsonl"
+    path = dump(tmp_path / "a new" / "folder", 7)
+    assert path == tmp_path / "a new" / "folder" / "7.jsonl"
     rows = [json.loads(line) for line in path.read_bytes().splitlines()]
     assert [row["output"] for row in rows] == OUTPUTS
     assert {k: rows[1][k] for k in ("input", "output", "gts", "score", "step", "acc", "format_reward")} == {

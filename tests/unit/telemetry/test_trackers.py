@@ -226,15 +226,19 @@ class _Failing:
         raise ConnectionError("gone")
 
 
-def test_the_report_of_a_failed_recorder_has_one_line_without_a_traceback(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_report_of_a_failed_recorder_has_one_line_without_a_traceback(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def fail() -> None:
         raise RuntimeError(
             "actor rank 0 failed: FileNotFoundError: no such folder\n  File 'workers/base.py', line 30\n"
         )
 
     BestEffort()("profile", fail)
-    (message,) = caplog.messages
+    BestEffort()("rollouts", lambda: (tmp_path / "gone" / "1.jsonl").write_text(""))
+    message, of_file = caplog.messages
     assert message.endswith("FileNotFoundError: no such folder")
+    assert str(tmp_path / "gone" / "1.jsonl") in of_file
 
 
 def test_a_failing_tracker_is_logged_once_and_counted(
@@ -246,7 +250,7 @@ def test_a_failing_tracker_is_logged_once_and_counted(
         tracking.log({"x": 2.0}, 2)
     assert tracking.best_effort.num_errors == 3
     assert [r.message for r in caplog.records] == [
-        "tracker console failed, its record is incomplete: ConnectionError('gone')"
+        "tracker console failed, its record is incomplete: ConnectionError: gone"
     ]
     assert list(read_jsonl(tmp_path / "metrics.jsonl")) == [
         {"step": 1, "x": 1.0},
