@@ -191,9 +191,9 @@ class RemoteEngine(RolloutFleet):
             reached = await send(servers, meta.version) if send else servers
             await asyncio.gather(*(server.attempt(server.take(meta)) for server in reached))
             if not any(server.is_admitted for server in self.servers):
-                causes = "\n  ".join(server.cause for server in self.servers)
-                hint = f"\n(they must see {meta.weights_path}: {KEY}.weights_dir)" if meta.weights_path else ""
-                raise WeightTransferError(f"no server took version {meta.version}:\n  {causes}{hint}")
+                hint = f"(they must see {meta.weights_path}: {KEY}.weights_dir; vLLM needs VLLM_SERVER_DEV_MODE=1)"
+                causes = "\n  ".join(server.cause for server in self.servers) + ("\n" + hint) * bool(meta.weights_path)
+                raise WeightTransferError(f"no server took version {meta.version}:\n  {causes}")
             self.weights, self.version, self.adapter = meta, meta.version, adapter
             if not adapter:
                 await self._resume()

@@ -134,7 +134,7 @@ async def _refusal(response: aiohttp.ClientResponse, url: str, stage: str) -> Ex
         text = str(error)
     response.close()
     status, wait = response.status, response.headers.get("Retry-After", "")
-    say = f"HTTP {status}: {_short(text)}"
+    say = f"HTTP {status}: {_short(text)} ({response.url.path})"
     if status in (400, 403, 413, 422):
         return RefusedError(f"{url} at stage '{stage}': {say}")
     if status in (429, 503):
@@ -143,7 +143,7 @@ async def _refusal(response: aiohttp.ClientResponse, url: str, stage: str) -> Ex
     if 300 <= status < 400:
         say = f"HTTP {status}: redirects are not followed; name the server itself"
     if status == 401:
-        say = f"HTTP {status}: the token is missing or wrong"
+        say = f"HTTP {status}: the token is missing or wrong; it is read from the variable rollout.servers.token_env"
     return ServerFault(url, stage, say, status=status)
 
 

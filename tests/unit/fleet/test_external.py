@@ -325,7 +325,7 @@ def test_an_update_that_no_server_takes_is_an_error_and_quarantines(fleet: Fleet
     engine = fleet.engine(server)
     engine.connect()
     server.update_status = 400
-    with pytest.raises(WeightTransferError, match=f"(?s)no server took version 2.*{server.url}.*HTTP 400"):
+    with pytest.raises(WeightTransferError, match=f"(?s)no server took version 2.*{server.url}.*HTTP 400.*weights_dir"):
         engine.update_weights(WeightUpdateMeta(2, weights_path="/nowhere")).result(scaled_s(10))
     with pytest.raises(WeightTransferError, match="quarantine"):
         engine.generate(requests_of(1))
@@ -513,6 +513,18 @@ def test_equal_prompts_meet_under_affinity(fleet: Fleet) -> None:
         assert all(prompts.count(prompt) == 4 for prompt in prompts)
 
 
+def test_a_vllm_server_out_of_development_mode_is_named_with_what_it_lacks() -> None:
+    fleet = Fleet("vllm")
+    (server,) = fleet.serve(dev=False)
+    engine = fleet.engine(server)
+    try:
+        with pytest.raises(WeightTransferError, match=r"(?s)HTTP 404.*/collective_rpc.*VLLM_SERVER_DEV_MODE=1"):
+            engine.update_weights(WeightUpdateMeta(2, weights_path="/weights/2")).result(scaled_s(10))
+    finally:
+        for closing in (engine, server):
+            closing.close()
+
+
 def test_the_token_is_sent_and_never_shown(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
     secret = "s3cret-t0ken"
     (server,) = fleet.serve(token=secret)
@@ -524,7 +536,7 @@ def test_the_token_is_sent_and_never_shown(fleet: Fleet, caplog: pytest.LogCaptu
     engine.generate(requests)
     shown = [repr(engine.settings), str(engine.health()), caplog.text]
     unauthorized = fleet.engine(server, token="wrong", start_s=scaled_s(0.3))
-    with pytest.raises(DeadlineError, match="the token is missing or wrong") as caught:
+    with pytest.raises(DeadlineError, match=r"the token is missing or wrong.*rollout\.servers\.token_env") as caught:
         unauthorized.connect()
     assert secret not in "".join([*shown, str(caught.value)])
 
