@@ -9,14 +9,13 @@ import json
 import sys
 from collections.abc import Sequence
 from itertools import islice
+from statistics import fmean
 
 from rlsys.data.dataset import parse_rows
 from rlsys.data.files import read_rows
 from rlsys.rewards.pool.pool import Grader, RewardItem, RewardPool, RewardResult
 from rlsys.telemetry.jsonl import JsonObject
 from rlsys.utils.errors import ConfigError, DataError
-
-SHOWN_CHARS = 48
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,9 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{number:5}  {_line(item, result)}")
     lost = [result.status for result in results if result.status != "ok"]
     scores = [result.score for result in results if result.status == "ok"]
-    mean = (
-        f"mean {sum(scores) / len(scores):.4g}, from {min(scores):.4g} to {max(scores):.4g}" if scores else "no scores"
-    )
+    mean = f"mean {fmean(scores):.4g}, from {min(scores):.4g} to {max(scores):.4g}" if scores else "no scores"
     print(f"{len(items)} rows: {mean}; {lost.count('error')} errors, {lost.count('timeout')} timeouts")
     return 1 if lost else 0
 
@@ -65,7 +62,7 @@ def _item(row: JsonObject, answer_key: str) -> RewardItem:
 
 
 def _line(item: RewardItem, result: RewardResult) -> str:
-    texts = [" ".join(str(text).split())[-SHOWN_CHARS:] for text in (item.solution, item.ground_truth)]
+    texts = [" ".join(str(text).split())[-48:] for text in (item.solution, item.ground_truth)]
     note = result.message or " ".join(f"{key}={value}" for key, value in result.extra.items())
     score = f"{result.score:8.4g}" if result.status == "ok" else f"{result.status:>8}"
     return f"{score}  {result.seconds:7.3f} s  {texts[0]!r} for {texts[1]!r}  {note}".rstrip()

@@ -25,8 +25,6 @@ log = get_logger(__name__)
 FLAT_STEPS = 3
 """After so many steps with equal rewards a warning is given."""
 
-TIMELINE_GAP_S = 2.0
-
 
 class Reporter:
     """Collects the metrics of a step and writes them once, when the step is finished.
@@ -177,7 +175,7 @@ class Reporter:
             return
         self.add_stages(self._stages.drain())
         self.best_effort("timeline.json", partial(self._timeline.add, (), self._events))
-        self._next_flush_s = time.monotonic() + TIMELINE_GAP_S
+        self._next_flush_s = time.monotonic() + 2.0
 
     def _finish_timeline(self, step: int, tokens_per_s: float) -> None:
         """Write the step's stages with their step and tokens, the speed, and an arrow to each worker's call."""

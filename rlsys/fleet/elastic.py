@@ -16,8 +16,6 @@ from rlsys.utils.errors import RolloutError
 
 log = logging.getLogger(__name__)
 
-RETRY_S = 5.0
-
 
 class ElasticFleet(RolloutFleet):
     """A fleet of the given replicas, of which at least `min_replicas` serve.
@@ -127,7 +125,7 @@ class ElasticFleet(RolloutFleet):
         except Exception as error:
             log.warning("%s was not started: %s", replica.name, error)
             with self._change:
-                self._change.wait_for(lambda: self._closed, RETRY_S)
+                self._change.wait_for(lambda: self._closed, 5.0)
 
     def _recover(self, entry: ReplicaState, problem: Exception, *, asked: bool = False) -> None:
         try:

@@ -24,7 +24,8 @@ from rlsys.config.schema.jobs import GradedJob, PPOConfig
 from rlsys.protocol import DataProto, object_array, response_lengths
 from rlsys.rewards.pool.pool import RewardItem, RewardPool, RewardResult, reward_metrics
 from rlsys.telemetry.log import get_logger
-from rlsys.utils.errors import ConfigError, RewardError, raised_as
+from rlsys.utils.daemon_threads import in_daemon_thread
+from rlsys.utils.errors import ConfigError, RewardError, raised_as, result_within
 from rlsys.utils.plugins import load_from_file, named_arguments
 
 log = get_logger(__name__)
@@ -217,16 +218,28 @@ class _VerlManager:
         self._lock = threading.Lock()
 
     def grade(self, data: DataProto) -> Graded:
+        """RewardError for rewards that are not finite or of another shape, DeadlineError if the manager hangs.
+
+        Without grading processes there is no deadline, so that `breakpoint()` works in the manager.
+        """
+        max_s = self._cfg.trainer.deadlines.reward_s if self._cfg.reward.num_workers else None
+        who = f"reward.reward_manager {type(self._manager).__name__}"
         with self._lock:  # training and validation grade at the same time
             self._results.clear()
-            if hasattr(self._manager, "run_single"):
-                rm_scores, extra = asyncio.run(self._one_by_one(data))
-            else:
-                answer = self._manager(data, return_dict=True)
-                extra = {key: _column(list(values)) for key, values in answer.get("reward_extra_info", {}).items()}
-                rm_scores = answer["reward_tensor"]
+            call = in_daemon_thread(lambda: self._rewards(data), name="reward-manager")
+            scores, extra = result_within(call, max_s, who=who, stage="reward", hint="raise trainer.deadlines.reward_s")
+            if scores.shape != data.tensors["responses"].shape or not scores.isfinite().all():
+                raise RewardError(f"{who}: must give finite numbers only, of the shape of the responses")
             check_failures(self._results, self._before, self._cfg)
-            return Graded(rm_scores, extra, reward_metrics(self._results) if self._results else {})
+            return Graded(scores, extra, reward_metrics(self._results) if self._results else {})
+
+    def _rewards(self, data: DataProto) -> tuple[Tensor, dict[str, np.ndarray]]:
+        """Rewards (B, R) and columns of other values (B,), as the manager gives them."""
+        if hasattr(self._manager, "run_single"):
+            return asyncio.run(self._one_by_one(data))
+        answer = self._manager(data, return_dict=True)
+        extra = {key: _column(list(values)) for key, values in answer.get("reward_extra_info", {}).items()}
+        return answer["reward_tensor"], extra
 
     async def _one_by_one(self, data: DataProto) -> tuple[Tensor, dict[str, np.ndarray]]:
         rows = [data[row : row + 1] for row in range(len(data))]

@@ -12,7 +12,6 @@ from rlsys.rewards.sandbox.run import SandboxError, SandboxLimits, SandboxRun
 
 ANSWER_S = 10.0
 """What the server may take in addition to the limits of compiling and running."""
-NUM_ATTEMPTS = 3
 BUSY = (429, 502, 503, 504)
 
 
@@ -59,7 +58,7 @@ def _may_pass(error: BaseException) -> bool:
 
 @retry(
     retry=retry_if_exception(_may_pass),
-    stop=stop_after_attempt(NUM_ATTEMPTS),
+    stop=stop_after_attempt(3),
     wait=wait_random_exponential(multiplier=0.5, max=4.0),
     reraise=True,
 )

@@ -24,10 +24,11 @@ from rlsys.config.schema.algorithm import (
 )
 from rlsys.config.schema.data import PromptsConfig
 from rlsys.config.schema.jobs import EvalConfig
+from rlsys.config.schema.trainer import EvalRunConfig, GradingDeadlinesConfig
 from rlsys.protocol import DataProto, object_array
 from rlsys.rewards.manager import RewardManager, build_reward_manager, register
 from rlsys.rewards.pool.pool import Grader, RewardItem, RewardPool, RewardResult, failed
-from rlsys.utils.errors import ConfigError, RewardError
+from rlsys.utils.errors import ConfigError, DeadlineError, RewardError
 from tests.timing import scaled_s
 
 EOS, PAD = 11, 10
@@ -81,11 +82,13 @@ def manager(
     return build_reward_manager(EvalConfig(data=data, reward=reward), DIGITS, pool)
 
 
-def manager_of_file(pool: RewardPool, path: str, name: str) -> RewardManager:
-    """A manager class of a file."""
+def manager_of_file(pool: RewardPool, path: str, name: str, *, reward_s: float = 1800.0) -> RewardManager:
+    """A manager class of a file, with `reward_s` seconds for a batch."""
     module = ModuleConfig(path=path, name=name)
     reward = GradingConfig(reward_manager=RewardManagerConfig(source="importlib", module=module))
-    return build_reward_manager(EvalConfig(data=PromptsConfig(max_response_length=6), reward=reward), DIGITS, pool)
+    run = EvalRunConfig(deadlines=GradingDeadlinesConfig(reward_s=reward_s))
+    cfg = EvalConfig(data=PromptsConfig(max_response_length=6), reward=reward, trainer=run)
+    return build_reward_manager(cfg, DIGITS, pool)
 
 
 ROWS = batch([[4, 2, EOS], [4, 1, EOS], [4, 2, 4, 2, 4, 2], [EOS], []], ["42", "42", "424242", "0", "1"])
@@ -183,6 +186,8 @@ def test_unknown_and_doubled_managers_are_refused(pool: RewardPool) -> None:
 
 
 MANAGERS = """
+import threading
+
 import torch
 
 class Legacy:
@@ -209,6 +214,18 @@ class Single:
 
 class Nothing:
     pass
+
+class NotANumber:
+    async def run_single(self, data):
+        return {"reward_score": float("nan")}
+
+class OneForEachRow:
+    def __call__(self, data, return_dict=False):
+        return {"reward_tensor": torch.ones(len(data))}
+
+class Hangs:
+    def __call__(self, data, return_dict=False):
+        threading.Event().wait()
 """
 
 
@@ -237,6 +254,20 @@ def test_what_a_manager_written_for_verl_could_not_grade_is_counted(tmp_path: Pa
         legacy = manager_of_file(pool, str(tmp_path / "managers.py"), "Legacy")
         with pytest.raises(RewardError, match=r"5 of 5 answers .*ZeroDivisionError"):
             legacy.grade(ROWS)
+
+
+@pytest.mark.parametrize("name", ["NotANumber", "OneForEachRow"])
+def test_rewards_of_a_verl_manager_that_are_not_finite_are_refused(pool: RewardPool, tmp_path: Path, name: str) -> None:
+    (tmp_path / "managers.py").write_text(MANAGERS)
+    with pytest.raises(RewardError, match=f"reward.reward_manager {name}: must give finite numbers"):
+        manager_of_file(pool, str(tmp_path / "managers.py"), name).grade(ROWS)
+
+
+def test_a_verl_manager_that_hangs_ends_at_the_deadline(pool: RewardPool, tmp_path: Path) -> None:
+    (tmp_path / "managers.py").write_text(MANAGERS)
+    hangs = manager_of_file(pool, str(tmp_path / "managers.py"), "Hangs", reward_s=0.1)
+    with pytest.raises(DeadlineError, match=r"Hangs did not answer within 0.1 s .*trainer\.deadlines\.reward_s"):
+        hangs.grade(ROWS)
 
 
 class HeldPool(RewardPool):
