@@ -36,7 +36,7 @@ class Graded:
     """The rewards of a batch.
 
     `rm_scores` (B, R) float32 is zero except on last tokens. `extra` are columns (B,) of the graders' other values,
-    always with `acc` and `reward_status`; `metrics` go by name.
+    always with `reward_status`; `metrics` go by name.
     """
 
     rm_scores: Tensor
@@ -183,8 +183,9 @@ def extra_columns(results: Sequence[RewardResult]) -> dict[str, np.ndarray]:
 
     What could not be graded has 0 where others have numbers.
     """
-    keys = dict.fromkeys(key for result in results for key in result.extra)
-    zeros = {key: 0.0 for one in results for key, value in one.extra.items() if isinstance(value, bool | int | float)}
+    graded = [result for result in results if result.status == "ok"] or results  # others have an `acc` of their own
+    keys = dict.fromkeys(key for result in graded for key in result.extra)
+    zeros = {key: 0.0 for one in graded for key, value in one.extra.items() if isinstance(value, bool | int | float)}
     rows = [one.extra if one.status == "ok" else {**zeros, **one.extra} for one in results]
     columns = {key: _column([row.get(key) for row in rows]) for key in keys}
     return columns | {"reward_status": _column([result.status for result in results])}

@@ -116,6 +116,21 @@ def test_the_cause_of_a_missing_score_is_a_warning(pool: RewardPool, caplog: pyt
     assert "'my/data'" in warning
 
 
+def test_a_missing_score_adds_no_accuracy_where_the_grader_gives_none(tmp_path: Path) -> None:
+    """Validation would take it, of the failed answers alone, for its headline."""
+    path = tmp_path / "r.py"
+    path.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return {'score': 1 / (int(solution_str) - 2), 'judge': 1}"
+    )
+    with RewardPool(Grader(path=str(path)), num_workers=1) as pool:
+        extra = manager(pool).grade(batch([[3], [2], [3]], ["1", "2", "3"])).extra
+    assert {name: list(column) for name, column in extra.items()} == {
+        "judge": [1.0, 0.0, 1.0],
+        "reward_status": ["ok", "error", "ok"],
+    }
+
+
 def test_more_failures_than_allowed_end_the_run_with_the_first_cause(pool: RewardPool) -> None:
     rows = batch([[1], [2], [3]], ["1", "2", "3"])
     rows.non_tensor_batch["data_source"][1:] = "my/data"
