@@ -32,6 +32,7 @@ from trainer.local_files import load_tokenizer, with_local_files
 from trainer.prompts import load_processor, load_prompts
 from trainer.rewards import check_data_sources, reward_pool
 from trainer.run_folder import run_folder
+from trainer.source import joined
 from workers.build import EngineRun
 
 log = get_logger(__name__)
@@ -55,7 +56,7 @@ class Validation:
         own = {"sampling": validation_sampling(self.cfg, ends), "num_answers": num_answers, "greedy_baseline": False}
         rollout = replace(self.rollout, **own, stage=lambda stage: self.rollout.stage(f"testing_{stage}"))
         graded = [rollout.make(prompts, step=step, call=call)[0] for call, prompts in enumerate(self.batches())]
-        whole = first_rows(graded[0] if len(graded) == 1 else DataProto.concat(graded))
+        whole = first_rows(graded[0] if len(graded) == 1 else joined(graded))
         self.on_validation(whole, step)
         infos = {"reward": whole.tensors["token_level_scores"].sum(-1).tolist(), **numeric_columns(whole)}
         sources, uids = (list(map(str, whole.non_tensor_batch[name])) for name in ("data_source", "uid"))

@@ -18,13 +18,13 @@ import torch
 from rlsys.config.schema.trainer import TrainerConfig
 from rlsys.fleet.fleet import RolloutFleet
 from rlsys.interfaces import State
-from rlsys.protocol import DataProto, WireError, object_array
+from rlsys.protocol import DataProto, WireError
 from rlsys.rollout.batch import SEEDS, from_responses, to_requests, with_request_seeds
 from rlsys.rollout.partial import PartialResponse
 from rlsys.types import Finish, ModelRequest, ModelResponse
 from rlsys.utils.errors import CheckpointError, ConfigError, RolloutError, raised_as
 from trainer.generation import GradedRollout, meta_of_all_calls
-from trainer.source import GroupFilter, Prompts, is_time, reduced, too_few_kept
+from trainer.source import GroupFilter, Prompts, is_time, joined, reduced, too_few_kept
 from trainer.staleness_window import StalenessWindow
 
 OPEN, WAITING, NUMBER, EPISODES = "open_prompts.dp", "waiting_groups.dp", "group_number", "open_episodes.jsonl"
@@ -136,7 +136,7 @@ class PromptGroups:
         """The batch of the next step, or None while it is incomplete."""
         if (numbers := self.window.take()) is None:
             return None
-        batch = _joined([graded for n in numbers if (graded := self._groups.pop(n).graded) is not None])
+        batch = joined([graded for n in numbers if (graded := self._groups.pop(n).graded) is not None])
         branches = [row["versions"] for of in batch.non_tensor_batch.get("branches", ()) for row in of]
         versions = torch.cat([batch.tensors["weight_versions"].flatten(), *map(torch.tensor, branches)])
         oldest = versions[versions >= 0].min() if bool((versions >= 0).any()) else self.window.step - 2
@@ -160,7 +160,7 @@ class PromptGroups:
             files[OPEN if graded is None else WAITING].append(DataProto(rows.batch, columns, rows.meta_info))
         for name, parts in files.items():
             if parts:
-                _joined(parts).save_to_disk(str(folder / name))
+                joined(parts).save_to_disk(str(folder / name))
         prompts = {"prompts": self._prompts_before, "prompts_now": self._prompts.state_dict()}
         prompts |= {"used": self._num_used, "batches": self._num_batches}
         metrics = {name: list(values) for name, values in self._metrics.items() if not is_time(name)}
@@ -356,21 +356,3 @@ def _parts(path: Path) -> list[tuple[int, DataProto]]:
 def _sampled(rows: DataProto, num_answers: int) -> dict[str, object]:
     """The settings by which these rows are completed, which all rows of a step share."""
     return {**rows.meta_info, "n": num_answers, "prompt_length": rows.tensors["prompts"].shape[1]}
-
-
-def _joined(parts: Sequence[DataProto]) -> DataProto:
-    """The rows of groups that were graded apart: what a grader returned for some is None for the others.
-
-    Routes of experts, which only complete answers have, are -1 for the others.
-    """
-    routes = [part.tensors["routed_experts"] for part in parts if "routed_experts" in part.tensors]
-    for part in parts if routes else ():
-        if "routed_experts" not in part.tensors:
-            part.tensors["routed_experts"] = routes[0].new_full((len(part), *routes[0].shape[1:]), -1)
-    names = sorted({name for part in parts for name in part.meta_info.get("reward_extra_keys", ())})
-    filled = []
-    for part in parts:
-        missing = {name: object_array([None] * len(part)) for name in names if name not in part.non_tensor_batch}
-        meta = part.meta_info | ({"reward_extra_keys": names} if names else {})
-        filled.append(DataProto(part.batch, {**part.non_tensor_batch, **missing}, meta))
-    return DataProto.concat(filled)

@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Protocol
 
 from rlsys.interfaces import State
-from rlsys.protocol import DataProto
+from rlsys.protocol import DataProto, object_array
 from rlsys.utils.errors import ConfigError
 from trainer.generation import LEVELS, GradedRollout
 
@@ -65,7 +65,7 @@ class RolloutSource:
             num_kept += len(batch)
             if self._filter is not None and num_kept < num_rows and 0 < self._filter.max_calls <= call:
                 raise ConfigError(too_few_kept(call, num_kept // self._rollout.num_answers, self._prompts_per_step))
-        whole = kept[0] if len(kept) == 1 else DataProto.concat(kept)
+        whole = kept[0] if len(kept) == 1 else joined(kept)
         whole = whole[:num_rows]
         whole.meta_info["source_metrics"] = {**reduced(metrics), "rollout/num_gen_batches": float(call)}
         return whole
@@ -111,3 +111,21 @@ def reduced(metrics: Mapping[str, Sequence[float]]) -> dict[str, float]:
 def is_time(name: str) -> bool:
     """Whether a metric is a measured time."""
     return "seconds" in name or name.startswith("timing")
+
+
+def joined(parts: Sequence[DataProto]) -> DataProto:
+    """The rows of batches that were graded apart: what a grader returned for some is None for the others.
+
+    Routes of experts, which only complete answers have, are -1 for the others.
+    """
+    routes = [part.tensors["routed_experts"] for part in parts if "routed_experts" in part.tensors]
+    for part in parts if routes else ():
+        if "routed_experts" not in part.tensors:
+            part.tensors["routed_experts"] = routes[0].new_full((len(part), *routes[0].shape[1:]), -1)
+    names = sorted({name for part in parts for name in part.meta_info.get("reward_extra_keys", ())})
+    filled = []
+    for part in parts:
+        missing = {name: object_array([None] * len(part)) for name in names if name not in part.non_tensor_batch}
+        meta = part.meta_info | ({"reward_extra_keys": names} if names else {})
+        filled.append(DataProto(part.batch, {**part.non_tensor_batch, **missing}, meta))
+    return DataProto.concat(filled)

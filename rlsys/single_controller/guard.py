@@ -17,7 +17,6 @@ import psutil
 
 MARK = "RLSYS_CLUSTER_MARK"
 POLL_S = 0.5
-NUM_ROUNDS = 3
 
 
 class Guard:
@@ -62,7 +61,7 @@ def main(driver_pid: int, mark: str) -> None:
             log_dir = line if line.startswith("/") else log_dir
         elif os.getppid() != driver_pid:
             break
-    for _ in range(NUM_ROUNDS):
+    for _ in range(3):
         left = {p for p in psutil.process_iter() if p.pid != os.getpid() and _belongs(p, mark, log_dir)}
         for process in left | early:
             with contextlib.suppress(psutil.Error):

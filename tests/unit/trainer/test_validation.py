@@ -26,7 +26,11 @@ class Grader:
 
     def grade(self, data: DataProto) -> Graded:
         scores = (data.tensors["responses"][:, :1] == data.tensors["prompts"][:, -1:]).float()
-        extra = {"acc": scores[:, 0].numpy(), "pred": np.array([str(i) for i in range(len(data))], dtype=object)}
+        extra = {
+            f"of_{len(data)}_rows": scores[:, 0].numpy(),
+            "acc": scores[:, 0].numpy(),
+            "pred": np.array([str(i) for i in range(len(data))], dtype=object),
+        }
         return Graded(scores, extra, {"reward/num": float(len(data))})
 
 
@@ -74,6 +78,7 @@ def test_validation_asks_by_its_own_sampling_and_hands_over_all_answers() -> Non
     assert dumped == [(6, 4)]
     assert set(timer.drain()) == {"testing_gen", "testing_reward"}
     assert metrics["val-core/numbers/acc/mean@2"] == pytest.approx(1 / 6)
+    assert metrics["val-aux/numbers/of_2_rows/mean@2"] == 0.0  # the batches' graders returned different keys
 
 
 def test_only_numbers_and_predictions_are_aggregated() -> None:
