@@ -71,10 +71,15 @@ class Validation:
 
 
 def numeric_columns(batch: DataProto) -> dict[str, list[object]]:
-    """What graders returned beside the score: columns of numbers, and `pred` for majority votes."""
+    """What graders returned beside the score: columns of numbers, and `pred` for majority votes.
+
+    Numbers that only answers without a score have, as `acc` where no grader gives one, do not count.
+    """
     columns = {name: list(batch.non_tensor_batch[name]) for name in batch.meta_info.get("reward_extra_keys", ())}
     numbers = (int, float, np.bool_, np.number)
-    return {n: values for n, values in columns.items() if n == "pred" or any(isinstance(v, numbers) for v in values)}
+    lost = {row for row, status in enumerate(batch.non_tensor_batch.get("reward_status", ())) if status != "ok"}
+    scored = {n: [v for row, v in enumerate(values) if row not in lost] for n, values in columns.items()}
+    return {n: columns[n] for n in columns if n == "pred" or any(isinstance(v, numbers) for v in scored[n])}
 
 
 def write_answers(batch: DataProto, path: Path, tokenizer: Any) -> None:

@@ -16,8 +16,6 @@ from rlsys.single_controller.rows import is_rows
 from rlsys.single_controller.worker import Worker
 from rlsys.telemetry.recorder import StageRecorder
 
-TRACE_CHARS = 4000
-
 
 class WorkerHost:
     """Holds one worker in a process of its own; the controller speaks to it through `call`."""
@@ -104,7 +102,7 @@ def answer(run: Callable[[], object]) -> tuple[Header, object]:
 
 def failure_of(error: BaseException) -> Failure:
     """An exception in a form that another process can read."""
-    cause, trace = f"{type(error).__name__}: {error}", _trace(error)[-TRACE_CHARS:]
+    cause, trace = f"{type(error).__name__}: {error}", _trace(error)[-4000:]
     return Failure(cause, trace, at_s=time.time(), exception=error if _travels(error) else None)
 
 

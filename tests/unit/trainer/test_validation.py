@@ -85,8 +85,10 @@ def test_only_numbers_and_predictions_are_aggregated() -> None:
     batch = cast(
         DataProto,
         SimpleNamespace(
-            meta_info={"reward_extra_keys": ["acc", "note", "part", "pred"]},
+            meta_info={"reward_extra_keys": ["acc", "lost", "note", "part", "pred"]},
             non_tensor_batch={
+                "lost": np.array([0.0, None], dtype=object),  # of an answer without a score
+                "reward_status": np.array(["error", "ok"], dtype=object),
                 "acc": np.array([1, True]),
                 "note": np.array(["a", "b"], dtype=object),
                 "part": np.array([None, 0.5], dtype=object),  # of one data source only
