@@ -24,6 +24,7 @@ from rlsys.utils.atomic import write_whole
 log = get_logger(__name__)
 FLAT_STEPS = 3
 """After so many steps with equal rewards a warning is given."""
+TIMELINE_GAP_S = 2.0
 
 
 class Reporter:
@@ -175,7 +176,7 @@ class Reporter:
             return
         self.add_stages(self._stages.drain())
         self.best_effort("timeline.json", partial(self._timeline.add, (), self._events))
-        self._next_flush_s = time.monotonic() + 2.0
+        self._next_flush_s = time.monotonic() + TIMELINE_GAP_S
 
     def _finish_timeline(self, step: int, tokens_per_s: float) -> None:
         """Write the step's stages with their step and tokens, the speed, and an arrow to each worker's call."""

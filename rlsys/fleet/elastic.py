@@ -15,6 +15,7 @@ from rlsys.protocol import DataProto
 from rlsys.utils.errors import RolloutError
 
 log = logging.getLogger(__name__)
+RETRY_S = 5.0
 
 
 class ElasticFleet(RolloutFleet):
@@ -125,7 +126,7 @@ class ElasticFleet(RolloutFleet):
         except Exception as error:
             log.warning("%s was not started: %s", replica.name, error)
             with self._change:
-                self._change.wait_for(lambda: self._closed, 5.0)
+                self._change.wait_for(lambda: self._closed, RETRY_S)
 
     def _recover(self, entry: ReplicaState, problem: Exception, *, asked: bool = False) -> None:
         try:

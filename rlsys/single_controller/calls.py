@@ -24,6 +24,7 @@ WAITED_S = 30.0
 GRACE_S = 0.1
 SECONDARY_GRACE_S = 3.0
 DEFAULT_DEADLINE_S = 600.0
+MAX_REPORTS = 10_000
 
 log = logging.getLogger(__name__)
 _SECONDARY = re.compile(
@@ -110,7 +111,7 @@ class Backend(ABC):
 
     def __init__(self, world_size: int, deadlines: Deadlines) -> None:
         self.world_size, self.deadlines = world_size, deadlines
-        self.reports: deque[StageReport] = deque(maxlen=10_000)
+        self.reports: deque[StageReport] = deque(maxlen=MAX_REPORTS)
 
     def drain_stages(self) -> StageReport:
         return merged([self.reports.popleft() for _ in range(len(self.reports))])

@@ -74,10 +74,9 @@ def check_ppo_run(cfg: PPOConfig) -> Iterator[str]:
 
 
 def _pools(cfg: PPOConfig) -> Iterator[str]:
-    trainer, hybrid, pools = cfg.trainer, cfg.actor_rollout_ref.hybrid_engine, resolve_pools(cfg)
-    if hybrid is not None and hybrid != pools.colocated:
-        key = "actor_rollout_ref.hybrid_engine"
-        yield wrong(cfg, key, f"conflicts with {WORKERS}={trainer.rollout_workers}; remove {key}")
+    workers, hybrid = cfg.trainer.rollout_workers, cfg.actor_rollout_ref.hybrid_engine
+    if hybrid is not None and hybrid != resolve_pools(cfg).colocated:
+        yield wrong(cfg, "actor_rollout_ref.hybrid_engine", f"conflicts with {WORKERS}={workers}; remove it")
 
 
 def _staleness(cfg: PPOConfig) -> Iterator[str]:

@@ -191,9 +191,10 @@ class RemoteEngine(RolloutFleet):
             reached = await send(servers, meta.version) if send else servers
             await asyncio.gather(*(server.attempt(server.take(meta)) for server in reached))
             if not any(server.is_admitted for server in self.servers):
-                hint = f"(they must see {meta.weights_path}: {KEY}.weights_dir; vLLM needs VLLM_SERVER_DEV_MODE=1)"
-                causes = "\n  ".join(server.cause for server in self.servers) + ("\n" + hint) * bool(meta.weights_path)
-                raise WeightTransferError(f"no server took version {meta.version}:\n  {causes}")
+                causes = "\n  ".join(server.cause for server in self.servers)
+                needs = f"(they must see {meta.weights_path}: {KEY}.weights_dir; vLLM needs VLLM_SERVER_DEV_MODE=1)"
+                hint = f"\n{needs}" if meta.weights_path else ""
+                raise WeightTransferError(f"no server took version {meta.version}:\n  {causes}{hint}")
             self.weights, self.version, self.adapter = meta, meta.version, adapter
             if not adapter:
                 await self._resume()

@@ -10,6 +10,7 @@ import aiohttp
 
 MAX_TEXT_CHARS = 300
 MAX_ANSWER_BYTES = 64 << 20
+MAX_WAIT_S = 60.0
 EVENT = b"data:"
 
 
@@ -137,7 +138,7 @@ async def _refusal(response: aiohttp.ClientResponse, url: str, stage: str) -> Ex
     if status in (400, 403, 413, 422):
         return RefusedError(f"{url} at stage '{stage}': {say}")
     if status in (429, 503):
-        wait_s = min(float(wait), 60.0) if wait.isdecimal() else 0.0
+        wait_s = min(float(wait), MAX_WAIT_S) if wait.isdecimal() else 0.0
         return ServerFault(url, stage, say, wait_s=wait_s, status=status)
     if 300 <= status < 400:
         say = f"HTTP {status}: redirects are not followed; name the server itself"

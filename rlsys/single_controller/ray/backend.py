@@ -30,6 +30,7 @@ from rlsys.utils.polling import poll_until
 START = "start"
 NODE_S = 20.0
 """Ray's time to notice that a node is gone."""
+MAX_LOGGED = 16
 """Workers of a group whose processes and logs are named at the start."""
 _log = logging.getLogger(__name__)
 
@@ -79,7 +80,7 @@ class RayBackend(Backend):
             self._actors = [None if bundle is None else self._actor(rank) for rank, bundle in enumerate(bundles)]
             _log.info("starting workers of %s: %d processes", self._role, len(self.present))
             self._locate(self.present)
-            for rank, (info, _, _) in sorted(self._places.items())[:16]:
+            for rank, (info, _, _) in sorted(self._places.items())[:MAX_LOGGED]:
                 _log.info("%s %d: pid %d on %s, log %s", self._role, rank, info.pid, info.host, " ".join(info.logs))
             self._environments = self._rank_environments()
             self._build(self.present)

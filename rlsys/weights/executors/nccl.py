@@ -27,6 +27,7 @@ from rlsys.weights.plan import Copy, make_plan
 from rlsys.weights.rank_plan import PlanReceiver, RankPlan, RankPlans, source_checksums, split_plan
 
 STAGING_BYTES = 128 << 20
+JOIN_POLL_S = 0.5
 ALIGN_BYTES = 16
 Link = tuple[int, int]
 """The ranks of the process group that sends and that receives."""
@@ -128,7 +129,7 @@ class GroupMember:
 
     def has_joined(self) -> bool:
         """Whether all ranks have met; waits a moment for it."""
-        wait([self._joining], 0.5)
+        wait([self._joining], JOIN_POLL_S)
         return self._joining.done() and self._joining.result() is None
 
     def allocate(self, device: torch.device) -> None:
