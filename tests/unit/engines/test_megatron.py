@@ -63,7 +63,7 @@ def whole(engine: MegatronEngine) -> dict[str, Tensor]:
         (MODEL, 2, {"sizes": ParallelSizes(ep=2)}, "expert_model_parallel_size=1"),
         (MODELS["qwen3-moe"], 3, {"sizes": ParallelSizes(ep=3)}, "4 experts are not divisible"),
         (MODELS["qwen3-moe"], 2, {"sizes": ParallelSizes(tp=2)}, "sequence_parallel=true"),
-        ({**MODEL, "model_type": "gpt_neox"}, 1, {}, "known are"),
+        ({**MODEL, "model_type": "gpt_neox"}, 1, {}, "no table for gpt_neox"),
         (MODEL, 1, {"section": {"fp8": "hybrid"}}, "needs Transformer Engine"),
         (MODEL, 1, {"section": {"fp8": "hybrid"}, "lora_rank": 2}, "remove fp8"),
         (MODEL, 1, {"section": {"override_transformer_config": {"fp8": "e4m3"}}}, "needs Transformer Engine"),
