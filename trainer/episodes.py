@@ -29,7 +29,7 @@ from rlsys.config import EvalConfig, GradedJob, PPOConfig
 from rlsys.config.introspect import replaced
 from rlsys.config.pools import generates_ahead
 from rlsys.config.schema.rollout import AgentConfig, MultiTurnConfig
-from rlsys.data.chat import Message, end_ids, with_parts
+from rlsys.data.chat import Message, answer_ends, with_parts
 from rlsys.data.dataset import PromptDataset, RowStream
 from rlsys.fleet.fleet import RolloutFleet
 from rlsys.interfaces import State
@@ -244,7 +244,7 @@ def graded_rollout(
     cfg: GradedJob, fleet: RolloutFleet, tokenizer: Tokenizer, pool: RewardPool, stack: ExitStack, stage: StageTimer
 ) -> GradedRollout:
     """The configured rollout, by episodes where there is a workflow; `stack` closes what it starts."""
-    ends = end_ids(tokenizer)
+    ends = answer_ends(tokenizer)
     rollout = GradedRollout(
         generate=partial(fleet_generate, fleet),
         manager=build_reward_manager(cfg, tokenizer, pool),

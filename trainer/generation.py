@@ -124,14 +124,14 @@ def validation_sampling(cfg: GradedJob, ends: Sequence[int] = ()) -> SamplingPar
     return _sampling(cfg, cfg.actor_rollout_ref.rollout.val_kwargs, ends, VALIDATION_SEED)
 
 
-def _sampling(cfg: GradedJob, own: RolloutConfig | ValKwargsConfig, ends: Sequence[int], first: int) -> SamplingParams:
+def _sampling(cfg: GradedJob, own: RolloutConfig | ValKwargsConfig, ends: Sequence[int], shift: int) -> SamplingParams:
     rollout = cfg.actor_rollout_ref.rollout
     return SamplingParams(
         max_new_tokens=cfg.data.max_response_length,
         temperature=own.temperature if own.do_sample else 0.0,
         top_p=own.top_p,
         top_k=own.top_k,
-        seed=rollout.seed + first,
+        seed=rollout.seed + shift,
         ignore_eos=rollout.ignore_eos or rollout.eos is not None,
         stop_token_ids=() if rollout.ignore_eos else rollout.eos or tuple(ends),
     )

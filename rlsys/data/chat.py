@@ -1,10 +1,8 @@
 """From messages to token ids: chat templates, plain text where there is none, truncation."""
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rlsys.config.schema.data import Truncation
@@ -64,17 +62,17 @@ def encode_prompt(tokenizer: Tokenizer, prompt: Prompt, *, template_kwargs: Kwar
     return encode_text(tokenizer, text, special_tokens=not tokenizer.chat_template)
 
 
-def end_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
+def answer_ends(tokenizer: Tokenizer) -> tuple[int, ...]:
     """The ids that end an answer: the tokenizer's, and those of the generation_config.json beside it."""
-    ends = (tokenizer.eos_token_id, *_model_ends(tokenizer.name_or_path))
-    return tuple(sorted({token for token in ends if isinstance(token, int)}))
+    own = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+    return tuple(sorted({*own, *_model_ends(tokenizer.name_or_path)}))
 
 
 @cache
-def _model_ends(folder: str) -> Sequence[object]:
-    path = Path(folder) / "generation_config.json"
-    ends = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
-    return ends if isinstance(ends, list) else [ends]
+def _model_ends(folder: str) -> tuple[int, ...]:
+    from rlsys.models.hf import end_ids, saved_generation  # torch, which reading rows does without
+
+    return end_ids(saved_generation(folder))
 
 
 def encode_conversation(
@@ -83,7 +81,7 @@ def encode_conversation(
     """Token ids up to the first answer, token ids from there on, and a mask of the latter: 1 on the assistant's tokens.
 
     The first `num_prompt` messages belong to the prompt, also those of the assistant; so do answers of `weight` 0.
-    Each turn is tokenised separately, as it is during generation. An answer ends with one of `end_ids`: that of the
+    Each turn is tokenised separately, as it is during generation. An answer ends with one of `answer_ends`: that of the
     template, or else the tokenizer's is appended; what the template adds after it belongs to the next turn. Raises
     ValueError without an answer, and for a template that rewrites earlier turns.
     """
@@ -94,7 +92,7 @@ def encode_conversation(
         raise ValueError("no assistant message to learn from")
     if answers[0] == 0:
         raise ValueError("the first message is the assistant's; there is no prompt before it")
-    ends = set(end_ids(tokenizer))
+    ends = set(answer_ends(tokenizer))
     tokens: list[int] = []
     mask: list[int] = []
     done = ""

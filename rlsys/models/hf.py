@@ -12,7 +12,7 @@ import torch
 import transformers
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from rlsys.config.checks.files import model_facts
@@ -44,6 +44,19 @@ def saved_config(path: str | Path, *, trust_remote_code: bool = False) -> Any:
     if own is None or trust_remote_code:
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
     return getattr(transformers, own).from_pretrained(path, local_files_only=True)
+
+
+def saved_generation(path: str | Path) -> GenerationConfig | None:
+    """The generation_config.json of a model directory, if it has one."""
+    has_own = (Path(path) / "generation_config.json").is_file()
+    return GenerationConfig.from_pretrained(path, local_files_only=True) if has_own else None
+
+
+def end_ids(*configs: object) -> tuple[int, ...]:
+    """The ids that end a completion, by the first configuration that names some."""
+    named = (eos for one in configs if (eos := getattr(one, "eos_token_id", None)) is not None)
+    eos = next(named, ())
+    return (eos,) if isinstance(eos, int) else tuple(eos)
 
 
 def read_config(model: ModelConfig) -> PretrainedConfig:

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
 
 from rlsys.models import hf
 from rlsys.models.stacked import saved_aliases, saved_stacks
@@ -23,16 +22,7 @@ def is_quantised(path: str | Path) -> bool:
 
 def eos_ids_of(path: str | Path) -> tuple[int, ...]:
     """The ids that end a completion, from generation_config.json or else config.json."""
-    has_own = (Path(path) / "generation_config.json").exists()
-    generation = GenerationConfig.from_pretrained(path, local_files_only=True) if has_own else None
-    return end_ids(text_config(path), generation)
-
-
-def end_ids(text: object, generation: GenerationConfig | None) -> tuple[int, ...]:
-    """The ids that end a completion by a model's generation settings, or else by those of its language model."""
-    eos = getattr(generation, "eos_token_id", None)
-    eos = getattr(text, "eos_token_id", None) if eos is None else eos
-    return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+    return hf.end_ids(hf.saved_generation(path), text_config(path))
 
 
 def hf_tensors(

@@ -63,14 +63,14 @@ def _sizes(cfg: Section, key: str, section: MegatronShardConfig, ranks: int) -> 
     tensor, stages = section.tensor_model_parallel_size, section.pipeline_model_parallel_size
     context, experts = section.context_parallel_size, section.expert_model_parallel_size
     expert_tensor = section.expert_tensor_parallel_size or tensor
-    cut, of, by = ("pipeline_model", stages, tensor) if ranks % stages else ("tensor_model", tensor, stages)
     dense = f"tensor {tensor} x pipeline {stages}"
     sparse = f"expert tensor {expert_tensor} x expert {experts} x pipeline {stages}"
-    for name, size, rest, product in (
-        (cut, of, by, dense),
+    products = (
+        ("pipeline_model", stages, tensor, dense) if ranks % stages else ("tensor_model", tensor, stages, dense),
         ("context", context, tensor * stages, f"{dense} x context {context}"),
         ("expert_model", experts, expert_tensor * stages, sparse),
-    ):
+    )
+    for name, size, rest, product in products:
         if ranks % (size * rest):
             fits = next((smaller for smaller in range(size, 1, -1) if ranks % (smaller * rest) == 0), 1)
             why = f"{product} = {size * rest} does not divide the {ranks} processes"

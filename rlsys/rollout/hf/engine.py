@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from rlsys.config.schema.rollout import GenerationConfig
-from rlsys.models.hf import auto_model, dtype_name, saved_config, saved_tensors_of, shared_names
+from rlsys.models.hf import auto_model, dtype_name, end_ids, saved_config, saved_tensors_of, shared_names
 from rlsys.models.host_offload import HostOffload, free_device_memory
 from rlsys.models.logprobs import wide_product
 from rlsys.models.stacked import Stacks, as_saved, saved_aliases, saved_stacks
@@ -26,7 +26,6 @@ from rlsys.rollout.batch import score_sequences
 from rlsys.rollout.engine_weights import copy_by_name, whole_layout
 from rlsys.rollout.hf.decode import DecodeLoop, LeftPadded, prompt_passes
 from rlsys.rollout.hf.kv_cache import ATTENTION, ColumnCache
-from rlsys.rollout.hf_files import end_ids
 from rlsys.rollout.sampling.hook import RowSampler
 from rlsys.types import WeightLayout
 from rlsys.utils.errors import ConfigError, RolloutError
@@ -98,7 +97,7 @@ class HFRollout(BaseRolloutEngine):
             replace(context, device=str(model.device)),
             model.config,
             max_model_len=config.max_model_len or getattr(text, "max_position_embeddings", 0) or 1 << 30,
-            eos_token_ids=end_ids(text, getattr(model, "generation_config", None)),
+            eos_token_ids=end_ids(getattr(model, "generation_config", None), text),
         )
         self.model, self.config, self._offload = model.eval().requires_grad_(False), config, HostOffload()
         self.sampler: RowSampler
