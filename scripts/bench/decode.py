@@ -81,6 +81,8 @@ def main() -> int:
     for case, runner, steps in [one for one in cases if one[0] in args.cases]:
         name = f"{case}, {steps} steps a schedule" if steps else case
         settings: dict[str, Any] = {"num_scheduler_steps": steps} if steps else {}
+        if args.fp8:  # DeepGEMM compiles for minutes if graphs of all sizes are captured
+            settings["cudagraph_capture_sizes"] = counts
         engines.append((name, runner, settings))
         if args.fp8:
             engines.append((f"{name} in FP8", runner, settings | {"quantization": "fp8"}))
