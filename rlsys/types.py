@@ -24,6 +24,11 @@ EXPORT_FILE_BYTES = 5 * 10**9
 """Size of the files that a Hugging Face export is split into."""
 
 
+def is_reward(number: float) -> bool:
+    """Whether a reward is finite in float32, in which batches hold rewards."""
+    return abs(number) < 3.4e38
+
+
 PENALTIES = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
 """Parameters by which others draw again less of what was drawn before, each with the value that changes nothing."""
 

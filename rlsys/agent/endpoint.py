@@ -7,7 +7,6 @@ tokens; a rewritten or compacted history becomes a branch. Requests are answered
 import asyncio
 import hmac
 import json
-import math
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,7 +22,7 @@ from rlsys.agent import anthropic_messages, responses_api
 from rlsys.agent.session import Answer, EpisodeEnd, Session
 from rlsys.agent.template import with_arguments
 from rlsys.telemetry.jsonl import JsonObject
-from rlsys.types import refuse_penalties
+from rlsys.types import is_reward, refuse_penalties
 from rlsys.utils.errors import DeadlineError, RolloutError, WeightTransferError
 
 MAX_BODY_BYTES = 64 << 20
@@ -127,8 +126,8 @@ class Endpoint:
         return web.json_response({"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "rlsys"}]})
 
     async def _reward(self, request: web.Request) -> web.Response:
-        if not math.isfinite(reward := float((await request.json())["reward"])):
-            raise ValueError(f"the reward is {reward}: post a finite number")
+        if not is_reward(reward := float((await request.json())["reward"])):
+            raise ValueError(f"the reward is {reward}: post a number that is finite in float32")
         request["episode"].reward = reward
         return web.json_response({})
 

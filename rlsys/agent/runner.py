@@ -8,7 +8,6 @@ the same tokens. In an epoch an episode only takes part while it has room for to
 import asyncio
 import copy
 import logging
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +25,7 @@ from rlsys.agent.trace import TraceRow
 from rlsys.data.chat import Messages
 from rlsys.rewards.pool.worker import describe
 from rlsys.telemetry.jsonl import JsonObject
-from rlsys.types import ModelRequest, ModelResponse, SamplingParams
+from rlsys.types import ModelRequest, ModelResponse, SamplingParams, is_reward
 from rlsys.utils.daemon_threads import LoopThread, cancel_others
 from rlsys.utils.errors import ConfigError, DeadlineError, RolloutError, WeightTransferError
 
@@ -279,15 +278,17 @@ def _scored(outcome: object, session: Session) -> tuple[list[TraceRow], Score]:
     if outcome is None:
         return [], Score(0.0)
     if isinstance(outcome, list) and all(isinstance(row, TraceRow) for row in outcome):
-        return outcome, Score(sum(sum(row.rewards) for row in outcome) / max(1, len(outcome)))
-    if not isinstance(outcome, Score | SupportsFloat):
+        rows, score = outcome, Score(sum(sum(row.rewards) for row in outcome) / max(1, len(outcome)))
+    elif isinstance(outcome, Score | SupportsFloat):
+        score = outcome if isinstance(outcome, Score) else Score(float(outcome))
+        rows = session.trace.rows(score.reward, score.turn_rewards)
+    else:
         raise TypeError(f"the workflow returned {outcome!r:.100}: return a number, a Score, or None to reject the row")
-    score = outcome if isinstance(outcome, Score) else Score(float(outcome))
-    rows = session.trace.rows(score.reward, score.turn_rewards)
-    reward = score.reward if score.turn_rewards is None else sum(score.turn_rewards)
-    if not math.isfinite(reward):
-        raise ValueError(f"the workflow returned the reward {reward}, which is not finite")
-    return rows, replace(score, reward=reward)
+    total = score.reward if score.turn_rewards is None else sum(score.turn_rewards)
+    for reward in (total, *(part for row in rows for part in row.rewards)):
+        if not is_reward(reward):
+            raise ValueError(f"the workflow returned the reward {reward}, which is not finite in float32")
+    return rows, replace(score, reward=total)
 
 
 def episode_metrics(results: Sequence[EpisodeResult]) -> dict[str, float]:

@@ -229,7 +229,7 @@ class _VerlManager:
             self._results.clear()
             call = in_daemon_thread(lambda: self._rewards(data), name="reward-manager")
             scores, extra = result_within(call, max_s, who=who, stage="reward", hint="raise trainer.deadlines.reward_s")
-            if scores.shape != data.tensors["responses"].shape or not scores.isfinite().all():
+            if scores.shape != data.tensors["responses"].shape or not scores.float().isfinite().all():
                 raise RewardError(f"{who}: must give finite numbers only, of the shape of the responses")
             check_failures(self._results, self._before, self._cfg)
             return Graded(scores, extra, reward_metrics(self._results) if self._results else {})

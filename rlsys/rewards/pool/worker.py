@@ -2,7 +2,6 @@
 
 import inspect
 import json
-import math
 import os
 import time
 import traceback
@@ -19,6 +18,7 @@ import msgspec
 from rlsys.rewards.pool import messages
 from rlsys.rewards.pool.messages import RewardItem, RewardResult, failed
 from rlsys.telemetry.jsonl import plain
+from rlsys.types import is_reward
 from rlsys.utils.plugins import load_from_file
 
 OF_JUDGE = ("reward_router_address", "reward_model_tokenizer")
@@ -196,8 +196,8 @@ def _unscored(error: BaseException) -> RewardResult:
 
 def _scored(value: object) -> RewardResult:
     score, extra = read_score(value)
-    if not math.isfinite(score):
-        return failed("error", 0.0, f"the grader returned {score}")
+    if not is_reward(score):
+        return failed("error", 0.0, f"the grader returned {score}, which is not finite in float32")
     if len(json.dumps(extra)) > MAX_EXTRA_BYTES:
         return failed("error", 0.0, f"the grader returned more than {MAX_EXTRA_BYTES} bytes of extra values")
     return RewardResult(score, extra, "ok", 0.0)

@@ -109,7 +109,7 @@ async def test_a_retry_gets_the_same_draw_and_a_second_request_another(episode):
     assert len(engine.draws) == 2
 
 
-@pytest.mark.parametrize("reward", [float("nan"), float("-inf"), "nan", None, "good"])
+@pytest.mark.parametrize("reward", [float("nan"), float("-inf"), "nan", 1e39, None, "good"])
 async def test_a_reward_that_is_no_finite_number_is_refused_and_does_not_count(episode, reward):
     client, _, session = episode
     assert (await client.post({"reward": 0.5}, "/reward"))[0] == 200

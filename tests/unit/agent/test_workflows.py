@@ -118,6 +118,8 @@ def test_a_reward_of_an_environment_that_is_no_number_is_an_episode_that_failed(
 class ArealRetry:
     """As AReaL's users write it: token ids in, tensors out."""
 
+    reward = 2.0
+
     async def arun_episode(self, engine, data):
         ids = list(TOKENIZER(data["messages"][0]["content"], add_special_tokens=False)["input_ids"])
         for _ in range(2):
@@ -125,7 +127,7 @@ class ArealRetry:
             request = ModelRequest(rid=str(len(ids)), input_ids=ids, gconfig=gconfig, tokenizer=TOKENIZER)
             response = await engine.agenerate(request)
             ids += list(response.output_tokens)
-        tensors = {"input_ids": [ids], "attention_mask": [[1] * len(ids)], "rewards": [2.0]}
+        tensors = {"input_ids": [ids], "attention_mask": [[1] * len(ids)], "rewards": [self.reward]}
         return {name: torch.tensor(value) for name, value in tensors.items()}
 
 
@@ -150,6 +152,12 @@ def test_areals_workflow_class_runs_unchanged(episode):
     result = episode(ArealRetry(), lambda _: "42")
     assert text_of(result) == "6*7?42<|im_end|>42<|im_end|>"
     assert (result.reward, result.rows[0].mask) == (2.0, (1,) * 6)
+
+
+@pytest.mark.parametrize("reward", [float("nan"), 1e39])
+def test_a_reward_of_an_arun_episode_that_is_not_finite_is_refused(episode, monkeypatch, reward):
+    monkeypatch.setattr(ArealRetry, "reward", reward)
+    assert episode(ArealRetry(), lambda _: "42").error.startswith("ValueError: the workflow returned the reward")
 
 
 async def test_areals_arun_episode_needs_no_job():
@@ -263,6 +271,7 @@ class Refuses:
         ("1.0", "TypeError: the workflow returned '1.0': return a number, a Score, or None"),
         ([1.0], "TypeError: the workflow returned [1.0]: return a number"),
         (float("nan"), "ValueError: the workflow returned the reward nan, which is not finite"),
+        (-1e39, "ValueError: the workflow returned the reward -1e+39, which is not finite in float32"),
         (Score(0.0, [1.0, 2.0]), "ValueError: 2 rewards for 1 turns"),
     ],
 )

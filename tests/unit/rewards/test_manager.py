@@ -234,6 +234,10 @@ class NotANumber:
     async def run_single(self, data):
         return {"reward_score": float("nan")}
 
+class TooLarge:
+    def __call__(self, data, return_dict=False):
+        return {"reward_tensor": torch.full(data.batch["responses"].shape, 1e39, dtype=torch.float64)}
+
 class OneForEachRow:
     def __call__(self, data, return_dict=False):
         return {"reward_tensor": torch.ones(len(data))}
@@ -271,7 +275,7 @@ def test_what_a_manager_written_for_verl_could_not_grade_is_counted(tmp_path: Pa
             legacy.grade(ROWS)
 
 
-@pytest.mark.parametrize("name", ["NotANumber", "OneForEachRow"])
+@pytest.mark.parametrize("name", ["NotANumber", "TooLarge", "OneForEachRow"])
 def test_rewards_of_a_verl_manager_that_are_not_finite_are_refused(pool: RewardPool, tmp_path: Path, name: str) -> None:
     (tmp_path / "managers.py").write_text(MANAGERS)
     with pytest.raises(RewardError, match=f"reward.reward_manager {name}: must give finite numbers"):

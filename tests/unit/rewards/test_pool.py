@@ -74,6 +74,7 @@ def fault_recursion(_): return fault_recursion(_)
 def fault_memory(_): return bytearray(1 << 50)
 def fault_nan(_): return float("nan")
 def fault_inf(_): return {"score": float("inf")}
+def fault_large(_): return 1e39
 def fault_none(_): return None
 def fault_text(_): return "1.0"
 def fault_no_score(_): return {"acc": 1}
@@ -84,7 +85,7 @@ def fault_late(_): raise TimeoutError("the judge did not answer")
 TIMEOUTS = ["sleep", "loop", "c_loop", "regex", "block_signals", "stdout", "stderr", "stop", "late"]
 ERRORS = [
     "exit", "exit_zero", "sys_exit", "interrupt", "segv", "abort", "kill", "close_fds", "garbage", "raise", "recursion",
-    "memory", "nan", "inf", "none", "text", "no_score", "huge_extra",
+    "memory", "nan", "inf", "large", "none", "text", "no_score", "huge_extra",
 ]  # fmt: skip
 
 
