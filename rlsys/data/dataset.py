@@ -52,8 +52,7 @@ def parse_rows(
 
     With "refuse" the first bad row raises DataError; with "skip" only a source without any good row does.
     """
-    good: list[T] = []
-    bad: list[BadRow] = []
+    good, bad = list[T](), list[BadRow]()
     for result in _results(rows, parse, num_threads):
         if not isinstance(result, BadRow):
             good.append(result)

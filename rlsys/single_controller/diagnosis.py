@@ -1,6 +1,5 @@
 """What can be seen of a worker process from outside: its last lines, its state, the stack of its main thread."""
 
-import faulthandler
 import os
 import signal
 import socket
@@ -46,11 +45,6 @@ def here(address: str) -> ProcessInfo:
     files = {file.fd: file.path for file in process.open_files()}
     logs = tuple(dict.fromkeys(files[output] for output in (1, 2) if output in files))
     return ProcessInfo(pid, process.create_time(), socket.gethostname(), address, os.getpgrp() == pid, logs)
-
-
-def dump_stacks_on_signal() -> None:
-    """Let STACK_SIGNAL write the Python stacks of all threads to stderr."""
-    faulthandler.register(STACK_SIGNAL, file=2, all_threads=True)
 
 
 def log_tail(info: ProcessInfo, num_lines: int = TAIL_LINES) -> str:

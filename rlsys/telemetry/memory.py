@@ -115,11 +115,11 @@ def reset_peaks() -> None:
 
 def memory_metrics(records: Iterable[MemoryRecord]) -> dict[str, float]:
     """verl's `perf/*` memory names over all workers, and the peaks of every stage under `perf/memory/{stage}/`."""
-    records = list(records)
+    records, host = list(records), psutil.virtual_memory()
     metrics = {
         "perf/max_memory_allocated_gb": max((r.after.cuda_peak_bytes for r in records), default=0) / GIB,
         "perf/max_memory_reserved_gb": max((r.after.cuda_reserved_peak_bytes for r in records), default=0) / GIB,
-        "perf/cpu_memory_used_gb": host_used_bytes() / GIB,
+        "perf/cpu_memory_used_gb": (host.total - host.available) / GIB,
     }
     for r in records:
         for name, size in (("rss_peak_gb", r.after.rss_peak_bytes), ("cuda_peak_gb", r.after.cuda_peak_bytes)):
@@ -145,12 +145,6 @@ def memory_table(records: Iterable[MemoryRecord]) -> str:
         sizes = (*rss, r.after.rss_peak_bytes, *cuda, r.after.cuda_peak_bytes, r.after.cuda_reserved_peak_bytes)
         lines.append([r.worker, r.stage, *(f"{size / GIB:.2f}" for size in sizes)])
     return aligned(lines, num_left=2)
-
-
-def host_used_bytes() -> int:
-    """Memory of the host in use by all processes: total minus available."""
-    memory = psutil.virtual_memory()
-    return memory.total - memory.available
 
 
 def _rss_bytes() -> tuple[int, int]:

@@ -1,5 +1,6 @@
 """The actors behind a group: their start, their calls, their end."""
 
+import faulthandler
 import gc
 import logging
 import os
@@ -268,7 +269,7 @@ class RayHost(WorkerHost):
         super().__init__()
         gc.disable()  # until the class of the worker and torch with it are imported, a fifth faster
         search_last_beside_namesakes()
-        diagnosis.dump_stacks_on_signal()
+        faulthandler.register(diagnosis.STACK_SIGNAL, file=2, all_threads=True)  # writes the Python stacks to stderr
 
     def build(self, made: tuple[type, Sequence[object], Mapping[str, object]]) -> tuple[Header, None]:
         gc.freeze()  # else the first collections would run over all that was imported
