@@ -75,7 +75,12 @@ def _check(config: C, arguments: Arguments) -> tuple[list[str], dict[str, str]]:
             raise errors.ConfigError(f"{key} is not set, and this job has no default: name one")
     from rlsys.data.first_rows import check_first_rows  # numpy, which a wrong key need not wait for
 
-    data_sources, facts = check_first_rows(config)
+    tokenizer = None
+    if arguments.dry_run and isinstance(config, SFTConfig | RMConfig | DPOConfig):
+        from trainer.texts import tokenizer_here
+
+        tokenizer = tokenizer_here(config)
+    data_sources, facts = check_first_rows(config, tokenizer)
     if isinstance(config, GradedJob):
         from trainer.rewards import check_data_sources, check_reward_function
 
@@ -85,10 +90,6 @@ def _check(config: C, arguments: Arguments) -> tuple[list[str], dict[str, str]]:
             from trainer.episodes import load_agents
 
             load_agents(config)
-    if arguments.dry_run and isinstance(config, SFTConfig | RMConfig | DPOConfig):
-        from trainer.texts import check_first_texts
-
-        check_first_texts(config)
     if arguments.dry_run and isinstance(config, PPOConfig | SupervisedConfig) and _on_megatron(config):
         from workers.build import check_models  # torch, where a model may be refused
 

@@ -93,9 +93,7 @@ def encode_conversation(
     if answers[0] == 0:
         raise ValueError("the first message is the assistant's; there is no prompt before it")
     ends = set(answer_ends(tokenizer))
-    tokens: list[int] = []
-    mask: list[int] = []
-    done = ""
+    tokens, mask, done = list[int](), list[int](), ""
     for answer in answers:
         before = render(tokenizer, messages[:answer], add_generation_prompt=True, template_kwargs=template_kwargs)
         after = text_of(messages[: answer + 1])

@@ -1,50 +1,52 @@
 """A look at the first rows of every file, and at their number, before anything heavy is imported."""
 
 import json
-from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rlsys.config.plan import check_enough_rows
-from rlsys.config.schema.jobs import EvalConfig, GradedJob, JobConfig, PPOConfig
-from rlsys.data.chat import Messages, as_messages
+from rlsys.config.schema.jobs import DPOConfig, EvalConfig, GradedJob, JobConfig, PPOConfig
+from rlsys.data.chat import Messages, Tokenizer, as_messages
 from rlsys.data.files import BadRow, Row, count_rows, read_rows
 from rlsys.data.remote import is_remote
 from rlsys.data.rows import MissingColumns, default_source, read_prompt_row
-from rlsys.data.supervised import read_conversations
+from rlsys.data.supervised import parse_row, read_conversations
 from rlsys.utils.errors import ConfigError, DataError
 from rlsys.utils.hub import is_rows_id
 from rlsys.utils.run_folders import config_folder
 
+First = tuple[set[str], dict[str, str]]
+"""The data sources of the first prompts, and what the plan shows of the files: "data" and "validation"."""
 NUM_ROWS = 20
 SHOWN_CHARS = 100
 
 
-def check_first_rows(config: JobConfig) -> tuple[set[str], dict[str, str]]:
-    """The data sources of the first prompts, and what the plan shows of the files: "data" and "validation".
+def check_first_rows(config: JobConfig, tokenizer: "Tokenizer | None" = None) -> First:
+    """A look at the first rows of all files.
 
     ConfigError for files without the columns that the settings name or with fewer rows than a batch, DataError for
-    other bad rows at their start. Rows of a dataset class of your own, and what only the tokenizer shows, are checked
-    later.
+    other bad rows at their start. Rows of a dataset class of your own, and without a `tokenizer` what only it shows of
+    texts, are checked later.
     """
-    first: tuple[set[str], dict[str, str]] = set(), {}
+    first: First = set(), {}
     if config.data.custom_cls.path is not None:
         return first
     if not isinstance(config, EvalConfig):
         batch = config.data.gen_batch_size if isinstance(config, PPOConfig) else config.data.train_batch_size
-        num_rows = _check_files(config, "data", config.data.train_files, config.data.train_max_samples, first)
+        num_rows = _check_files(config, "data", first, tokenizer)
         check_enough_rows(batch if num_rows is None else num_rows, batch)
-    _check_files(config, "validation", config.data.val_files, config.data.val_max_samples, first)
+    _check_files(config, "validation", first, tokenizer)
     return first
 
 
-def _check_files(
-    config: JobConfig, name: str, files: Sequence[str] | None, max_samples: int, first: tuple[set[str], dict[str, str]]
-) -> int | None:
+def _check_files(config: JobConfig, name: str, first: First, tokenizer: "Tokenizer | None") -> int | None:
     """Read the start of each file into `first`; returns how many rows are used at most, None if that is not known."""
     data_sources, plan = first
+    files, max_samples = config.data.val_files, config.data.val_max_samples
+    if name == "data" and not isinstance(config, EvalConfig):
+        files, max_samples = config.data.train_files, config.data.train_max_samples
     local = [file for file in files or () if not (is_rows_id(file) or is_remote(file))]
     shown, num_bad = "", 0
     for file in local:
@@ -52,7 +54,7 @@ def _check_files(
         rows = list(islice(read_rows(file), NUM_ROWS))
         for row in rows:
             try:
-                source, messages, answer = _read(config, row)
+                source, messages, answer = _read(config, row, tokenizer)
             except ValueError as error:
                 num_bad += 1
                 if isinstance(error, MissingColumns):
@@ -74,7 +76,7 @@ def _check_files(
     return used
 
 
-def _read(config: JobConfig, row: Row | BadRow) -> tuple[set[str], Messages, object]:
+def _read(config: JobConfig, row: Row | BadRow, tokenizer: "Tokenizer | None") -> tuple[set[str], Messages, object]:
     """Read a row as the job will: its data source, if it has one, its prompt and its answer.
 
     ValueError if it cannot be used.
@@ -84,7 +86,10 @@ def _read(config: JobConfig, row: Row | BadRow) -> tuple[set[str], Messages, obj
     if isinstance(config, GradedJob):
         prompt = read_prompt_row(row.values, config.data, source=default_source(config))
         return {prompt.data_source}, as_messages(prompt.raw_prompt), prompt.reward_model["ground_truth"]
-    *messages, answer = read_conversations(row.values, config.data)[0]
+    is_kto = isinstance(config, DPOConfig) and config.dpo.loss_type == "kto"
+    (*messages, answer), *_ = read_conversations(row.values, config.data, is_kto)[0]
+    if tokenizer is not None:
+        parse_row(row.values, tokenizer, config.data, is_kto)
     return set(), messages, answer["content"]
 
 

@@ -43,6 +43,7 @@ def load_texts(
     tokenizer: Tokenizer,
     config: SupervisedDataConfig = SFTDataConfig(),  # noqa: B008
     *,
+    is_kto: bool = False,
     max_samples: int = -1,
     shuffle: bool = False,
 ) -> list[list[TokenizedText]]:
@@ -52,62 +53,65 @@ def load_texts(
     Raises DataError with file and row, ConfigError for missing files.
     """
     rows = sample_rows(source_rows(source, config.prompt_key), max_samples, seed=config.seed if shuffle else None)
-    texts, _ = parse_rows(rows, lambda row: parse_row(row.values, tokenizer, config), bad_rows=config.bad_rows)
-    if isinstance(config, DPODataConfig) and all(len(row) == 1 for row in texts):
+    texts, _ = parse_rows(rows, lambda row: parse_row(row.values, tokenizer, config, is_kto), bad_rows=config.bad_rows)
+    if is_kto:
         for row, (other, *_) in zip(texts, [*texts[1:], *texts[:1]], strict=True):  # for KTO's reference point
             prompt, room = row[0].prompt_ids, config.max_length - len(row[0].prompt_ids)
             row.append(TokenizedText(prompt, other.response_ids[:room], other.mask[:room]))
     return texts
 
 
-def parse_row(row: Mapping[str, object], tokenizer: Tokenizer, config: SupervisedDataConfig) -> list[TokenizedText]:
+def parse_row(
+    row: Mapping[str, object], tokenizer: Tokenizer, config: SupervisedDataConfig, is_kto: bool = False
+) -> list[TokenizedText]:
     """The text or the two texts of one row. Raises ValueError for a bad one."""
-    conversations = read_conversations(row, config)
+    conversations, label = read_conversations(row, config, is_kto)
     num_prompt = _num_shared(conversations) if len(conversations) > 1 else 0
-    texts = [encode(tokenizer, messages, config, num_prompt) for messages in conversations]
-    if isinstance(config, DPODataConfig) and len(texts) == 1:
-        if config.streaming:
-            raise ValueError("a response with a label is for dpo.loss_type=kto, without data.streaming")
-        return [replace(texts[0], is_desirable=LABELS[str(row[config.label_key]).lower()])]
-    if isinstance(config, RMDataConfig) and list(texts[0].response_ids) == list(texts[1].response_ids):
+    texts = [replace(encode(tokenizer, one, config, num_prompt), is_desirable=label) for one in conversations]
+    if isinstance(config, RMDataConfig) and not is_kto and list(texts[0].response_ids) == list(texts[1].response_ids):
         raise ValueError(f"columns {config.chosen_key!r} and {config.rejected_key!r} are the same")
     return texts
 
 
-def read_conversations(values: Mapping[str, object], config: SupervisedDataConfig) -> list[list[Message]]:
-    """The conversation of a row for SFT and KTO; for RM and DPO those with the better and with the worse response.
+def read_conversations(
+    row: Mapping[str, object], config: SupervisedDataConfig, is_kto: bool = False
+) -> tuple[list[Messages], bool | None]:
+    """The conversation of a row for SFT, and KTO with its label; for RM and DPO those with the better and the worse
+    response.
 
     Without a column of the conversation it is made of those of prompt and response, of which the former is not learnt
     (weight 0); the columns of a pair may also hold whole conversations. Raises ValueError.
     """
-    values = dict(plain_values(values))
+    values = dict(plain_values(row))
     parts = {column: value for column, value in values.items() if isinstance(value, dict)}
     values |= {f"{column}.{name}": item for column, part in parts.items() for name, item in part.items()}
-    prompt_key, otherwise = config.prompt_key, ""
+    prompt_key, label = config.prompt_key, None
+    otherwise = ", or another dpo.loss_type" if isinstance(config, DPODataConfig) else ""
     if isinstance(config, SFTDataConfig):
         prompt_key = ".".join((prompt_key, *(config.prompt_dict_keys or ())))
     needs = [Need((prompt_key,), "data.prompt_key", QUESTIONS)]
-    if isinstance(config, DPODataConfig) and config.completion_key in values:
-        check_columns(values, [Need((config.label_key,), "data.label_key", ("desirable", "score", "rating"))])
-        if str(values[config.label_key]).lower() not in LABELS:
-            raise ValueError(f"column {config.label_key!r} must be true or false")
+    if isinstance(config, DPODataConfig) and is_kto:
         needs.append(Need((config.completion_key,), "data.completion_key", ANSWERS))
+        labels = Need((config.label_key,), "data.label_key", ("desirable", "score", "rating"), otherwise)
+        check_columns(values, [*needs, labels])
+        if (label := LABELS.get(str(values[config.label_key]).lower())) is None:
+            raise ValueError(f"column {config.label_key!r} must be true or false")
     elif isinstance(config, RMDataConfig):
         keys = (config.chosen_key, config.rejected_key)
         if all(_has_prompt(values.get(key)) for key in keys):
-            return [_answer(values[key], key) for key in keys]
+            return [_answer(values[key], key) for key in keys], None
         needs.append(Need((config.chosen_key,), "data.chosen_key", ("better", "preferred", "accepted")))
-        needs.append(Need((config.rejected_key,), "data.rejected_key", ("worse", "other")))
+        needs.append(Need((config.rejected_key,), "data.rejected_key", ("worse", "other"), otherwise))
     elif isinstance(config, SFTDataConfig):
         if config.messages_key in values:
-            return [read_messages(values[config.messages_key], config.messages_key)]
+            return [read_messages(values[config.messages_key], config.messages_key)], None
         if config.messages_key is not None:
             otherwise = f" (a conversation would be in {config.messages_key!r}: data.messages_key)"
         response_key = ".".join((config.response_key, *(config.response_dict_keys or ())))
         needs.append(Need((response_key,), "data.response_key", ANSWERS, otherwise))
     check_columns(values, needs)
     prompt = [{**m, "weight": 0} for m in as_messages(read_prompt(values[prompt_key], prompt_key))]
-    return [[*prompt, *_answer(values[key], key)] for (key,) in (need.columns for need in needs[1:])]
+    return [[*prompt, *_answer(values[key], key)] for (key,) in (need.columns for need in needs[1:])], label
 
 
 def encode(tokenizer: Tokenizer, messages: Messages, config: SupervisedDataConfig, num_prompt: int) -> TokenizedText:

@@ -192,7 +192,7 @@ def test_whole_conversations_of_a_pair_share_their_prompt(tmp_path: Path) -> Non
 def test_a_labelled_response_is_followed_by_its_prompt_with_another_rows_response(tmp_path: Path) -> None:
     rows = [{"prompt": p, "completion": c, "label": c == "22"} for p, c in (("11", "22"), ("3", "4444"), ("5", "6"))]
     config = DPODataConfig(max_length=9)
-    dataset = load_texts(jsonl(tmp_path / "a.jsonl", rows), tokenizer(), config)
+    dataset = load_texts(jsonl(tmp_path / "a.jsonl", rows), tokenizer(), config, is_kto=True)
     data = collate_texts(list(dataset), pad_token_id=PAD)
     assert data.batch is not None
     responses = [tokenizer().decode(r, skip_special_tokens=True) for r in data.batch["responses"].tolist()]
@@ -202,7 +202,7 @@ def test_a_labelled_response_is_followed_by_its_prompt_with_another_rows_respons
     for bad, message in (({"label": 2}, "'label' must be true or false"), ({}, "data.label_key=<column>")):
         file = jsonl(tmp_path / "bad.jsonl", [{"prompt": "1", "completion": "2"} | bad])
         with pytest.raises(DataError, match=message):
-            load_texts(file, tokenizer(), config)
+            load_texts(file, tokenizer(), config, is_kto=True)
 
 
 BAD_TEXTS: dict[str, tuple[dict[str, Any], str]] = {

@@ -119,7 +119,7 @@ INTERRUPTED = f"""
 {NOT_IGNORED}
 from rlsys.data import first_rows
 from trainer.main_ppo import main
-first_rows.check_first_rows = lambda config: os.kill(os.getpid(), signal.SIGINT)
+first_rows.check_first_rows = lambda *_: os.kill(os.getpid(), signal.SIGINT)
 sys.exit(main(["--dry-run", "--config-name=quickstart"]))
 """
 

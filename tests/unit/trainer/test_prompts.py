@@ -102,7 +102,7 @@ LABELED = {"prompt": "1+1=", "completion": "2", "label": True}
         (SFTConfig, {"prompt": "1+1=", "response": "2" * 500}, {"prompt": "1+1=", "response": "2"}, "max_length="),
         (SFTConfig, {"messages": [{"role": "user", "content": "a"}]}, {"prompt": "1+1=", "response": "2"}, "to learn"),
         (DPOConfig, {**PAIR, "rejected": "2"}, PAIR, "columns 'chosen' and 'rejected' are the same"),
-        (DPOConfig, LABELED, PAIR, "dpo.loss_type=sigmoid needs rows of prompt, chosen and rejected"),
+        (DPOConfig, LABELED, PAIR, "column 'rejected' is missing: set data.rejected_key=<column>, or another dpo.loss"),
     ],
 )
 def test_a_dry_run_refuses_first_rows_that_the_run_would_refuse(

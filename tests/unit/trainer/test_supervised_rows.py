@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rlsys.config import DPOConfig, SFTConfig, load_config
-from rlsys.utils.errors import ConfigError, DataError
+from rlsys.utils.errors import DataError
 from tests.start_tokenizer import build_tokenizer
 from trainer.local_files import load_tokenizer
 from trainer.texts import load_rows
@@ -50,15 +50,38 @@ def test_a_part_of_the_rows_is_drawn_by_the_seed_where_rows_are_shuffled(tmp_pat
     assert answers(sft_config(tmp_path, *some, "data.shuffle=false")) == ["0", "1", "2", "3", "4"]
 
 
+def dpo_config(tmp_path: Path, row: dict[str, object], *overrides: str) -> DPOConfig:
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 4096}))
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    common = [f"model.path={tmp_path}", f"data.train_files={tmp_path}/rows.jsonl", "data.train_batch_size=1"]
+    return load_config([*common, *overrides], DPOConfig)
+
+
 def test_pairs_and_labels_are_asked_for_by_the_loss(tmp_path: Path) -> None:
     pair, single = {"prompt": "1", "chosen": "2", "rejected": "3"}, {"prompt": "1", "completion": "2", "label": True}
-    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 4096}))
-    for row, loss_type, needed in ((pair, "kto", "completion and label"), (single, "sigmoid", "chosen and rejected")):
-        (tmp_path / "rows.jsonl").write_text(json.dumps(row))
-        common = [f"model.path={tmp_path}", f"data.train_files={tmp_path}/rows.jsonl", "data.train_batch_size=1"]
-        config = load_config([*common, f"dpo.loss_type={loss_type}"], DPOConfig)
-        with pytest.raises(ConfigError, match=needed):
-            load_rows(config, build_tokenizer())
+    for row, loss_type, needed in (
+        (pair, "kto", "label_key=<column>, or another"),
+        (single, "sigmoid", "'rejected' is missing"),
+    ):
+        with pytest.raises(DataError, match=needed):
+            load_rows(dpo_config(tmp_path, row, f"dpo.loss_type={loss_type}"), build_tokenizer())
+
+
+def test_rows_of_pairs_and_labels_are_what_the_loss_takes(tmp_path: Path) -> None:
+    row = {"prompt": "1", "chosen": "2", "rejected": "3", "completion": "4", "label": True}
+    tokenizer = build_tokenizer()
+    chosen, rejected = load_rows(dpo_config(tmp_path, row), tokenizer)[0][0]
+    texts = [tokenizer.decode(text.response_ids, skip_special_tokens=True) for text in (chosen, rejected)]
+    assert texts == ["2", "3"]
+    text, _ = load_rows(dpo_config(tmp_path, row, "dpo.loss_type=kto"), tokenizer)[0][0]
+    assert (tokenizer.decode(text.response_ids, skip_special_tokens=True), text.is_desirable) == ("4", True)
+
+
+def test_a_label_may_be_in_a_column_of_objects(tmp_path: Path) -> None:
+    row = {"prompt": "1", "completion": "2", "extra_info": {"label": True}}
+    config = dpo_config(tmp_path, row, "data.label_key=extra_info.label", "dpo.loss_type=kto")
+    text, _ = load_rows(config, build_tokenizer())[0][0]
+    assert text.is_desirable is True
 
 
 def test_an_answer_ends_where_generation_ends(tmp_path: Path) -> None:
