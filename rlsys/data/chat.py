@@ -75,6 +75,12 @@ def _model_ends(folder: str) -> tuple[int, ...]:
     return end_ids(saved_generation(folder))
 
 
+def answers_in(messages: Messages, num_prompt: int) -> list[int]:
+    """The places of the assistant's messages that are learnt: not the first `num_prompt`, nor those of `weight` 0."""
+    turns = enumerate(messages[num_prompt:], num_prompt)
+    return [place for place, message in turns if message["role"] == "assistant" and message.get("weight") != 0]
+
+
 def encode_conversation(
     tokenizer: Tokenizer, messages: Messages, *, num_prompt: int = 0, template_kwargs: Kwargs | None = None
 ) -> tuple[list[int], list[int], list[int]]:
@@ -86,8 +92,7 @@ def encode_conversation(
     ValueError without an answer, and for a template that rewrites earlier turns.
     """
     text_of = partial(render, tokenizer, template_kwargs=template_kwargs, add_generation_prompt=False)
-    turns = enumerate(messages[num_prompt:], num_prompt)
-    answers = [i for i, m in turns if m["role"] == "assistant" and m.get("weight") != 0]
+    answers = answers_in(messages, num_prompt)
     if not answers:
         raise ValueError("no assistant message to learn from")
     if answers[0] == 0:

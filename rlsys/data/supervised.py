@@ -9,12 +9,13 @@ from itertools import takewhile
 from typing import Any
 
 from rlsys.config.schema.data import DPODataConfig, RMDataConfig, SFTDataConfig, SupervisedDataConfig
-from rlsys.data.chat import Message, Messages, Tokenizer, as_messages, encode_conversation, kept_positions
+from rlsys.data.chat import Message, Messages, Tokenizer, answers_in, as_messages, encode_conversation, kept_positions
 from rlsys.data.dataset import VerlDataset, parse_rows, sample_rows, source_rows
 from rlsys.data.rows import ANSWERS, QUESTIONS, Need, check_columns, plain_values, read_messages, read_prompt
 
 LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 """Labels of KTO as text, which cells of CSV files are."""
+ANSWER_PARTS = ("content", "tool_calls", "reasoning_content", "thinking")
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,9 @@ def encode(tokenizer: Tokenizer, messages: Messages, config: SupervisedDataConfi
     Raises ValueError when nothing to learn is left.
     """
     limit, kwargs = config.max_length, config.apply_chat_template_kwargs
+    for place in answers_in(messages, num_prompt):
+        if not any(str(messages[place].get(name) or "").strip() for name in ANSWER_PARTS):
+            raise ValueError(f"message {place} is a blank answer: remove it, or give it `weight: 0`")
     prompt, response, mask = encode_conversation(tokenizer, messages, num_prompt=num_prompt, template_kwargs=kwargs)
     num_tokens = len(prompt) + len(response)
     if num_tokens > limit:

@@ -205,6 +205,14 @@ def test_a_labelled_response_is_followed_by_its_prompt_with_another_rows_respons
             load_texts(file, tokenizer(), config, is_kto=True)
 
 
+BLANK = {"role": "assistant", "content": " "}
+
+
+def test_a_blank_answer_that_is_not_learnt_is_allowed(tmp_path: Path) -> None:
+    messages = [CHAT[1], {**BLANK, "weight": 0}, *CHAT[1:3]]
+    assert shown(load_texts(jsonl(tmp_path / "a.jsonl", [{"messages": messages}]), tokenizer())[0]) == "[2][<|end|>]"
+
+
 BAD_TEXTS: dict[str, tuple[dict[str, Any], str]] = {
     "no messages": ({}, "column 'prompt' is missing: set data.prompt_key=<column>"),
     "null messages": ({"messages": None}, "column 'messages' must be"),
@@ -212,6 +220,8 @@ BAD_TEXTS: dict[str, tuple[dict[str, Any], str]] = {
     "answer first": ({"messages": CHAT[2:]}, "no prompt before it"),
     "bad role": ({"messages": [{"role": "bot", "content": "a"}]}, "'bot' is not one of"),
     "too long": ({"messages": [CHAT[1], {"role": "assistant", "content": "9" * 99}]}, "max_length=40"),
+    "blank answer": ({"messages": [*CHAT, CHAT[1], BLANK]}, "message 6 is a blank answer"),
+    "null answer": ({"messages": [CHAT[1], {"role": "assistant", "content": None}]}, "message 1 has no 'content'"),
 }
 
 
@@ -231,6 +241,7 @@ def test_bad_texts_are_refused_or_skipped(kind: str, tmp_path: Path) -> None:
         ({"prompt": "1", "chosen": "2"}, "column 'rejected' is missing: set data.rejected_key=<column>"),
         ({"prompt": "1", "chosen": "2", "rejected": "2"}, "are the same"),
         ({"prompt": "1", "chosen": " ", "rejected": "2"}, "'chosen' is blank"),
+        ({"prompt": "1", "chosen": "2", "rejected": [BLANK]}, "message 1 is a blank answer"),
         ({"prompt": "1", "chosen": [{"role": "user", "content": "x"}], "rejected": "2"}, "not the assistant's"),
         ({"prompt": "", "chosen": "1", "rejected": "2"}, "'prompt' is blank"),
     ],

@@ -119,6 +119,7 @@ def test_a_dry_run_refuses_first_rows_that_the_run_would_refuse(
     bad = (*argv, f"data.train_files={written(tmp_path / 'bad.jsonl', row, *[good] * 3)}")
     code, error = exits(capsys, schema, *bad)
     assert (code, problem in error) == (2, True), error
+    assert "at most 3 of 4 rows" in printed(capsys, schema, *bad, "data.bad_rows=skip")[1]
     assert exits(capsys, schema, *argv, f"data.train_files={written(tmp_path / 'good.jsonl', *[good] * 3)}")[0] == 0
 
 
