@@ -63,7 +63,7 @@ class Need:
 def check_columns(values: Mapping[str, Any], needs: Sequence[Need]) -> None:
     """MissingColumns with all that are missing and what to set for each."""
     missing = [
-        f"column {need.columns[0]!r} is missing: set {need.key}={_guess(values, need.usual)}{need.otherwise}"
+        f"column {need.columns[0]!r} is missing: set {need.key}={guess(values, need.usual)}{need.otherwise}"
         for need in needs
         if not any(column in values for column in need.columns)
     ]
@@ -71,7 +71,8 @@ def check_columns(values: Mapping[str, Any], needs: Sequence[Need]) -> None:
         raise MissingColumns("; ".join([*missing, f"the columns are {', '.join(map(repr, values)) or 'none'}"]))
 
 
-def _guess(values: Mapping[str, Any], usual: Sequence[str]) -> str:
+def guess(values: Mapping[str, Any], usual: Sequence[str]) -> str:
+    """The first of the usual names that a row has, as what to set."""
     return next((name for name in usual if name in values), "<column>")
 
 
@@ -196,7 +197,8 @@ def _message(message: Any, where: str) -> Message:
         message.setdefault("content", "")
     for key in ("role", "content"):
         if key not in message:
-            raise ValueError(f"{where} has no {key!r}")
+            sharegpt = "; rename its keys from and value to role and content, human to user, gpt to assistant"
+            raise ValueError(f"{where} has no {key!r}{sharegpt if 'from' in message else ''}")
         if not isinstance(message[key], str):
             raise ValueError(f"{where}: its {key!r} must be text, this is {type_name(message[key])}")
     if message["role"] not in ROLES:

@@ -11,7 +11,7 @@ from typing import Any
 from rlsys.config.schema.data import DPODataConfig, RMDataConfig, SFTDataConfig, SupervisedDataConfig
 from rlsys.data.chat import Message, Messages, Tokenizer, answers_in, as_messages, encode_conversation, kept_positions
 from rlsys.data.dataset import VerlDataset, parse_rows, sample_rows, source_rows
-from rlsys.data.rows import ANSWERS, QUESTIONS, Need, check_columns, plain_values, read_messages, read_prompt
+from rlsys.data.rows import ANSWERS, QUESTIONS, Need, check_columns, guess, plain_values, read_messages, read_prompt
 
 LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 """Labels of KTO as text, which cells of CSV files are."""
@@ -107,7 +107,7 @@ def read_conversations(
         if config.messages_key in values:
             return [read_messages(values[config.messages_key], config.messages_key)], None
         if config.messages_key is not None:
-            otherwise = f" (a conversation would be in {config.messages_key!r}: data.messages_key)"
+            otherwise = f", or for a conversation data.messages_key={guess(values, ('conversations', 'conversation'))}"
         response_key = ".".join((config.response_key, *(config.response_dict_keys or ())))
         needs.append(Need((response_key,), "data.response_key", ANSWERS, otherwise))
     check_columns(values, needs)

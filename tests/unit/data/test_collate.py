@@ -222,6 +222,8 @@ BAD_TEXTS: dict[str, tuple[dict[str, Any], str]] = {
     "too long": ({"messages": [CHAT[1], {"role": "assistant", "content": "9" * 99}]}, "max_length=40"),
     "blank answer": ({"messages": [*CHAT, CHAT[1], BLANK]}, "message 6 is a blank answer"),
     "null answer": ({"messages": [CHAT[1], {"role": "assistant", "content": None}]}, "message 1 has no 'content'"),
+    "ShareGPT": ({"messages": [{"from": "human", "value": "1"}]}, "rename its keys from and value"),
+    "ShareGPT's column": ({"conversations": []}, ", or for a conversation data.messages_key=conversations"),
 }
 
 
