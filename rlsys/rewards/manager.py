@@ -8,7 +8,7 @@ import asyncio
 import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -92,10 +92,10 @@ def build_reward_manager(cfg: GradedJob, tokenizer: Tokenizer, pool: RewardPool)
         *(kwargs.overlong_buffer_cfg, kwargs.max_resp_len or longest),
     )
     manager = cls(**named_arguments(cls, dict(zip(ARGUMENTS, values, strict=True)) | (kwargs.model_extra or {})))
-    if hasattr(manager, "grade"):
+    if cls is PoolRewardManager:
         return manager
-    if hasattr(manager, "run_single") or callable(manager):
-        return _VerlManager(manager, results, cfg)
+    if hasattr(manager, "grade") or hasattr(manager, "run_single") or callable(manager):
+        return _CustomManager(manager, results, cfg)
     raise ConfigError(f"reward.reward_manager: {cls.__name__} has none of grade, run_single and __call__")
 
 
@@ -197,7 +197,7 @@ def _column(values: Sequence[Any]) -> np.ndarray:
     return object_array(values)
 
 
-# --- managers written for verl ---
+# --- custom managers ---
 
 
 def _scorer(pool: RewardPool, results: list[RewardResult]) -> Callable[..., dict[str, object]]:
@@ -211,39 +211,47 @@ def _scorer(pool: RewardPool, results: list[RewardResult]) -> Callable[..., dict
     return compute_score
 
 
-class _VerlManager:
-    """Gives a manager in one of verl's two forms the method `grade`; `results` are those of its `compute_score`."""
+class _CustomManager:
+    """Gives a manager the method `grade` if it has one of verl's two forms, and names it in what goes wrong; `results`
+    are those of its `compute_score`."""
 
     def __init__(self, manager: Any, results: list[RewardResult], cfg: GradedJob) -> None:
         self._manager, self._results, self._cfg, self._before = manager, results, cfg, list[RewardResult]()
+        cls, path = type(manager), cfg.reward.reward_manager.module.path
+        self._who = f"reward.reward_manager {cls.__name__} of {path or cls.__module__}"
         self._lock = threading.Lock()
 
     def grade(self, data: DataProto) -> Graded:
-        """RewardError for rewards that are not finite or of another shape, DeadlineError if the manager hangs.
+        """RewardError for what it raises and for rewards that are not finite or of another shape, DeadlineError if the
+        manager hangs.
 
         Without grading processes there is no deadline, so that `breakpoint()` works in the manager.
         """
         max_s = self._cfg.trainer.deadlines.reward_s if self._cfg.reward.num_workers else None
-        who = f"reward.reward_manager {type(self._manager).__name__}"
         with self._lock:  # training and validation grade at the same time
             self._results.clear()
             call = in_daemon_thread(lambda: self._rewards(data), name="reward-manager")
-            scores, extra = result_within(call, max_s, who=who, stage="reward", hint="raise trainer.deadlines.reward_s")
+            graded = result_within(call, max_s, who=self._who, stage="reward", hint="raise trainer.deadlines.reward_s")
+            scores = graded.rm_scores
             if scores.shape != data.tensors["responses"].shape or not scores.float().isfinite().all():
-                raise RewardError(f"{who}: must give finite numbers only, of the shape of the responses")
+                raise RewardError(f"{self._who}: must give finite numbers only, of the shape of the responses")
             check_failures(self._results, self._before, self._cfg)
-            return Graded(scores, extra, reward_metrics(self._results) if self._results else {})
+            return replace(graded, metrics=reward_metrics(self._results)) if self._results else graded
 
-    def _rewards(self, data: DataProto) -> tuple[Tensor, dict[str, np.ndarray]]:
-        """Rewards (B, R) and columns of other values (B,), as the manager gives them."""
-        if hasattr(self._manager, "run_single"):
-            return asyncio.run(self._one_by_one(data))
-        answer = self._manager(data, return_dict=True)
-        extra = {key: _column(list(values)) for key, values in answer.get("reward_extra_info", {}).items()}
-        return answer["reward_tensor"], extra
+    def _rewards(self, data: DataProto) -> Graded:
+        """What the manager gives; RewardError for what it raises."""
+        with raised_as(RewardError, self._who):
+            if hasattr(self._manager, "grade"):
+                return self._manager.grade(data)
+            if hasattr(self._manager, "run_single"):
+                return asyncio.run(self._one_by_one(data))
+            answer = self._manager(data, return_dict=True)
+            extra = {key: _column(list(values)) for key, values in answer.get("reward_extra_info", {}).items()}
+            return Graded(answer["reward_tensor"], extra)
 
-    async def _one_by_one(self, data: DataProto) -> tuple[Tensor, dict[str, np.ndarray]]:
+    async def _one_by_one(self, data: DataProto) -> Graded:
         rows = [data[row : row + 1] for row in range(len(data))]
         answers = await asyncio.gather(*(self._manager.run_single(row) for row in rows))
         results = [RewardResult(float(a["reward_score"]), a.get("reward_extra_info", {}), "ok", 0.0) for a in answers]
-        return _placed(torch.tensor([r.score for r in results], dtype=torch.float32), data), extra_columns(results)
+        scores = torch.tensor([r.score for r in results], dtype=torch.float32)
+        return Graded(_placed(scores, data), extra_columns(results))

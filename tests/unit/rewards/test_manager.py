@@ -238,6 +238,18 @@ class TooLarge:
     def __call__(self, data, return_dict=False):
         return {"reward_tensor": torch.full(data.batch["responses"].shape, 1e39, dtype=torch.float64)}
 
+class Broken:
+    def __call__(self, data, return_dict=False):
+        return {"reward_tensor": data.batch["responses"].float(), "reward_extra_info": {"acc": data.batch["accuracy"]}}
+
+class BrokenForEachRow:
+    async def run_single(self, data):
+        return {"reward": 1.0}
+
+class BrokenOfItsOwn:
+    def grade(self, data):
+        raise SystemExit("no licence")
+
 class OneForEachRow:
     def __call__(self, data, return_dict=False):
         return {"reward_tensor": torch.ones(len(data))}
@@ -278,14 +290,31 @@ def test_what_a_manager_written_for_verl_could_not_grade_is_counted(tmp_path: Pa
 @pytest.mark.parametrize("name", ["NotANumber", "TooLarge", "OneForEachRow"])
 def test_rewards_of_a_verl_manager_that_are_not_finite_are_refused(pool: RewardPool, tmp_path: Path, name: str) -> None:
     (tmp_path / "managers.py").write_text(MANAGERS)
-    with pytest.raises(RewardError, match=f"reward.reward_manager {name}: must give finite numbers"):
+    with pytest.raises(RewardError, match=rf"reward.reward_manager {name} of \S+managers.py: must give finite numbers"):
         manager_of_file(pool, str(tmp_path / "managers.py"), name).grade(ROWS)
+
+
+@pytest.mark.parametrize(
+    ("name", "cause"),
+    [
+        ("Broken", "KeyError: .*accuracy"),
+        ("BrokenForEachRow", "KeyError: 'reward_score'"),
+        ("BrokenOfItsOwn", "SystemExit: no licence"),
+    ],
+)
+def test_what_a_manager_raises_names_its_class_and_file(
+    pool: RewardPool, tmp_path: Path, name: str, cause: str
+) -> None:
+    (tmp_path / "managers.py").write_text(MANAGERS)
+    with pytest.raises(RewardError, match=rf"^reward.reward_manager {name} of \S+managers.py: {cause}") as raised:
+        manager_of_file(pool, str(tmp_path / "managers.py"), name).grade(ROWS)
+    assert isinstance(raised.value.__cause__, KeyError | SystemExit)
 
 
 def test_a_verl_manager_that_hangs_ends_at_the_deadline(pool: RewardPool, tmp_path: Path) -> None:
     (tmp_path / "managers.py").write_text(MANAGERS)
     hangs = manager_of_file(pool, str(tmp_path / "managers.py"), "Hangs", reward_s=0.1)
-    with pytest.raises(DeadlineError, match=r"Hangs did not answer within 0.1 s .*trainer\.deadlines\.reward_s"):
+    with pytest.raises(DeadlineError, match=r"Hangs of \S+ did not answer within 0.1 s .*trainer\.deadlines\.reward_s"):
         hangs.grade(ROWS)
 
 

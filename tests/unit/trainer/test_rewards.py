@@ -11,7 +11,7 @@ from rlsys.config import PPOConfig, load_config
 from rlsys.rewards import manager
 from rlsys.rewards.manager import build_reward_manager
 from rlsys.rewards.pool.pool import RewardPool
-from rlsys.utils.errors import ConfigError
+from rlsys.utils.errors import ConfigError, RewardError
 from trainer.backend import import_external_libs
 from trainer.build import prepare
 from trainer.ppo import RayPPOTrainer
@@ -23,7 +23,7 @@ class Lengthy:
         self.given = (max_resp_len, overlong_buffer_cfg.enable, overlong_buffer_cfg.len)
 
     def grade(self, rows):
-        return self.given
+        raise ValueError(self.given)
 """
 
 
@@ -67,7 +67,8 @@ def pool(cfg: PPOConfig) -> Iterator[RewardPool]:
 
 def test_a_manager_from_a_file_is_given_the_reward_kwargs(cfg: PPOConfig, pool: RewardPool) -> None:
     rows: Any = None
-    assert build_reward_manager(cfg, no_tokenizer, pool).grade(rows) == (40, True, 7)
+    with pytest.raises(RewardError, match=r"Lengthy of .*: ValueError: \(40, True, 7\)"):
+        build_reward_manager(cfg, no_tokenizer, pool).grade(rows)
 
 
 @pytest.fixture(autouse=True)
