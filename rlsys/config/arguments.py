@@ -61,8 +61,7 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
         raise ConfigError("--config-name and --config-path need a value, e.g. --config-name=ppo_trainer")
     if options.gpu is not None and (not options.dry_run or options.gpu not in GPUS):
         raise ConfigError(f"--gpu={options.gpu}: a dry run plans for {', '.join(GPUS)}, e.g. --dry-run --gpu=H100")
-    overrides: list[Override] = []
-    problems: list[str] = []
+    overrides, problems = list[Override](), list[str]()
     for text in (text for text in rest if not text.isspace()):
         if text.startswith("-"):
             raise ConfigError(_unknown_option(text))

@@ -5,7 +5,6 @@ are 0 at pads.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from rlsys.data.rows import PromptRow
 from rlsys.data.supervised import TokenizedText
 from rlsys.protocol import IMAGES, DataProto, ImageInputs, object_array
 from rlsys.protocol.rows import pad_rows, position_ids, row_tensors
+from rlsys.types import Finish
 
 
 def uid(epoch: int, index: int) -> str:
@@ -55,15 +55,19 @@ def collate_prompts(
 
 
 def collate_answers(batch: DataProto, *, tokenizer: Tokenizer, own: Tokenizer) -> DataProto:
-    """The answers of a batch, whose ids are `tokenizer`'s, as conversations in `own` tokens and chat template."""
-    held, rows = batch.tensors, []
+    """The answers of a batch, whose ids are `tokenizer`'s, as conversations in `own` tokens and chat template.
+
+    One that was cut off at its length does not get the end that the template writes.
+    """
+    held, columns, rows = batch.tensors, batch.non_tensor_batch, []
+    answers = zip(columns["raw_prompt"], held["responses"], columns["finish_reason"], strict=True)
     valid = held["attention_mask"][:, -held["responses"].shape[1] :].bool()
-    for messages, ids, kept in zip(batch.non_tensor_batch["raw_prompt"], held["responses"], valid, strict=True):
+    for (messages, ids, reason), kept in zip(answers, valid, strict=True):
         answer = {"role": "assistant", "content": tokenizer.decode(ids[kept].tolist(), skip_special_tokens=True)}
         prompt, response, mask = encode_conversation(own, [*messages, answer], num_prompt=len(messages))
-        rows.append([TokenizedText(prompt, response, mask)])
-    pad: Any = own.pad_token_id
-    return collate_texts(rows, pad_token_id=pad)
+        end = len(response) - (reason == Finish.LENGTH)
+        rows.append([TokenizedText(prompt, response[:end], mask[:end])])
+    return collate_texts(rows, pad_token_id=own.pad_token_id)
 
 
 def collate_texts(rows: Sequence[Sequence[TokenizedText]], *, pad_token_id: int) -> DataProto:

@@ -118,8 +118,7 @@ def union_meta(meta1: dict[str, object], meta2: Mapping[str, object]) -> dict[st
 
 def concat_meta(metas: Sequence[Mapping[str, Any]]) -> dict[str, object]:
     """One meta_info out of several that agree; `metrics` (a dict or a list of dicts each) become a dict of lists."""
-    merged: dict[str, object] = {}
-    metrics: list[Mapping[str, object]] = []
+    merged, metrics = dict[str, object](), list[Mapping[str, object]]()
     for meta in metas:
         for key, value in meta.items():
             if key == "metrics":

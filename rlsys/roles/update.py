@@ -68,8 +68,7 @@ def run_updates(
     Adds `{prefix}/grad_norm` (over the steps applied), `{prefix}/lr` (the last) and `{prefix}/skipped_steps`: the
     number of steps skipped because their gradient norm was not finite.
     """
-    metrics: list[Mapping[str, float]] = []
-    reports: list[StepReport] = []
+    metrics, reports = list[Mapping[str, float]](), list[StepReport]()
     for rows, loss_fn in parts:
         metrics.append(engine.forward_backward(rows, loss_fn, outputs=outputs, temperature=temperature))
         reports.append(engine.optim_step())

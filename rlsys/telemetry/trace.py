@@ -129,8 +129,7 @@ class Timeline:
 
 def joined(events: Iterable[Event]) -> list[Event]:
     """The events by time; calls of JOINED with nothing else on their track between them, and close, as one span."""
-    kept: list[Event] = []
-    last: dict[tuple[int, int], Event] = {}
+    kept, last = list[Event](), dict[tuple[int, int], Event]()
     for event in sorted(events, key=lambda event: event.get("ts", 0)):
         track = event.get("pid", 0), event.get("tid", 0)
         before = last.get(track)

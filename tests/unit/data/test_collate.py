@@ -13,13 +13,14 @@ from pydantic import ValidationError
 
 from rlsys.config.schema.data import DPODataConfig, RMDataConfig, SFTDataConfig
 from rlsys.data.collate import (
+    collate_answers,
     collate_prompts,
     collate_texts,
     position_ids,
 )
 from rlsys.data.dataset import PromptDataset
 from rlsys.data.supervised import load_texts
-from rlsys.protocol import DataProto
+from rlsys.protocol import DataProto, object_array
 from rlsys.protocol.rows import pad_rows
 from rlsys.utils.errors import DataError
 from tests.start_tokenizer import build_tokenizer
@@ -165,6 +166,27 @@ def test_texts_are_laid_out_like_generated_rows(tmp_path: Path) -> None:
     assert data.batch["position_ids"].tolist() == [[0, 0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 3, 4, 5, 6, 0]]
     assert data.batch["response_mask"].tolist() == [[1, 1, 1], [1, 1, 0]]
     assert torch.equal(torch.cat([data.batch["prompts"], data.batch["responses"]], 1), data.batch["input_ids"])
+
+
+def test_an_answer_that_was_cut_off_has_no_end_for_a_reward_model_with_another_template() -> None:
+    own = build_tokenizer()
+    own.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    ids = {c: tokenizer()(c)["input_ids"][0] for c in "2345"}
+    answers = torch.tensor([[ids["2"], ids["3"], EOS], [ids["2"], ids["3"], ids["4"]], [EOS, PAD, PAD]])
+    batch = DataProto.from_dict(
+        {"responses": answers, "attention_mask": torch.cat([torch.ones(3, 1, dtype=torch.int64), answers != PAD], 1)},
+        {
+            "raw_prompt": object_array([[{"role": "user", "content": "5"}]] * 3),
+            "finish_reason": object_array(["stop", "length", "stop"]),
+        },
+    )
+    rows = collate_answers(batch, tokenizer=tokenizer(), own=own).tensors
+    held = [ids[mask.bool()] for ids, mask in zip(rows["input_ids"], rows["attention_mask"], strict=True)]
+    texts = [tokenizer().decode(one) for one in held]
+    assert texts == [f"<|user|>5<|end|>\n<|assistant|>{answer}" for answer in ("23<|end|>", "234", "<|end|>")]
 
 
 def test_pairs_become_neighbouring_rows(tmp_path: Path) -> None:
