@@ -50,8 +50,7 @@ class RolloutSource:
         """The graded batch of the next step."""
         self._step += 1
         num_rows = self._prompts_per_step * self._rollout.num_answers
-        kept: list[DataProto] = []
-        metrics: dict[str, list[float]] = {}
+        kept, metrics = list[DataProto](), dict[str, list[float]]()
         num_kept = call = 0
         while num_kept < num_rows:
             batch, new = self._rollout.make(self._prompts.next(), step=self._step, call=call)
@@ -114,7 +113,8 @@ def is_time(name: str) -> bool:
 
 
 def joined(parts: Sequence[DataProto]) -> DataProto:
-    """The rows of batches that were graded apart: what a grader returned for some is None for the others.
+    """The rows of batches that were graded apart: what a grader returned for some is None for the others, but as in one
+    batch 0 for answers without a score, and for episodes, where others have numbers.
 
     Routes of experts, which only complete answers have, are -1 for the others.
     """
@@ -123,9 +123,13 @@ def joined(parts: Sequence[DataProto]) -> DataProto:
         if "routed_experts" not in part.tensors:
             part.tensors["routed_experts"] = routes[0].new_full((len(part), *routes[0].shape[1:]), -1)
     names = sorted({name for part in parts for name in part.meta_info.get("reward_extra_keys", ())})
-    filled = []
+    given = [(name, value) for part in parts for name in names for value in part.non_tensor_batch.get(name, ())[:1]]
+    numbers, filled = {name for name, value in given if isinstance(value, float)}, list[DataProto]()
     for part in parts:
-        missing = {name: object_array([None] * len(part)) for name in names if name not in part.non_tensor_batch}
+        columns = dict(part.non_tensor_batch)
+        status = columns.get("reward_status", columns.get("episode_end", ["ok"] * len(part)))
+        for name in (name for name in names if name not in columns):
+            columns[name] = object_array([0.0 if name in numbers and one != "ok" else None for one in status])
         meta = part.meta_info | ({"reward_extra_keys": names} if names else {})
-        filled.append(DataProto(part.batch, {**part.non_tensor_batch, **missing}, meta))
+        filled.append(DataProto(part.batch, columns, meta))
     return DataProto.concat(filled)

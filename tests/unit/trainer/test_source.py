@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from rlsys.protocol import DataProto
+from rlsys.protocol import DataProto, object_array
 from rlsys.utils.errors import ConfigError
-from trainer.source import GroupFilter, RolloutSource
+from trainer.source import GroupFilter, RolloutSource, joined
 
 
 class Counted:
@@ -87,3 +87,27 @@ def test_too_few_rows_after_the_allowed_calls_are_a_config_error(max_calls: int,
         return
     with pytest.raises(ConfigError, match=r"after 1 generated batches only 0 of 2 prompts .*max_num_gen_batches"):
         source.next()
+
+
+def graded(status: list[str] | None = None, **extra: list[object]) -> DataProto:
+    """Rows with what their grader returned, and whether it did."""
+    columns = {name: object_array(values) for name, values in extra.items()}
+    columns |= {} if status is None else {"reward_status": object_array(status)}
+    return DataProto.from_dict({"x": torch.zeros(2)}, columns, {"reward_extra_keys": sorted(columns)})
+
+
+def ended(ends: list[str], **extra: list[object]) -> DataProto:
+    """Episodes by how they ended, with what was returned for them."""
+    columns = {name: object_array(values) for name, values in (extra | {"episode_end": ends}).items()}
+    return DataProto.from_dict({"x": torch.zeros(2)}, columns, {"reward_extra_keys": sorted(extra)})
+
+
+def test_answers_without_a_score_have_0_where_others_have_numbers() -> None:
+    """As within a batch; else an estimator of several rewards ends the run when all answers of a prompt are lost."""
+    whole = joined([graded(["error", "timeout"]), graded(["ok", "ok"], judge=[1.0, 0.5], note=["a", "b"])])
+    assert list(whole.non_tensor_batch["judge"]) == [0.0, 0.0, 1.0, 0.5]
+    assert list(whole.non_tensor_batch["note"]) == [None, None, "a", "b"]
+    other = joined([graded(["ok", "ok"], judge=[1.0, 0.5]), graded(["ok", "error"], acc=[1.0, 0.0])])
+    assert list(other.non_tensor_batch["judge"]) == [1.0, 0.5, None, 0.0]
+    episodes = joined([ended(["context", "length"]), ended(["stop", "stop"], acc=[1.0, 0.0])])
+    assert list(episodes.non_tensor_batch["acc"]) == [0.0, 0.0, 1.0, 0.0]
