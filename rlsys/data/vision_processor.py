@@ -83,17 +83,17 @@ class VisionProcessor:
     ) -> tuple[list[int], tuple[ImageInputs, ...]]:
         """Token ids of a prompt with `<image>` and `<video>` where they stand, and those of `media`, as in `load`.
 
-        Without any these are text. ValueError if both do not fit.
+        ValueError if both do not fit.
         """
         pictures = self.load(media, root)
-        messages = [self._with_parts(message) for message in as_messages(prompt)] if pictures else as_messages(prompt)
+        messages = [self._with_parts(message) for message in as_messages(prompt)]
         text = render(self.tokenizer, messages, add_generation_prompt=True, template_kwargs=template_kwargs)
         text, inputs = self.expand(text, pictures)
         ids = encode_text(self.tokenizer, text, special_tokens=not self.tokenizer.chat_template)
         num_tokens = sum(map(ids.count, placeholder_ids(self.config)))
         wanted = sum(sum(num_features(self.config, one.tensors)) for one in inputs)
-        if inputs and num_tokens != wanted:
-            raise ValueError(f"{num_tokens} placeholders for {wanted} features of {len(pictures)} images and videos")
+        if num_tokens != wanted:
+            raise ValueError(f"{num_tokens} placeholders, {wanted} features of {len(pictures)} images (data.image_key)")
         return ids, inputs
 
     def expand(self, text: str, pictures: "Sequence[Image.Image | Video]") -> tuple[str, tuple[ImageInputs, ...]]:

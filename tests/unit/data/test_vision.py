@@ -88,6 +88,7 @@ def test_the_pixels_are_those_of_the_models_own_processor(load: Any, processor: 
 
 BAD = {
     "an image too few": (row("<image> <image>", [picture(16)]), "has 1 images and the prompt 2 times <image>"),
+    "images in another column": (row("<image>"), "1 placeholders, 0 features of 0 images (data.image_key)"),
     "an image without a place": (row("what?", [picture(16)]), "has 1 images and the prompt 0 times <image>"),
     "a broken image": (row("<image><image>", [picture(16), b"no image at all"]), "image 2 of 2: "),
     "too many images": (row("<image>" * 4, [picture(16)] * 4), "rollout.limit_images=3"),
