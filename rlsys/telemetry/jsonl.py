@@ -62,9 +62,9 @@ def encode_line(record: JsonObject) -> bytes:
     return (json.dumps(held, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8", "backslashreplace")
 
 
-def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+def read_jsonl(path: str | Path) -> Iterator[dict[str, Any]]:
     """The whole lines of a file, non-finite numbers restored; an incomplete last line is left out."""
-    for _, record in _whole_lines(path):
+    for _, record in _whole_lines(Path(path)):
         yield record | {name: float(text) for name, text in record.pop(NON_FINITE, {}).items()}
 
 

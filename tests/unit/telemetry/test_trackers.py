@@ -99,7 +99,7 @@ while True:
     child.stdout.readline()
     os.kill(child.pid, signal.SIGKILL)
     child.wait(timeout=scaled_s(10))
-    records = list(read_jsonl(tmp_path / "m.jsonl"))
+    records = list(read_jsonl(str(tmp_path / "m.jsonl")))
     assert [r["step"] for r in records] == list(range(len(records)))
     assert len(records) > 50
     JsonlWriter(tmp_path / "m.jsonl", resume_step=10).close()
