@@ -20,7 +20,7 @@ from rlsys.telemetry.jsonl import JsonObject
 from rlsys.telemetry.metrics import StageTimer
 from rlsys.utils.errors import ConfigError
 from trainer.episodes import EpisodeRollout, graded_rollout
-from trainer.local_files import load_tokenizer, with_local_files
+from trainer.local_files import load_tokenizer, with_local_files, with_start_assets
 from trainer.rewards import reward_pool
 from trainer.run_folder import CONFIG
 
@@ -33,9 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     try:
         episodes = read_episodes(given.file)
-        name = given.name or next(iter(episodes), "")
+        name = given.name or next(iter(episodes), "of any name")
         if name not in episodes:
-            raise ConfigError(f"{given.file} has no episode {name}; it has {', '.join([*episodes][:5]) or 'none'}")
+            raise ConfigError(f"episode {name}: {given.file} has {', '.join([*episodes][:5]) or 'none or is missing'}")
         folder = next((folder for folder in given.file.resolve().parents if (folder / CONFIG).exists()), None)
         if folder is None:
             raise ConfigError(f"there is no {CONFIG} in the folders above {given.file}: put it into the run's folder")
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _replay(episode: JsonObject, folder: Path) -> int:
-    cfg = with_local_files(load_config([f"--config-path={folder}", f"--config-name={Path(CONFIG).stem}"], PPOConfig))
+    cfg = with_local_files(with_start_assets(load_config([f"--config-name={folder / CONFIG}"], PPOConfig)))
     tokenizer = load_tokenizer(cfg.actor_rollout_ref.model, cfg.actor_rollout_ref.rollout.padding)
     start = EpisodeStart(episode["row"], episode["seed"], episode["name"], EpisodeLog(episode["log"], is_closed=True))
     no_engine: Any = SimpleNamespace(sample=None, generate=None)

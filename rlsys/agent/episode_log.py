@@ -86,7 +86,7 @@ def write_episodes(path: Path, episodes: Iterable[Mapping[str, object]], *, max_
 
 def read_episodes(path: Path) -> dict[str, JsonObject]:
     """The episodes of a file by name, the last of equal names; none if there is no file."""
-    return {episode["name"]: episode for episode in read_jsonl(path)} if path.exists() else {}
+    return {episode["name"]: episode for episode in read_jsonl(path) if "log" in episode} if path.exists() else {}
 
 
 def _key(request: JsonObject) -> str:
