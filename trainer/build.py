@@ -6,6 +6,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from rlsys.algorithms.core_algos import get_adv_estimator_fn, get_policy_loss_fn
 from rlsys.config import PPOConfig, plan_batches
 from rlsys.config.engines import worker_class
 from rlsys.config.plan import BatchPlan
@@ -14,7 +15,7 @@ from rlsys.config.schema.model import ServedModelConfig
 from rlsys.data.dataset import PromptDataset
 from rlsys.fleet.external.settings import settings_of
 from rlsys.rewards.manager import reward_manager_class
-from rlsys.utils.errors import ConfigError
+from rlsys.utils.errors import ConfigError, raised_as
 from trainer.backend import WorkerBackend, import_external_libs, running_backend, start_backend
 from trainer.checkpoint import CheckpointStore
 from trainer.episodes import load_agents, without_episodes
@@ -37,8 +38,7 @@ from workers.reward_model import RewardModelWorker
 
 def train(config: PPOConfig) -> str | None:
     """The job of main_ppo: the remaining steps; returns a message where an earlier run completed them all."""
-    start = prepare(config)
-    run = config.trainer
+    start, run = prepare(config), config.trainer
     keep = num_checkpoints(run, has_critic=start.plan.critic is not None)
     store = CheckpointStore(Path(run.default_local_dir), keep=keep, remote=run.default_hdfs_dir)
     if not run.val_only and (message := completed(store, run, start.num_steps)):
@@ -86,6 +86,9 @@ def prepare(config: PPOConfig) -> PreparedRun:
         settings_of(policy.rollout, run.deadlines, max_staleness=run.max_staleness)
     critic_model = {"critic.model": config.critic.model} if plan.critic is not None else {}
     libraries = import_external_libs({"actor_rollout_ref.model": policy.model, **critic_model})
+    with raised_as(ConfigError, "actor_rollout_ref.model.external_lib", ValueError):
+        get_adv_estimator_fn(config.algorithm.adv_estimator)
+        get_policy_loss_fn(policy.actor.policy_loss.loss_mode)
     reward_manager_class(config.reward)
     check_models(config)
     tokenizer = load_tokenizer(policy.model, policy.rollout.padding)
@@ -143,9 +146,8 @@ def _build(run: PreparedRun, backend: WorkerBackend, trainer_cls: type[RayPPOTra
 def check_vocabularies(config: PPOConfig, tokenizer: Tokenizer) -> None:
     """ConfigError for a reference, a teacher or a reward model that reads the policy's token ids as other tokens."""
     policy, grader = config.actor_rollout_ref, config.reward.reward_model
-    if config.use_reference and policy.reference_model is not policy.model:
-        key = "actor_rollout_ref.ref.model.path"
-        _check_vocabulary(key, policy.reference_model, tokenizer, "set one that shares it")
+    if config.use_reference and (reference := policy.reference_model) is not policy.model:
+        _check_vocabulary("actor_rollout_ref.ref.model.path", reference, tokenizer, "set one that shares it")
     for teacher in config.teachers.values():
         _check_vocabulary("distillation.teacher_models", teacher, tokenizer, "set teachers that share it")
     if grader.enable and grader.input_tokenizer is None and not config.reward.has_judge:

@@ -42,8 +42,6 @@ register_adv_est = _ESTIMATORS.register
 """Decorator that makes an estimator available as `algorithm.adv_estimator=NAME`."""
 get_adv_estimator_fn = _ESTIMATORS.get
 """The estimator of a name; ValueError with the nearest known name otherwise."""
-adv_estimator_names = _ESTIMATORS.names
-"""Every registered name, sorted."""
 call_adv_estimator = _ESTIMATORS.call
 """Call an estimator by name with those of the inputs that it takes; ValueError naming what is missing."""
 

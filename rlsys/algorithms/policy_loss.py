@@ -106,8 +106,6 @@ register_policy_loss = _LOSSES.register
 """Decorator that makes a loss available as `actor.policy_loss.loss_mode=NAME`."""
 get_policy_loss_fn = _LOSSES.get
 """The loss of a name; ValueError with the nearest known name otherwise."""
-policy_loss_names = _LOSSES.names
-"""Every registered name, sorted."""
 
 
 def call_policy_loss(name: str, **inputs: Unpack[PolicyInputs]) -> PolicyLoss:

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from rlsys.algorithms.advantage import adv_estimator_names
-from rlsys.algorithms.policy_loss import policy_loss_names
+from rlsys.config.vocabulary import ADV_ESTIMATORS, POLICY_LOSSES
 from tests.e2e.conftest import Toy
 from tests.e2e.fork_server import ForkServer
 
@@ -107,7 +106,7 @@ ESTIMATORS: dict[str, tuple[str, ...]] = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name in adv_estimator_names() if not name.startswith("grpo_vec")])
+@pytest.mark.parametrize("name", [name for name in ADV_ESTIMATORS if not name.startswith("grpo_vec")])
 def test_advantage_estimators(lab: Lab, name: str) -> None:
     if name == "grpo":
         last, overrides = differs(lab, ("algorithm.norm_adv_by_std_in_grpo=false",)), ()
@@ -143,7 +142,7 @@ LOSSES: dict[str, tuple[str, ...]] = {
 CLIPS = ("vanilla", "gspo", "cispo", "geo_mean", "clip_cov")
 
 
-@pytest.mark.parametrize("name", policy_loss_names())
+@pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_policy_losses(lab: Lab, name: str) -> None:
     mode = () if name == "bypass_mode" else (f"{LOSS}loss_mode={name}",)
     last = differs(lab, (*mode, *LOSSES.get(name, ())))

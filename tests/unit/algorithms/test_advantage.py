@@ -8,7 +8,6 @@ from torch import Tensor
 
 from rlsys.algorithms import advantage, register_adv_est
 from rlsys.algorithms.advantage import (
-    adv_estimator_names,
     call_adv_estimator,
     estimator_takes,
     gae,
@@ -20,6 +19,7 @@ from rlsys.algorithms.advantage import (
     rloo,
 )
 from rlsys.algorithms.groups import group_ids_of, rank_in_group, second_largest
+from rlsys.config.vocabulary import ADV_ESTIMATORS
 
 
 def outcome(scores: list[float], mask: Tensor) -> Tensor:
@@ -206,7 +206,7 @@ def test_reinforce_plus_plus_discounts() -> None:
     assert returns.tolist() == [[0.25, 0.5, 1.0]]
 
 
-@pytest.mark.parametrize("name", adv_estimator_names())
+@pytest.mark.parametrize("name", ADV_ESTIMATORS)
 class TestEveryEstimator:
     def test_groups_of_one_equal_rewards_and_empty_rows_give_finite_numbers(self, name: str) -> None:
         inputs = everything(5, 4)

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from rlsys.algorithms.objective import actor_loss
-from rlsys.algorithms.policy_loss import policy_loss_names
 from rlsys.algorithms.value_loss import compute_value_loss
 from rlsys.config.schema.actor import ActorConfig, CriticConfig, PolicyLossConfig
 from rlsys.config.schema.algorithm import RolloutCorrectionConfig
-from rlsys.config.vocabulary import LOSS_AGG_MODES, REJECTION_MODES
+from rlsys.config.vocabulary import LOSS_AGG_MODES, POLICY_LOSSES, REJECTION_MODES
 from rlsys.protocol import DataProto
 from tests.host_waits import HOST, host_waits
 
@@ -56,7 +55,7 @@ def waits(function: Any, config: Any, names: str, **given: Any) -> list[str]:
 POLICY = "log_prob old_log_prob advantages ref_log_prob entropy"
 
 
-@pytest.mark.parametrize("name", [name for name in policy_loss_names() if name != "bypass_mode"])
+@pytest.mark.parametrize("name", [name for name in POLICY_LOSSES if name != "bypass_mode"])
 def test_policy_losses(name: str) -> None:
     config = ActorConfig(policy_loss=PolicyLossConfig(loss_mode=name, dro_beta=0.1 if name == "dro" else None))
     assert waits(actor_loss, config, POLICY) == []

@@ -16,13 +16,13 @@ from rlsys.algorithms.policy_loss import (
     PolicyLoss,
     call_policy_loss,
     get_policy_loss_fn,
-    policy_loss_names,
     select_tokens,
     vanilla,
 )
 from rlsys.config import load_config
 from rlsys.config.schema.actor import ActorConfig, PolicyLossConfig
 from rlsys.config.schema.algorithm import RolloutCorrectionConfig
+from rlsys.config.vocabulary import POLICY_LOSSES
 from rlsys.utils.errors import ConfigError
 
 
@@ -180,7 +180,7 @@ def test_the_gradient_of_a_smooth_loss_is_that_of_finite_differences(name: str) 
 
 @settings(max_examples=40, deadline=None)
 @given(
-    name=st.sampled_from(sorted(set(policy_loss_names()))),
+    name=st.sampled_from(sorted(set(POLICY_LOSSES))),
     mode=st.sampled_from(["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean"]),
     seed=st.integers(0, 1000),
     cut=st.integers(1, 5),
@@ -249,7 +249,7 @@ def test_metrics_are_exact_counts() -> None:
     assert result.metrics["actor/ppo_kl"] == (-3, 4)
 
 
-@pytest.mark.parametrize("name", policy_loss_names())
+@pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_rows_without_tokens_and_huge_ratios_stay_finite(name: str) -> None:
     inputs = batch()
     inputs["response_mask"][2] = 0

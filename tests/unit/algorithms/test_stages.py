@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlsys.algorithms.advantage import adv_estimator_names
 from rlsys.algorithms.kl import KLController
 from rlsys.algorithms.stages import (
     add_selected_tokens,
@@ -27,6 +26,7 @@ from rlsys.config.schema.algorithm import (
     PFPPOConfig,
     RolloutCorrectionConfig,
 )
+from rlsys.config.vocabulary import ADV_ESTIMATORS
 from rlsys.protocol import DataProto
 from rlsys.utils.errors import ConfigError
 
@@ -75,7 +75,7 @@ def values(batch: DataProto, name: str) -> Tensor:
     return batch.batch[name]
 
 
-@pytest.mark.parametrize("name", adv_estimator_names())
+@pytest.mark.parametrize("name", ADV_ESTIMATORS)
 def test_every_estimator_runs_on_a_batch(name: str) -> None:
     batch = rewards_from_scores(make())
     done = advantages_of(batch, name, gdpo_reward_keys=("acc", "part"), gdpo_reward_weights=(1.0, 0.5))

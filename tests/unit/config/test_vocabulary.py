@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import get_args
 
-from rlsys.algorithms.advantage import adv_estimator_names
-from rlsys.algorithms.policy_loss import policy_loss_names
+from rlsys.algorithms import advantage, policy_loss
 from rlsys.config import vocabulary
 from rlsys.data.files import read_rows
 from rlsys.rewards import manager
@@ -12,8 +11,8 @@ from rlsys.telemetry.trackers import ADAPTERS
 
 
 def test_estimators_and_policy_losses_are_registered() -> None:
-    assert set(adv_estimator_names()) == set(vocabulary.ADV_ESTIMATORS)
-    assert set(policy_loss_names()) == set(vocabulary.POLICY_LOSSES)
+    assert set(advantage._ESTIMATORS.names()) == set(vocabulary.ADV_ESTIMATORS)
+    assert set(policy_loss._LOSSES.names()) == set(vocabulary.POLICY_LOSSES)
 
 
 def test_every_kl_estimator_has_a_straight_through_form() -> None:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlsys.algorithms.policy_loss import policy_loss_names
 from rlsys.config.schema.actor import ActorConfig, CriticConfig, PolicyLossConfig, RouterReplayConfig
 from rlsys.config.schema.algorithm import RolloutCorrectionConfig
+from rlsys.config.vocabulary import POLICY_LOSSES
 from rlsys.protocol import DataProto
 from rlsys.roles.actor import PPOActor
 from rlsys.roles.critic import PPOCritic
@@ -84,7 +84,7 @@ MODES = ["token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean
 
 
 @pytest.mark.parametrize(
-    ("name", "mode"), [*((name, "token-mean") for name in policy_loss_names()), *(("vanilla", mode) for mode in MODES)]
+    ("name", "mode"), [*((name, "token-mean") for name in POLICY_LOSSES), *(("vanilla", mode) for mode in MODES)]
 )
 def test_micro_batches_do_not_change_what_is_learned(name: str, mode: str) -> None:
     correction = RolloutCorrectionConfig(rollout_is="token", loss_type="reinforce")

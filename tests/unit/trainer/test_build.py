@@ -9,7 +9,7 @@ import pytest
 from rlsys.config import load_config, plan_batches
 from rlsys.data.start_assets import START_MODEL
 from rlsys.telemetry.jsonl import read_jsonl
-from rlsys.utils.errors import DataError
+from rlsys.utils.errors import ConfigError, DataError
 from trainer.build import build_trainer, place_roles, prepare
 
 TENSOR = "actor_rollout_ref.rollout.tensor_model_parallel_size"
@@ -52,6 +52,23 @@ def test_a_row_that_no_teacher_has_a_key_for_is_refused_before_the_start(tmp_pat
     other = write_rows(tmp_path / "other.jsonl", {**same, "domain": "sums"}, {**same, "domain": "go"})
     with pytest.raises(DataError, match="teacher_key=domain: no teacher has the key 'go', only sums, chess"):
         prepare(load_config([*other, *teachers]))
+
+
+@pytest.mark.parametrize(
+    ("setting", "what"),
+    [
+        ("algorithm.adv_estimator=gropo", "unknown advantage estimator 'gropo': did you mean 'grpo'"),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode=none", "unknown policy loss 'none': known: bypass_mode, "),
+    ],
+)
+def test_a_name_that_external_lib_does_not_register_is_refused_before_the_start(
+    setting: str, what: str, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text("")
+    argv = write_rows(tmp_path / "rows.jsonl", {"data_source": "rlsys/arithmetic"})
+    library = f"actor_rollout_ref.model.external_lib={tmp_path}/mine.py"
+    with pytest.raises(ConfigError, match=f"external_lib: {what}"):
+        prepare(load_config([*argv, library, setting]))
 
 
 def test_a_run_grades_by_the_column_that_reward_fn_key_names(tmp_path: Path) -> None:
