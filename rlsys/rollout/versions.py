@@ -71,11 +71,9 @@ class VersionTable(Generic[F]):
         return self.features(version)
 
     def text(self) -> str:
-        """The table, one line per row."""
-        width = max(len(row.versions) for row in self.rows)
-        return "\n".join(
-            f"  {row.versions:<{width}}  {'' if row.features is not None else 'refused: '}{row.note}"
-            for row in self.rows
+        """The table, one line per row, which may be read in one line too."""
+        return ".\n".join(
+            f"  {row.versions}: {'' if row.features is not None else 'refused: '}{row.note}" for row in self.rows
         )
 
 

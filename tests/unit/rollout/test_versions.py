@@ -81,7 +81,7 @@ def test_a_refusal_holds_the_table_and_the_way_out(version: str) -> None:
         VLLM.features(version)
     text = str(refusal.value)
     assert version in text
-    assert all(row.versions in text and row.note in text for row in VLLM.rows)
+    assert all(f"{row.versions}: " in text and row.note in text for row in VLLM.rows)
     assert "rollout.name=vllm_remote" in text
 
 
