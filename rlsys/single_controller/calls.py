@@ -22,7 +22,9 @@ POLL_S = 1.0
 WAITED_S = 30.0
 """How often a wait is reported where no progress bar shows the stage."""
 GRACE_S = 0.1
+"""How long after an exception other ranks may still fail, of which the earliest is raised."""
 SECONDARY_GRACE_S = 3.0
+"""How long after the loss of a peer (a broken connection) the rank that caused it may still report why."""
 DEFAULT_DEADLINE_S = 600.0
 MAX_REPORTS = 10_000
 
@@ -89,7 +91,7 @@ RankCall = tuple[int, CallSpec, tuple[object, ...]]
 
 @dataclass(eq=False)
 class Pending:
-    """An answer on its way. Its backend reads `header` and `value` of it once a wait has reported it done.
+    """An answer on its way. Its backend gives `header` and `value` of it once a wait has reported it done.
 
     `references` are what its backend knows the header and the value by. `is_noted` is set when the report that came
     with the answer has been kept.
@@ -157,7 +159,7 @@ class Backend(ABC):
 
 
 class Future:
-    """The answer of a call, not waited for yet: `collect` makes it of what is `pending`, the answers of some ranks.
+    """The result of a call that is under way: `collect` makes it of `pending`, the answers of some ranks.
 
     A failure of their `peers` in the same call ends the wait too.
     """
@@ -165,7 +167,8 @@ class Future:
     def __init__(
         self, pending: Sequence[Pending], collect: Callable[[Sequence[Pending]], object], peers: Sequence[Pending] = ()
     ) -> None:
-        self.pending, self._collect, self._peers = list(pending), collect, _without(peers, pending)
+        self.pending, self._collect = list(pending), collect
+        self._peers = [peer for peer in peers if peer not in self.pending]
 
     def done(self) -> bool:
         """Whether every rank has answered or failed."""
@@ -187,30 +190,32 @@ def finish(
 ) -> None:
     """Wait until all `own` have answered; raise the first cause of a failure among them, their peers or idle ranks.
 
-    `idle` are the other ranks of the group: without a call of their own, their death is seen by probing them.
+    `idle` are the other ranks of the group: they run no call, so they are probed to notice that one died. After a
+    failure the wait continues for a moment, so that the rank that caused it can report before those it broke.
     """
     backend, stage = own[0].backend, own[0].stage
     allowed_s = deadline_for(backend.deadlines, stage) if deadline_s is None else deadline_s
     end_s = time.monotonic() + allowed_s
     missing, others, probes = list(own), list(peers), list[Pending]()
     failed: list[tuple[Pending, Failure]] = []
-    give_up_s = float("inf")
-    say_s = time.monotonic() + WAITED_S
+    grace_end_s = float("inf")
+    next_log_s = time.monotonic() + WAITED_S
     while missing:
         now_s = time.monotonic()
-        if now_s >= say_s and not sys.stderr.isatty():
-            say_s += WAITED_S
+        if now_s >= next_log_s and not sys.stderr.isatty():
+            next_log_s += WAITED_S
             done, waited_s = len(own) - len(missing), now_s - end_s + allowed_s
             log.info("%s '%s': %d of %d ranks after %.0f s", own[0].role, stage, done, len(own), waited_s)
-        if now_s >= min(end_s, give_up_s):
+        if now_s >= min(end_s, grace_end_s):
             break
-        done = backend.wait_done([*missing, *others, *probes], min(POLL_S, end_s - now_s, give_up_s - now_s))
+        done = backend.wait_done([*missing, *others, *probes], min(POLL_S, end_s - now_s, grace_end_s - now_s))
         failed += _failures(done)
-        missing, others, probes = (_without(left, done) for left in (missing, others, probes))
-        if failed and give_up_s == float("inf"):
-            give_up_s = time.monotonic() + SECONDARY_GRACE_S
-        if any(not failure.is_secondary for _, failure in failed):
-            give_up_s = min(give_up_s, time.monotonic() + (0 if any(f.died for _, f in failed) else GRACE_S))
+        gone = set(done)
+        missing, others, probes = ([one for one in left if one not in gone] for left in (missing, others, probes))
+        if failed and grace_end_s == float("inf"):
+            grace_end_s = time.monotonic() + SECONDARY_GRACE_S
+        if any(not failure.is_secondary for _, failure in failed):  # the cause is known; a death comes before all
+            grace_end_s = min(grace_end_s, time.monotonic() + (0 if any(f.died for _, f in failed) else GRACE_S))
         if not done and idle:
             probed = {one.rank for one in probes}
             probes += [backend.probe(rank) for rank in idle if rank not in probed]
@@ -221,7 +226,7 @@ def finish(
 
 
 def _failures(done: Sequence[Pending]) -> list[tuple[Pending, Failure]]:
-    """Those that failed; of all, what their workers noted is kept."""
+    """Those that failed. The stage reports that came with the answers are kept, each once."""
     failed = []
     for one in done:
         header = one.backend.header(one)
@@ -234,7 +239,7 @@ def _failures(done: Sequence[Pending]) -> list[tuple[Pending, Failure]]:
 
 
 def _first_cause(failed: Sequence[tuple[Pending, Failure]]) -> BaseException:
-    """The error of the earliest real failure: a death before an exception before the loss of a peer."""
+    """The error to raise: of a death before an exception before the loss of a peer, the earliest of these."""
     ordered = sorted(failed, key=lambda item: (not item[1].died, item[1].is_secondary, item[1].at_s, item[0].rank))
     pending, failure = ordered[0]
     backend = pending.backend
@@ -258,8 +263,3 @@ def _late(missing: Sequence[Pending], deadline_s: float) -> DeadlineError:
     states = [f"rank {one.rank}: {one.backend.diagnose(one.rank)}" for one in missing[:4]]
     hint = "\n  ".join(["see what it waits for; raise trainer.deadlines if the work is only slow", *states])
     return DeadlineError(who, first.stage, deadline_s, hint)
-
-
-def _without(pending: Sequence[Pending], done: Sequence[Pending]) -> list[Pending]:
-    gone = {id(one) for one in done}
-    return [one for one in pending if id(one) not in gone]

@@ -8,12 +8,12 @@ from rlsys.single_controller.worker_group import ClassWithInitArgs
 
 
 class ColocatedWorker(Worker):
-    """Builds `workers` of all roles in the order of their names' appearance; they share the rank and its process."""
+    """Builds a worker of each of its `roles`, in their order; they share the rank and its process."""
 
     roles: ClassVar[Mapping[str, type]] = {}
 
-    def __init__(self, arguments: Mapping[str, tuple[tuple[object, ...], Mapping[str, object]]]) -> None:
-        self.workers = {name: self.roles[name](*args, **kwargs) for name, (args, kwargs) in arguments.items()}
+    def __init__(self, class_dict: Mapping[str, ClassWithInitArgs]) -> None:
+        self.workers = {name: entry.cls(*entry.args, **entry.kwargs) for name, entry in class_dict.items()}
 
     def close(self) -> None:
         for worker in reversed(self.workers.values()):
@@ -28,4 +28,4 @@ def create_colocated_worker_cls(class_dict: Mapping[str, ClassWithInitArgs]) -> 
     roles = {name: entry.cls for name, entry in class_dict.items()}
     cls = type("Colocated_" + "_".join(class_dict), (ColocatedWorker,), {"roles": roles, "__module__": __name__})
     first = next(iter(class_dict.values()))
-    return type(first)(cls, {role: (entry.args, entry.kwargs) for role, entry in class_dict.items()})
+    return type(first)(cls, dict(class_dict))

@@ -26,25 +26,29 @@ STATES = {
 
 @dataclass(frozen=True)
 class ProcessInfo:
-    """Where a worker runs. `started_s` distinguishes it from a later process with its id.
+    """Where a worker runs: its process, its node's id in the Ray cluster, and a port that was free there at its start.
 
-    `logs` are the files that hold its output, empty when it is not written to files.
+    `started_s` distinguishes it from a later process with its pid. `logs` are the files that hold its output, empty
+    when it is not written to files.
     """
 
     pid: int
     started_s: float
     host: str
+    node_id: str
     address: str
+    port: int
     leads_group: bool
     logs: tuple[str, ...] = ()
 
 
-def here(address: str) -> ProcessInfo:
+def here(node_id: str, address: str, port: int) -> ProcessInfo:
     """This process."""
     pid, process = os.getpid(), psutil.Process()
     files = {file.fd: file.path for file in process.open_files()}
     logs = tuple(dict.fromkeys(files[output] for output in (1, 2) if output in files))
-    return ProcessInfo(pid, process.create_time(), socket.gethostname(), address, os.getpgrp() == pid, logs)
+    started_s, leads_group = process.create_time(), os.getpgrp() == pid
+    return ProcessInfo(pid, started_s, socket.gethostname(), node_id, address, port, leads_group, logs)
 
 
 def log_tail(info: ProcessInfo, num_lines: int = TAIL_LINES) -> str:

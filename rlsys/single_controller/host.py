@@ -14,6 +14,7 @@ from typing import Any
 from rlsys.single_controller.calls import CallSpec, Failure, Header
 from rlsys.single_controller.rows import is_rows
 from rlsys.single_controller.worker import Worker
+from rlsys.single_controller.worker_group import ClassWithInitArgs
 from rlsys.telemetry.recorder import StageRecorder
 
 
@@ -38,13 +39,12 @@ class WorkerHost:
         if "OMP_NUM_THREADS" not in values:
             num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
             os.environ["OMP_NUM_THREADS"] = str(max(1, num_cores // int(values.get("LOCAL_WORLD_SIZE", 1))))
-        if len(os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")) == 1 and os.environ.get("CUDA_VISIBLE_DEVICES"):
+        if (devices := os.environ.get("CUDA_VISIBLE_DEVICES")) and "," not in devices:
             os.environ["LOCAL_RANK"] = "0"
 
-    def build(self, made: tuple[type, Sequence[object], Mapping[str, object]]) -> tuple[Header, None]:
+    def build(self, cls_with_init: ClassWithInitArgs) -> tuple[Header, None]:
         """Build the worker from its class and arguments."""
-        cls, args, kwargs = made
-        header, self.worker = answer(lambda: cls(*args, **kwargs))
+        header, self.worker = answer(lambda: cls_with_init.cls(*cls_with_init.args, **cls_with_init.kwargs))
         return header, None
 
     def call(self, spec: CallSpec, *values: object) -> tuple[Header, object]:

@@ -77,8 +77,7 @@ class LocalBackend(Backend):
         return f"pid {os.getpid()} is this process"
 
     def restart(self, rank: int, deadline_s: float | None) -> None:
-        made = self._cls_with_init
-        built = self._in_rank(rank, lambda: self._hosts[rank].build((made.cls, made.args, made.kwargs)))
+        built = self._in_rank(rank, lambda: self._hosts[rank].build(self._cls_with_init))
         finish([Pending(self, self._role, rank, "start", built)])
 
     def close(self) -> None:

@@ -119,19 +119,19 @@ class PoolNeed:
 
 def check_capacity(needs: Sequence[PoolNeed], nodes: Sequence[NodeCapacity]) -> None:
     """ConfigError, with what to change, unless every pool's nodes fit on the cluster's together (largest first)."""
-    free = [[node.num_cpus, node.num_gpus] for node in nodes]
+    free = [[node.num_gpus, node.num_cpus] for node in nodes]
     wanted = [
         (count * need.gpus_per_process, count * need.cpus_per_process)
         for need in needs
         for count in need.process_on_nodes
     ]
     for gpus, cpus in sorted(wanted, reverse=True):
-        fitting = [node for node in free if node[1] >= gpus - 1e-6 and node[0] >= cpus - 1e-6]
+        fitting = [node for node in free if node[0] >= gpus - 1e-6 and node[1] >= cpus - 1e-6]
         if not fitting:
             raise ConfigError(_no_room(needs, nodes))
-        tightest = min(fitting, key=lambda node: (node[1], node[0]))
-        tightest[0] -= cpus
-        tightest[1] -= gpus
+        tightest = min(fitting)  # with the fewest GPUs left
+        tightest[0] -= gpus
+        tightest[1] -= cpus
 
 
 def _no_room(needs: Sequence[PoolNeed], nodes: Sequence[NodeCapacity]) -> str:

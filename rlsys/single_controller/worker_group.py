@@ -11,7 +11,7 @@ from rlsys.telemetry.recorder import StageReport
 
 
 class ClassWithInitArgs:
-    """A worker class and the arguments its ranks will be built with."""
+    """A worker class and the arguments with which every rank builds its worker."""
 
     def __init__(self, cls: type, *args: object, **kwargs: object) -> None:
         self.cls, self.args, self.kwargs = cls, args, kwargs

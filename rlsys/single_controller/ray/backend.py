@@ -19,7 +19,7 @@ from rlsys.single_controller import diagnosis
 from rlsys.single_controller.calls import Backend, Deadlines, Failure, Header, Pending, RankCall, deadline_for, finish
 from rlsys.single_controller.diagnosis import ProcessInfo
 from rlsys.single_controller.host import WorkerHost
-from rlsys.single_controller.ray.cluster import NAMESPACE, import_options, on_node
+from rlsys.single_controller.ray.cluster import NAMESPACE, import_options, on_its_node
 from rlsys.single_controller.ray.pool import RayResourcePool
 from rlsys.single_controller.worker import RANK_VARIABLES, free_port, rank_environment
 from rlsys.single_controller.worker_group import ClassWithInitArgs
@@ -50,7 +50,8 @@ class RayBackend(Backend):
         self._worker_env = {**threads, **worker_env}
         self.names: list[str] = []
         self._actors: list[Any] = []
-        self._places: dict[int, tuple[ProcessInfo, str, int]] = {}
+        self._places: dict[int, ProcessInfo] = {}
+        """Where each rank runs, as its process has reported."""
         self._environments: list[dict[str, str]] = []
         self._options: list[dict[str, Any]] = []
         self._pool: RayResourcePool | None = None
@@ -81,7 +82,7 @@ class RayBackend(Backend):
             self._actors = [None if bundle is None else self._actor(rank) for rank, bundle in enumerate(bundles)]
             _log.info("starting workers of %s: %d processes", self._role, len(self.present))
             self._locate(self.present)
-            for rank, (info, _, _) in sorted(self._places.items())[:MAX_LOGGED]:
+            for rank, info in sorted(self._places.items())[:MAX_LOGGED]:
                 _log.info("%s %d: pid %d on %s, log %s", self._role, rank, info.pid, info.host, " ".join(info.logs))
             self._environments = self._rank_environments()
             self._build(self.present)
@@ -129,7 +130,7 @@ class RayBackend(Backend):
         return self._ask(rank, "probe", "describe")
 
     def host(self, rank: int) -> str:
-        return self._places[rank][0].host if rank in self._places else "a host not known yet"
+        return self._places[rank].host if rank in self._places else "a host not known yet"
 
     def log_tail(self, rank: int) -> str:
         return self._ask_node(rank, diagnosis.log_tail)
@@ -157,7 +158,7 @@ class RayBackend(Backend):
 
     def is_draining(self, rank: int) -> bool:
         """Whether the node of a rank is about to leave the cluster."""
-        return self._places[rank][1] in ray_state.get_draining_nodes()
+        return self._places[rank].node_id in ray_state.get_draining_nodes()
 
     def restart(self, rank: int, deadline_s: float | None) -> None:
         self._end([rank])
@@ -190,10 +191,10 @@ class RayBackend(Backend):
 
     def _rank_environments(self) -> list[dict[str, str]]:
         """The variables of every rank; local ranks count along the ranks of one node."""
-        nodes = [self._places[rank][1] if rank in self._places else "" for rank in range(self.world_size)]
-        info, _, port = self._places[self.present[0]]
+        nodes = [self._places[rank].node_id if rank in self._places else "" for rank in range(self.world_size)]
+        first = self._places[self.present[0]]
         common = dict(self._worker_env)
-        if info.address.startswith("127."):
+        if first.address.startswith("127."):
             common.setdefault("GLOO_SOCKET_IFNAME", "lo0" if os.uname().sysname == "Darwin" else "lo")
         return [
             rank_environment(
@@ -201,22 +202,21 @@ class RayBackend(Backend):
                 world_size=self.world_size,
                 local_rank=nodes[:rank].count(node),
                 local_world_size=nodes.count(node),
-                master=(info.address, port),
+                master=(first.address, first.port),
             )
             | common
             for rank, node in enumerate(nodes)
         ]
 
     def _build(self, ranks: Sequence[int], deadline_s: float | None = None) -> None:
-        made = self._cls_with_init
-        arguments = ray.put((made.cls, made.args, made.kwargs))
+        cls_with_init = ray.put(self._cls_with_init)
         for rank in ranks:
             self._actors[rank].set_environment.remote(self._environments[rank])
-        finish([self._ask(rank, START, "build", arguments) for rank in ranks], deadline_s=deadline_s)
+        finish([self._ask(rank, START, "build", cls_with_init) for rank in ranks], deadline_s=deadline_s)
 
     def _lost_node(self, rank: int, wait_s: float) -> str:
         """What to report if the node of a rank is gone, which Ray may notice seconds after its processes are."""
-        _, node, _ = self._places.get(rank, (None, "", 0))
+        node = self._places[rank].node_id if rank in self._places else ""
 
         def is_lost() -> bool:
             return node not in {known["NodeID"] for known in ray.nodes() if known["Alive"]}
@@ -229,8 +229,7 @@ class RayBackend(Backend):
         """Look at a worker from its own node; an empty answer if that fails."""
         if rank not in self._places:
             return ""
-        info, node_id, _ = self._places[rank]
-        return on_node(node_id, question, info) or ""
+        return on_its_node(question, self._places[rank]) or ""
 
     def _end(self, ranks: Sequence[int]) -> None:
         """Kill actors and wait until their processes are gone."""
@@ -239,8 +238,7 @@ class RayBackend(Backend):
             ray.kill(actor, no_restart=True)
         for rank in actors:
             if rank in self._places:
-                info, node_id, _ = self._places[rank]
-                on_node(node_id, _make_sure_gone, info)
+                on_its_node(_make_sure_gone, self._places[rank])
 
 
 def _in_bundle(bundle: tuple[PlacementGroup, int] | None) -> PlacementGroupSchedulingStrategy | None:
@@ -271,16 +269,16 @@ class RayHost(WorkerHost):
         search_last_beside_namesakes()
         faulthandler.register(diagnosis.STACK_SIGNAL, file=2, all_threads=True)  # writes the Python stacks to stderr
 
-    def build(self, made: tuple[type, Sequence[object], Mapping[str, object]]) -> tuple[Header, None]:
+    def build(self, cls_with_init: ClassWithInitArgs) -> tuple[Header, None]:
         gc.freeze()  # else the first collections would run over all that was imported
         gc.enable()
-        setup_logging(role=made[0].__name__, rank=int(os.environ.get("RANK", 0)))
-        return super().build(made)
+        setup_logging(role=cls_with_init.cls.__name__, rank=int(os.environ.get("RANK", 0)))
+        return super().build(cls_with_init)
 
-    def describe(self) -> tuple[Header, tuple[ProcessInfo, str, int]]:
-        """Where this process runs: itself, its node, and a free port there."""
+    def describe(self) -> tuple[Header, ProcessInfo]:
+        """Where this process runs."""
         address, node_id = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
-        return Header(), (diagnosis.here(address), node_id, free_port(address))
+        return Header(), diagnosis.here(node_id, address, free_port(address))
 
 
 def host_class(cls: type) -> Any:

@@ -42,7 +42,7 @@ RAY_WAITS = "RAY_py_gcs_connect_timeout_s"
 """How long such a client waits for an answer, in whole seconds."""
 RAY_ENDS = "RAY_gcs_rpc_server_reconnect_timeout_s"
 """After so many seconds without its GCS Ray ends a process, without a word to us."""
-GCS_LOST_S, GCS_POLL_S = 0.75 * float(os.environ.get(RAY_ENDS, "60")), 2.0
+GCS_LOST_S, GCS_POLL_S, ASK_NODE_S = 0.75 * float(os.environ.get(RAY_ENDS, "60")), 2.0, 10.0
 _SOURCE_ROOT = str(Path(__file__).resolve().parents[3])
 _log = logging.getLogger(__name__)
 
@@ -266,14 +266,14 @@ def node_size(use_gpu: bool) -> int:
     return max(int(node.num_gpus if use_gpu else node.num_cpus) for node in cluster_nodes())
 
 
-def on_node(node_id: str, function: Callable[[ProcessInfo], T], info: ProcessInfo, timeout_s: float = 10.0) -> T | None:
-    """Run a function on a node: right here if it is this one, else as a small task; None if it does not answer."""
-    if node_id == ray.get_runtime_context().get_node_id():
+def on_its_node(function: Callable[[ProcessInfo], T], info: ProcessInfo) -> T | None:
+    """Run a function on the node of a worker: here if it is this one, else as a small task; None without an answer."""
+    if info.node_id == ray.get_runtime_context().get_node_id():
         return function(info)
-    there = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    there = NodeAffinitySchedulingStrategy(info.node_id, soft=False)
     task = ray.remote(function).options(num_cpus=0, max_retries=0, scheduling_strategy=there, **import_options())
     try:
-        return ray.get(task.remote(info), timeout=timeout_s)
+        return ray.get(task.remote(info), timeout=ASK_NODE_S)
     except ray_exceptions.RayError as error:
-        _log.warning("node %s cannot be asked about pid %d: %s", node_id, info.pid, error)
+        _log.warning("node %s cannot be asked about pid %d: %s", info.node_id, info.pid, error)
         return None
