@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from rlsys.interfaces import RolloutEngine
-from rlsys.types import Shard, WeightLayout
-from rlsys.weights.layout import device_of, dtype_of, whole_box
+from rlsys.types import WeightLayout
+from rlsys.weights.layout import device_of, dtype_of, whole_shard
 
 STAGED = "loader:"
 
@@ -46,8 +46,5 @@ class EngineUpdate:
 
 def with_staging(layout: WeightLayout) -> WeightLayout:
     """The layout with one shard for each tensor in `loader`: whole, in a staging tensor of `EngineUpdate`."""
-    staged = (
-        Shard(whole_box(name, layout.full_shapes[name]), STAGED + name, (0,) * len(layout.full_shapes[name]))
-        for name in layout.loader
-    )
+    staged = (whole_shard(name, layout.full_shapes[name], STAGED + name) for name in layout.loader)
     return replace(layout, shards=(*layout.shards, *staged)) if layout.loader else layout

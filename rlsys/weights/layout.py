@@ -28,6 +28,11 @@ def whole_box(tensor: str, shape: Sequence[int]) -> Box:
     return Box(tensor, (0,) * len(shape), tuple(shape))
 
 
+def whole_shard(tensor: str, shape: Sequence[int], local: str) -> Shard:
+    """The shard that is a whole tensor, held in a local tensor of its own."""
+    return Shard(whole_box(tensor, shape), local, (0,) * len(shape))
+
+
 def subtract(a: Box, b: Box) -> list[Box]:
     """Disjoint boxes that cover `a` without `b`, at most two for each dimension."""
     if (common := overlap(a.start, a.shape, b.start, b.shape)) is None:

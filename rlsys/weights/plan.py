@@ -54,15 +54,16 @@ class Copy:
 
 
 PART, SOURCE_SHARD, SHARD, SOURCE_RANK, RANK = range(5)
-"""The columns of `Plan.moves`; shard and rank are the destination's."""
+"""The columns of `Plan.moves`; SHARD and RANK are the destination's."""
 
 
 @dataclass(frozen=True)
 class Plan:
     """All copies of a transfer as columns, and the source tensors that no destination wants.
 
-    `moves` (C, 5) has a row for each copy; a part is `shape` (P, D) elements of a tensor from `start`. All numbers
-    index the tables of names.
+    `moves` (C, 5) has a row for each copy: a part, and by which shards of which ranks it is given and taken. Part p is
+    the box of `shape` (P, D) from `start` (P, D) of the tensor `part_tensor` (P,). Tensors, local tensors and dtypes
+    are numbers that index `tensors`, of `tensor_dims` dimensions, `locals` and `dtypes`.
     """
 
     tensors: tuple[str, ...]
@@ -83,7 +84,7 @@ class Plan:
 
     @cached_property
     def checksum_ids(self) -> tuple[Ints, Ints]:
-        """An id for every copy (C,), the same for the same elements and dtype, and the first copy of each id."""
+        """An id for every copy (C,), equal for copies of the same elements and dtype; the first copy of each id."""
         keys = self.moves[:, PART] * len(self.dtypes) + self.shards.dtype[self.moves[:, SHARD]]
         _, first, ids = np.unique(keys, return_index=True, return_inverse=True)
         return ids.reshape(-1), first
@@ -155,8 +156,8 @@ def make_plan(sources: Sequence[WeightLayout], destinations: Sequence[WeightLayo
         if len({layout.rank for layout in layouts}) < len(layouts):
             raise ValueError("the ranks of one side must differ")
     names, shapes = resolve_names(sources, destinations), full_shapes(sources)
-    source_templates, source_template = tables.find_templates(sources)
-    templates, template = tables.find_templates(destinations)
+    source_templates, template_of_source = tables.find_templates(sources)
+    templates, template_of_destination = tables.find_templates(destinations)
     ids = NameIds()
     local_dims = [len(shard.local_start) for layout in (*source_templates, *templates) for shard in layout.shards]
     dims = max([1, *local_dims])
@@ -164,25 +165,25 @@ def make_plan(sources: Sequence[WeightLayout], destinations: Sequence[WeightLayo
     source_shards = tables.shard_table(source_templates, {name: name for name in shapes}, dims, ids)
     wanted, given = (tables.distinct_boxes(side.tensor, side.start, side.stop) for side in (shards, source_shards))
     held, holder_box, holder_shard = tables.disjoint_boxes(given, source_shards)
-    box, held_box, start, stop = tables.intersections(wanted, held)
-    parts = _Parts(wanted, box, held_box, (stop - start).prod(1))
+    wanted_box, held_box, start, stop = tables.intersections(wanted, held)
+    parts = _Parts(wanted, wanted_box, held_box, (stop - start).prod(1))
     if len(missing := parts.incomplete_tensors()):
         incomplete = {list(ids.tensors)[n] for n in missing.tolist()}
         box = next(box for box in missing_boxes(sources) if box.tensor in incomplete)
         raise WeightTransferError(f"no rank of the trainer holds {box}, which the rollout engines need")
     distances = np.array([[distance_by_host(source, layout) for source in sources] for layout in destinations])
     distances = distances.reshape(len(destinations), -1)
-    selector = _SourceSelector(source_shards, source_template, holder_box, holder_shard, distances)
-    sizes = np.array([element_bytes(name) for name in ids.dtypes], dtype=np.int64)
-    moves = _moves(parts, shards, template, sizes, selector)
-    for column, layouts in ((SOURCE_RANK, sources), (RANK, destinations)):
+    selector = _SourceSelector(source_shards, template_of_source, holder_box, holder_shard, distances)
+    widths = np.array([element_bytes(name) for name in ids.dtypes], dtype=np.int64)
+    moves = _moves(parts, shards, template_of_destination, widths, selector)
+    for column, layouts in ((SOURCE_RANK, sources), (RANK, destinations)):  # positions of layouts become their ranks
         moves[:, column] = np.array([layout.rank for layout in layouts], dtype=np.int64)[moves[:, column]]
     return Plan(
         tensors=tuple(ids.tensors),
         tensor_dims=np.array([len(shapes[name]) for name in ids.tensors], dtype=np.int64),
         locals=tuple(ids.locals),
         dtypes=tuple(ids.dtypes),
-        part_tensor=wanted.tensor[box],
+        part_tensor=wanted.tensor[wanted_box],
         start=start,
         shape=stop - start,
         source_shards=source_shards,
@@ -192,38 +193,47 @@ def make_plan(sources: Sequence[WeightLayout], destinations: Sequence[WeightLayo
     )
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """The parts (P,) of the wanted boxes: the box of each (sorted), the held box that it is in, its elements."""
+class _Parts(NamedTuple):
+    """The parts (P,) that wanted boxes consist of: where they meet the boxes that the sources hold.
+
+    Of each part the wanted box, by which parts are sorted, the held box, and its number of elements.
+    """
 
     wanted: BoxTable
-    box: Ints
+    wanted_box: Ints
     held_box: Ints
     volume: Ints
 
     def incomplete_tensors(self) -> Ints:
         """The tensors of boxes that their parts do not fill."""
         filled = np.zeros(len(self.wanted.tensor), np.int64)
-        np.add.at(filled, self.box, self.volume)
+        np.add.at(filled, self.wanted_box, self.volume)
         return self.wanted.tensor[filled != (self.wanted.stop - self.wanted.start).prod(1)]
 
     def of_shards(self, shards: Ints) -> tuple[Ints, Ints]:
-        """Every (position of a shard, part of its box) as two columns."""
-        first = np.searchsorted(self.box, self.wanted.of_shard[shards], "left")
-        return tables.join_ranges(first, np.searchsorted(self.box, self.wanted.of_shard[shards], "right") - first)
+        """Every (position in `shards`, part of the box of that shard) as two columns."""
+        boxes = self.wanted.of_shard[shards]
+        first = np.searchsorted(self.wanted_box, boxes, "left")
+        return tables.join_ranges(first, np.searchsorted(self.wanted_box, boxes, "right") - first)
 
 
-def _moves(parts: _Parts, shards: ShardTable, template: Ints, sizes: Ints, selector: "_SourceSelector") -> Ints:
-    """The moves (C, 5) of a Plan with the positions of layouts for ranks; forced choices come before free ones."""
+def _moves(parts: _Parts, shards: ShardTable, template_of: Ints, widths: Ints, selector: "_SourceSelector") -> Ints:
+    """The moves (C, 5) of a Plan, with the positions of layouts in place of ranks.
+
+    Parts with one nearest source are assigned first: their loads are known when those with several are shared out,
+    the ones with the fewest nearest sources before the others. `template_of` has the template of each destination,
+    `widths` the bytes of an element of each dtype.
+    """
     moves_of_layouts, open_choices = list[Ints](), list[_OpenChoice]()
-    begin = np.searchsorted(shards.template, np.arange(int(template.max(initial=-1)) + 2), "left")
+    begin = np.searchsorted(shards.template, np.arange(int(template_of.max(initial=-1)) + 2), "left")
     by_template = {}
-    for position, own in enumerate(template.tolist()):
+    for position, own in enumerate(template_of.tolist()):
         if own not in by_template:
-            rows = np.arange(begin[own], begin[own + 1])
-            row, part = parts.of_shards(rows)
-            num_bytes = parts.volume[part] * sizes[shards.dtype[rows[row]]]
-            by_template[own] = (part, rows[row], num_bytes, selector.group_by_holders(parts.held_box[part]))
+            own_shards = np.arange(begin[own], begin[own + 1])
+            at, part = parts.of_shards(own_shards)
+            shard = own_shards[at]
+            num_bytes = parts.volume[part] * widths[shards.dtype[shard]]
+            by_template[own] = part, shard, num_bytes, selector.group_by_holders(parts.held_box[part])
         part, shard, num_bytes, groups = by_template[own]
         moves = np.empty((len(part), 5), np.int64)
         moves[:, PART], moves[:, SHARD], moves[:, RANK] = part, shard, position
@@ -243,7 +253,7 @@ def _moves(parts: _Parts, shards: ShardTable, template: Ints, sizes: Ints, selec
 
 
 class _OpenChoice(NamedTuple):
-    """Rows `members` of the moves of the destination at a position, which any of the `nearest` sources may give."""
+    """Rows `members` of the `moves` of a destination, by its position, which any of the `nearest` sources may give."""
 
     position: int
     nearest: Ints
@@ -253,41 +263,49 @@ class _OpenChoice(NamedTuple):
 
 
 class _SourceSelector:
-    """The source layouts that hold each disjoint box, and the choice of the one that gives it."""
+    """The source layouts that hold each disjoint box, and the choice of the one that gives it.
+
+    Layouts are called by their positions. `load` (S,) counts the bytes that each gives over a link.
+    """
 
     def __init__(
-        self, shards: ShardTable, template: Ints, holder_box: Ints, holder_shard: Ints, distances: Ints
+        self, shards: ShardTable, template_of: Ints, holder_box: Ints, holder_shard: Ints, distances: Ints
     ) -> None:
-        """`template` (S,) of each layout, `distances` (destinations, S); (box, shard that holds it) as two columns."""
-        self.template, self.distances = template, distances
-        self.load = np.zeros(len(template), np.int64)
+        """`template_of` (S,) the layouts, their `distances` (destinations, S); (box, shard with it) as two columns."""
+        self.template_of, self.distances = template_of, distances
+        self.load = np.zeros(len(template_of), np.int64)
         self.num_boxes = int(holder_box.max(initial=-1)) + 1
+        # `keys`: every (template, box that it holds) once, as one sorted number, and the shard that holds the box
         holder_template = shards.template[holder_shard].astype(np.int64)
         order = np.lexsort((holder_shard, holder_box, holder_template))
         keys = holder_template[order] * self.num_boxes + holder_box[order]
         first = np.concatenate([[True], keys[1:] != keys[:-1]]) if len(keys) else np.zeros(0, bool)
         self.keys, self.key_shards = keys[first], holder_shard[order][first]
         self.box_of_key, self.template_of_key = self.keys % self.num_boxes, self.keys // self.num_boxes
-        marks = np.random.default_rng(11).integers(1 << 62, size=int(template.max(initial=-1)) + 1)
+        # `signature`: a hash of the set of templates that hold a box, the sum of a random number for each of them
+        marks = np.random.default_rng(11).integers(1 << 62, size=int(template_of.max(initial=-1)) + 1)
         self.signature = np.zeros(self.num_boxes, np.int64)
         with np.errstate(over="ignore"):
             np.add.at(self.signature, self.box_of_key, marks[self.template_of_key])
         self._holders: dict[int, Ints] = {}
+        """The layouts that hold a box, by its signature."""
 
     def group_by_holders(self, boxes: Ints) -> list[tuple[Ints, Ints]]:
-        """(positions of layouts, positions of the boxes that exactly these layouts hold)."""
-        marks, chosen, group = np.unique(self.signature[boxes], return_index=True, return_inverse=True)
+        """The boxes by the layouts that hold them: (these layouts, positions in `boxes`) of each group."""
+        signatures, example, group = np.unique(self.signature[boxes], return_index=True, return_inverse=True)
         order = np.argsort(group, kind="stable")
-        ends = np.searchsorted(group[order], np.arange(len(marks) + 1))
+        ends = np.searchsorted(group[order], np.arange(len(signatures) + 1))
         return [
-            (self._holders_of(int(mark), int(boxes[one])), order[a:b])
-            for mark, one, a, b in zip(marks, chosen, ends[:-1], ends[1:], strict=True)
+            (self._holders_of(int(signature), int(boxes[one])), order[begin:end])
+            for signature, one, begin, end in zip(signatures, example, ends[:-1], ends[1:], strict=True)
         ]
 
-    def _holders_of(self, mark: int, box: int) -> Ints:
-        if mark not in self._holders:
-            self._holders[mark] = np.flatnonzero(np.isin(self.template, self.template_of_key[self.box_of_key == box]))
-        return self._holders[mark]
+    def _holders_of(self, signature: int, box: int) -> Ints:
+        """The layouts that hold the boxes of a signature, of which `box` is one."""
+        if signature not in self._holders:
+            templates = self.template_of_key[self.box_of_key == box]
+            self._holders[signature] = np.flatnonzero(np.isin(self.template_of, templates))
+        return self._holders[signature]
 
     def nearest(self, holders: Ints, destination: int) -> Ints:
         """The holders with the smallest distance."""
@@ -300,18 +318,22 @@ class _SourceSelector:
             self.load[source] += num_bytes
 
     def share(self, sources: Ints, destination: int, num_bytes: Ints) -> Ints:
-        """A source for each copy, so that the loads of the sources come out as even as whole copies allow."""
+        """A source for each copy, so that the loads of the sources come out as even as whole copies allow.
+
+        The bytes fill the least loaded sources up to one level, as water does. Laid end to end, they are cut into the
+        sources' shares, and a copy is given by the source in whose share its middle is.
+        """
         sources = sources[np.argsort(self.load[sources], kind="stable")]
         load, total = self.load[sources].astype(np.float64), float(num_bytes.sum())
-        levels = (total + np.cumsum(load)) / np.arange(1, len(sources) + 1)
-        used = int(np.flatnonzero(levels > load)[-1]) + 1
-        ends = np.cumsum(levels[used - 1] - load[:used])
+        levels = (total + np.cumsum(load)) / np.arange(1, len(sources) + 1)  # where the first n sources take all
+        num_used = int(np.flatnonzero(levels > load)[-1]) + 1  # more would have to be above the level already
+        share_ends = np.cumsum(levels[num_used - 1] - load[:num_used])
         middles = np.cumsum(num_bytes) - num_bytes / 2
-        chosen = sources[np.minimum(np.searchsorted(ends, middles), used - 1)]
-        for source in sources[:used]:
+        chosen = sources[np.minimum(np.searchsorted(share_ends, middles), num_used - 1)]
+        for source in sources[:num_used]:
             self.add_load(source, destination, int(num_bytes[chosen == source].sum()))
         return chosen
 
     def shards_of(self, sources: Ints, boxes: Ints) -> Ints:
-        """The shard of each source that holds the box."""
-        return self.key_shards[np.searchsorted(self.keys, self.template[sources] * self.num_boxes + boxes)]
+        """The shard of each source that holds the box beside it."""
+        return self.key_shards[np.searchsorted(self.keys, self.template_of[sources] * self.num_boxes + boxes)]

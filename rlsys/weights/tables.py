@@ -1,12 +1,12 @@
 """Layouts as arrays, so that a plan for hundreds of ranks is arithmetic on columns.
 
 Boxes and their places in local tensors are right-aligned in D columns: a tensor of n dimensions uses the last n, the
-leading ones are the range 0 to 1. Ranks that hold the same shards share one template.
+leading ones are the range 0 to 1. Ranks that hold the same shards share one template, so that shards are listed, and
+intersected with those of the other side, once for each template and not for each rank.
 """
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import chain, count, groupby, pairwise, product
 from typing import NamedTuple, TypeVar
 
@@ -18,9 +18,12 @@ Ints = np.ndarray
 ValueT = TypeVar("ValueT")
 
 
-@dataclass(frozen=True)
-class ShardTable:
-    """Shards of all templates of one side, one row each; `template` is sorted, starts and stops are (N, D)."""
+class ShardTable(NamedTuple):
+    """Shards of all templates of one side, one row each, as columns (N,), starts and stops as (N, D).
+
+    `template`, by which rows are sorted, `tensor`, `local` and `dtype` are numbers (see `NameIds`). The box of a shard
+    is from `start` to `stop` of its tensor, and from `local_start` on in a local tensor of `local_dims` dimensions.
+    """
 
     template: Ints
     tensor: Ints
@@ -46,9 +49,8 @@ class LocalPlaces(NamedTuple):
     dtype: Ints
 
 
-@dataclass(frozen=True)
-class BoxTable:
-    """Distinct boxes (B, D), by tensor, and the box of every shard (N,)."""
+class BoxTable(NamedTuple):
+    """Distinct boxes (B, D), sorted by tensor, and the number of the box of every shard (N,)."""
 
     tensor: Ints
     start: Ints
@@ -56,18 +58,11 @@ class BoxTable:
     of_shard: Ints
 
 
-def new_ids() -> defaultdict[str, int]:
-    """Numbers for names, in the order of their first use."""
-    return defaultdict(count().__next__)
-
-
-@dataclass(frozen=True)
 class NameIds:
-    """The ids of the names of HF tensors, local tensors and dtypes."""
+    """Numbers for the names of HF tensors, local tensors and dtypes: each gets the next one when it is first used."""
 
-    tensors: Mapping[str, int] = field(default_factory=new_ids)
-    locals: Mapping[str, int] = field(default_factory=new_ids)
-    dtypes: Mapping[str, int] = field(default_factory=new_ids)
+    def __init__(self) -> None:
+        self.tensors, self.locals, self.dtypes = (defaultdict[str, int](count().__next__) for _ in range(3))
 
 
 def merged(mappings: Iterable[Mapping[str, ValueT]]) -> dict[str, ValueT]:
@@ -76,7 +71,10 @@ def merged(mappings: Iterable[Mapping[str, ValueT]]) -> dict[str, ValueT]:
 
 
 def find_templates(layouts: Sequence[WeightLayout]) -> tuple[list[WeightLayout], Ints]:
-    """One layout for each digest or set of shards, and the template of every layout (L,)."""
+    """The distinct layouts, and for every layout the number of its template among these (L,).
+
+    Layouts are the same if their digests are, or without digests if they share the very tuple of shards.
+    """
     keys = [layout.digest or (id(layout.shards), id(layout.dtypes)) for layout in layouts]
     templates = dict(zip(keys, layouts, strict=True))
     number_of = {key: number for number, key in enumerate(templates)}
@@ -84,34 +82,34 @@ def find_templates(layouts: Sequence[WeightLayout]) -> tuple[list[WeightLayout],
 
 
 def shard_table(templates: Sequence[WeightLayout], names: Mapping[str, str], dims: int, ids: NameIds) -> ShardTable:
-    """The shards of the templates as columns without empty ones; `names` are the source's names of tensors."""
-    parts = []
+    """The shards of the templates without empty ones; `names` gives the trainer's name of each of their tensors."""
+    parts = list[ShardTable]()
     for number, layout in enumerate(templates):
         groups: dict[tuple[int, int], list[Shard]] = defaultdict(list)
         for shard in layout.shards:
             groups[len(shard.box.start), len(shard.local_start)].append(shard)
         dtype_of = {name: ids.dtypes[dtype] for name, dtype in layout.dtypes.items()}
-        for (n, m), shards in groups.items():
+        for (num_dims, num_local_dims), shards in groups.items():
             count = len(shards)
-            start = _columns([s.box.start for s in shards], n, dims, 0)
-            stop = start + _columns([s.box.shape for s in shards], n, dims, 1)
+            start = _columns([s.box.start for s in shards], num_dims, dims, 0)
+            stop = start + _columns([s.box.shape for s in shards], num_dims, dims, 1)
             tensors = [s.box.tensor for s in shards]
-            columns = (
-                np.full(count, number, np.int32),
-                np.fromiter((ids.tensors[names[name]] for name in tensors), np.int32, count),
-                start,
-                stop,
-                np.fromiter((ids.locals[s.local] for s in shards), np.int32, count),
-                _columns([s.local_start for s in shards], m, dims, 0),
-                np.full(count, m, np.int32),
-                np.fromiter(map(dtype_of.__getitem__, tensors), np.int32, count),
+            part = ShardTable(
+                template=np.full(count, number, np.int32),
+                tensor=np.fromiter((ids.tensors[names[name]] for name in tensors), np.int32, count),
+                start=start,
+                stop=stop,
+                local=np.fromiter((ids.locals[s.local] for s in shards), np.int32, count),
+                local_start=_columns([s.local_start for s in shards], num_local_dims, dims, 0),
+                local_dims=np.full(count, num_local_dims, np.int32),
+                dtype=np.fromiter(map(dtype_of.__getitem__, tensors), np.int32, count),
             )
             filled = (stop > start).all(1)
-            parts.append(columns if filled.all() else tuple(column[filled] for column in columns))
+            parts.append(part if filled.all() else ShardTable(*(column[filled] for column in part)))
     if not parts:
         one, many = np.zeros(0, np.int32), np.zeros((0, dims), np.int64)
         return ShardTable(one, one, many, many, one, many, one, one)
-    return ShardTable(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+    return ShardTable(*map(np.concatenate, zip(*parts, strict=True)))
 
 
 def disjoint_boxes(boxes: BoxTable, shards: ShardTable) -> tuple[BoxTable, Ints, Ints]:
@@ -132,7 +130,7 @@ def disjoint_boxes(boxes: BoxTable, shards: ShardTable) -> tuple[BoxTable, Ints,
 
 
 def intersections(wanted: BoxTable, held: BoxTable) -> tuple[Ints, Ints, Ints, Ints]:
-    """All non-empty intersections: number of the wanted box (sorted), of the held one, starts and stops (P, D)."""
+    """All non-empty intersections as columns: the wanted box (P,), sorted, the held box (P,), starts, stops (P, D)."""
     first = np.searchsorted(held.tensor, wanted.tensor, "left")
     left, right = join_ranges(first, np.searchsorted(held.tensor, wanted.tensor, "right") - first)
     start = np.maximum(wanted.start[left], held.start[right])
@@ -168,7 +166,11 @@ def distinct_boxes(tensor: Ints, start: Ints, stop: Ints) -> BoxTable:
 
 
 def _overlapping(boxes: BoxTable) -> Ints:
-    """The tensors of which two distinct boxes overlap; pairs are compared only where no dimension separates all."""
+    """The tensors of which two distinct boxes overlap.
+
+    Boxes that are apart in one dimension do not overlap. Sorted by that dimension this shows between neighbours, so a
+    tensor whose boxes it separates is done; all pairs are compared only of the tensors that no dimension separates.
+    """
     rest = np.arange(len(boxes.tensor))
     for dim in range(boxes.start.shape[1]):
         order = rest[np.lexsort((boxes.start[rest, dim], boxes.tensor[rest]))]
@@ -181,7 +183,10 @@ def _overlapping(boxes: BoxTable) -> Ints:
 
 
 def _cells(tensor: int, members: Ints, shards: ShardTable) -> tuple[Ints, Ints, Ints, Ints]:
-    """The cells of the grid of all cuts of one tensor that are in its shards, once for each shard, and the shard."""
+    """One tensor cut at every start and stop of its shards: each cell of this grid in each shard that contains it.
+
+    As columns: the tensor, starts and stops of the cells (N, D), and the shard.
+    """
     dims = shards.start.shape[1]
     cuts = [np.unique(np.concatenate([shards.start[members, d], shards.stop[members, d]])) for d in range(dims)]
     starts, stops, holders = [], [], []

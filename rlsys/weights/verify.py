@@ -80,11 +80,9 @@ def compare_checksums(source: Sequence[LayoutChecksums], destination: Sequence[L
     """One check for each rollout tensor, from the checksums of all ranks of both groups."""
     layouts = [layout for layout, _ in destination]
     names = resolve_names([layout for layout, _ in source], layouts)
-    sent, received = (
-        merge_rank_checksums([checksums for _, checksums in ranks], _full_shapes(ranks))
-        for ranks in (source, destination)
-    )
     shapes = _full_shapes(destination)
+    sent = merge_rank_checksums([checksums for _, checksums in source], _full_shapes(source))
+    received = merge_rank_checksums([checksums for _, checksums in destination], shapes)
     dtypes = {name: dtype for layout in layouts for name, dtype in layout.dtypes.items()}
     return [
         TensorCheck(name, shapes[name], dtypes[name], sent[names[name]], checksum)

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from rlsys.interfaces import RolloutEngine, TrainEngine
-from rlsys.types import Shard, WeightLayout
+from rlsys.types import WeightLayout
 from rlsys.utils.atomic import commit_dir, fsync_file, staging_dir, write_whole
 from rlsys.utils.errors import WeightTransferError, raised_as
 from rlsys.utils.safetensors_header import DTYPES, header
 from rlsys.weights.checksum import add_checksums, box_checksum, digest, tensor_checksum
 from rlsys.weights.engine_update import EngineUpdate
 from rlsys.weights.executors.base import Executor, Layouts, RemainingTime
-from rlsys.weights.layout import check_complete, element_bytes, shard_view, view_of, whole_box
+from rlsys.weights.layout import check_complete, element_bytes, shard_view, view_of, whole_shard
 from rlsys.weights.plan import SOURCE_RANK, Copy, full_shapes, make_plan, resolve_names, source_dtypes
 from rlsys.weights.shared_memory import SharedMemory, TensorHandle, pack_tensors, unpack_tensors
 
@@ -83,8 +83,8 @@ class DiskWriter:
         fsync_file(staging / FILE)
         return checksums
 
-    def commit(self, version: int, checksums: Mapping[str, int]) -> str:
-        """Rank 0: add the checksums and the assets, rename, remove old versions. Returns the directory."""
+    def commit(self, version: int, checksums: Mapping[str, int]) -> None:
+        """Rank 0: add the checksums and the assets, rename, remove old versions."""
         staging, final = self._staging(version), self.spec.directory(version)
         for asset in sorted(Path(self.spec.assets).glob("*")) if self.spec.assets else []:
             if asset.is_file() and asset.suffix in (".json", ".txt", ".model", ".jinja"):
@@ -97,7 +97,6 @@ class DiskWriter:
         held = [int(p.name[1:]) for p in final.parent.glob("v*") if p.name[1:].isdigit() and int(p.name[1:]) != version]
         for old in sorted(held)[: max(0, len(held) + 1 - self.spec.keep)]:
             shutil.rmtree(self.spec.directory(old))
-        return str(final)
 
     def _staging(self, version: int) -> Path:
         final = self.spec.directory(version)
@@ -159,7 +158,7 @@ class DiskExecutor(Executor):
         dtypes = source_dtypes(names, destinations)
         order = sorted(dtypes, key=lambda name: (-element_bytes(dtypes[name]), name))
         packed, num_bytes = pack_tensors(((name, shapes[name], dtypes[name]) for name in order), align_bytes=1)
-        shards = tuple(Shard(whole_box(name, t.shape), name, (0,) * len(t.shape)) for name, t in packed.items())
+        shards = tuple(whole_shard(name, t.shape, name) for name, t in packed.items())
         plan = make_plan(sources, [WeightLayout(0, "", shards, {name: shapes[name] for name in order}, dtypes)])
         first_bytes = header((name, DTYPES[t.dtype], t.shape, t.num_bytes) for name, t in packed.items())
         tensors = {
