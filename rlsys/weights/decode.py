@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,9 +51,8 @@ class StridedView:
         return tuple(start) if not left and all(at + n <= size for at, n, size in ends) else None
 
 
-@dataclass(frozen=True)
-class _LoopDim:
-    """`extent` elements, each `step` further in the tensor and `stride` further in the parameter."""
+class _LoopDim(NamedTuple):
+    """`extent` elements, each `step` behind the one before it in the tensor and `stride` behind it in the parameter."""
 
     step: int
     extent: int
@@ -62,11 +62,10 @@ class _LoopDim:
 def decode_boxes(
     numbers: Tensor, strides: Sequence[int], bases: Tensor, shapes: Sequence[Dims], *, max_boxes: int
 ) -> list[tuple[int, Dims, StridedView]]:
-    """The boxes of numbered tensors in a parameter of numbers (-1 for none) with these strides in memory.
+    """The boxes of numbered tensors in a parameter, as (tensor, start of the box, view of the parameter in its shape).
 
-    Each is (number of the tensor, start of the box, its view in the parameter, which has the shape of the box).
-
-    Elements of tensor t have the numbers from `bases[t]`, row-major. NotBoxesError if there are more than `max_boxes`.
+    `numbers` are the parameter's elements, -1 for none, `strides` its strides in memory. Elements of tensor t have the
+    numbers from `bases[t]` on, row-major. NotBoxesError if there are more than `max_boxes`.
     """
     if numbers.ndim == 0:
         numbers, strides = numbers.reshape(1), (1,)
@@ -83,7 +82,10 @@ def decode_boxes(
 def _affine_regions(
     numbers: Tensor, which: Tensor, strides: list[int], offset: int, loops: list[_LoopDim], most: int
 ) -> Iterator[tuple[int, int, int, list[_LoopDim]]]:
-    """(tensor, number of its first element, offset, loops) of the affine regions of a region."""
+    """(tensor, number of its first element, offset, loops) of the affine regions of a region.
+
+    `which` has the tensor of each element; `offset` and `loops` are those of the region in the parameter.
+    """
     if numbers.ndim == 0:
         if which >= 0:
             yield int(which), int(numbers), offset, loops
@@ -100,7 +102,11 @@ def _affine_regions(
 
 
 def _runs(numbers: Tensor, which: Tensor, dim: int) -> list[tuple[int, int, int]]:
-    """(start, extent, step) of the runs of slabs along a dimension, each the one before plus a constant; none empty."""
+    """(start, extent, step) of the runs of slabs along a dimension; slabs without numbers are in none.
+
+    In a run each slab is the one before plus a constant, the step.
+    """
+    # For slab n: whether it has numbers, whether slab n + 1 is it plus a constant, and that constant.
     size, is_used, regular, steps = numbers.shape[dim], list[bool](), list[bool](), list[int]()
     several = max(1, CHUNK // (width := numbers.numel() // size))
     for first in range(0, size, several):
@@ -115,9 +121,8 @@ def _runs(numbers: Tensor, which: Tensor, dim: int) -> list[tuple[int, int, int]
     runs, at = list[tuple[int, int, int]](), 0
     while at < size:
         end = at + 1
-        if is_used[at] and end < size and regular[at]:
-            while end < size and regular[end - 1] and steps[end - 1] == steps[at]:
-                end += 1
+        while end < size and regular[end - 1] and steps[end - 1] == steps[at]:
+            end += 1
         if is_used[at]:
             runs.append((at, end - at, steps[at] if end - at > 1 else 0))
         at = end
@@ -125,7 +130,12 @@ def _runs(numbers: Tensor, which: Tensor, dim: int) -> list[tuple[int, int, int]
 
 
 def _boxes_of(first: int, offset: int, loops: Sequence[_LoopDim], full: Dims) -> Iterator[tuple[Dims, StridedView]]:
-    """The boxes of an affine region that starts at element `first` of a tensor of shape `full`."""
+    """The boxes of an affine region that starts at element `first` of a tensor of shape `full`.
+
+    A loop whose step continues a dimension of the tensor becomes (a part of) that dimension of the box, from the
+    smallest step on; what is left of it loops on in the next dimension. For every index of the other, `outer` loops
+    there is one box.
+    """
     steps = row_major_strides(full)
     start = [first // step % size for step, size in zip(steps, full, strict=True)]
     extents: list[list[_LoopDim]] = [[] for _ in full]
@@ -163,7 +173,7 @@ def _boxes_of(first: int, offset: int, loops: Sequence[_LoopDim], full: Dims) ->
 def _dim_for(
     loop: _LoopDim, steps: Dims, full: Dims, extents: Sequence[list[_LoopDim]], start: Sequence[int]
 ) -> tuple[int, int] | None:
-    """The dimension that a loop continues, and how many of its elements fit there."""
+    """The dimension that a loop continues, and how many times it fits in there; None if there is no such dimension."""
     for dim in reversed(range(len(full))):
         have = _extent(extents[dim])
         if full[dim] > 1 and loop.step == steps[dim] * have and have < full[dim] - start[dim]:

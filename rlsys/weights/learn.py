@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +27,9 @@ from rlsys.weights.layout import device_of, dtype_of, element_bytes, view_of
 
 Load = Callable[[list[tuple[str, Tensor]]], None]
 RADIX, UNTOUCHED = 250, 126.0
+"""The base of the digits, and a value that is none of them, with which parameters are filled before a load."""
 NONE, INVALID = -1, -2
+"""In place of a digit: the element was not loaded, or holds a value that is no digit."""
 IN_FLOAT8 = f"its dtype is {FP8}"
 """How the reason ends for which a matrix is left to the loader that the engine holds in float8."""
 EXACT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -50,8 +52,7 @@ class Learned:
         return {**local, **{name: view.of(local[base]) for name, (base, view) in self.views.items()}}
 
 
-@dataclass(frozen=True)
-class _PlacedBox:
+class _PlacedBox(NamedTuple):
     """A box of an HF tensor in a local tensor."""
 
     box: Box
@@ -105,7 +106,7 @@ class _Probe:
         self.loader_only: dict[str, str] = {}
         self.exact = {*EXACT_DTYPES, *(dtype for _, dtype in tensors.values())}
         ends = list(accumulate((prod(shape) for shape, _ in tensors.values()), initial=0))
-        self.base = dict(zip(tensors, ends))
+        self.base = dict(zip(tensors, ends))  # the number of the first element of each tensor
         self.num_passes = next(k for k in range(1, 9) if RADIX**k >= ends[-1])
         self.local = {name: local[name] for name in self._changed(local, list(tensors))}
 
@@ -162,6 +163,7 @@ class _Probe:
         return {n: held if isinstance(held, str) else held.masked_fill_(absent[n], NONE) for n, held in numbers.items()}
 
     def _clear(self) -> None:
+        """Fill the local tensors with a value that is no digit."""
         for tensor in self.local.values():
             if tensor.dtype in self.exact:
                 tensor.fill_(torch.finfo(FP8).max if tensor.dtype == FP8 else UNTOUCHED)
@@ -221,14 +223,17 @@ class _Probe:
         return mismatched
 
     def _attribute_failures(self, failures: Mapping[str, str]) -> None:
-        """Leave to the loader the HF tensors that go into failed local tensors, which loading each alone shows."""
+        """Leave to the loader the HF tensors that go into failed local tensors: loading one alone changes them."""
         suspects = {name: self.local[name] for name in failures}
         for name in self.tensors if failures else ():
             for local in self._changed(suspects, [name]):
                 self.loader_only[name] = f"{local}: {failures[local]}"
 
     def _attribute_to_several(self, failures: Mapping[str, str], decoded: Set[str]) -> None:
-        """The same for what is written only when several tensors, none of them `decoded`, come together."""
+        """The same for local tensors that change only if several HF tensors, none of them `decoded`, come together.
+
+        These are all without which the local tensor does not change.
+        """
         explained = {reason.partition(":")[0] for reason in self.loader_only.values()}
         suspects = {name: self.local[name] for name in failures if name not in explained}
         names = [name for name in self.tensors if name not in decoded and name not in self.loader_only]
@@ -240,7 +245,7 @@ class _Probe:
 
 
 def _values_of(digits: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is loaded for digits: small numbers, in float8 those with these bits for their sign and magnitude."""
+    """The values 1 to 125 and -1 to -125 for digits; in float8 the value whose bits are this sign and magnitude."""
     values = torch.where(digits < RADIX // 2, digits + 1, RADIX // 2 - 1 - digits)
     return torch.where(values < 0, 128 - values, values).to(torch.uint8).view(FP8) if dtype == FP8 else values
 

@@ -26,9 +26,10 @@ Checksums = Callable[[], list[int]]
 
 @dataclass(frozen=True)
 class RankPlan:
-    """A rank's part: the copies whose checksums it computes, in order, which are all that an engine rank receives.
+    """A rank's part of a transfer: the `copies` whose checksums it computes.
 
-    An engine rank knows the checksum id of each, a trainer rank the names of the local tensors that it gives from.
+    Of an engine rank these are all copies that it receives, with the checksum id of each. Of a trainer rank they are
+    those of which it is the first to give the elements; `local_names` are the local tensors of all that it gives.
     """
 
     copies: tuple[Copy, ...]
@@ -39,7 +40,7 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class RankPlans:
-    """The parts of all ranks; `checksum_ids` are the ids of the checksums of each trainer rank."""
+    """The parts of all ranks; `checksum_ids` has for each trainer rank the ids of its copies."""
 
     plan: Plan
     sources: tuple[RankPlan, ...]
@@ -66,7 +67,7 @@ class RankPlans:
 
     @cached_property
     def _tilings(self) -> dict[str, list[int]]:
-        """The ids whose checksums add up to that of each tensor."""
+        """For each tensor the ids of copies that together are all of it, each element once."""
         boxes: dict[str, dict[Box, int]] = {}
         copies = (copy for source in self.sources for copy in source.copies)
         for copy, number in zip(copies, np.concatenate(self.checksum_ids).tolist(), strict=True):

@@ -155,7 +155,10 @@ class ExportedVersion:
 
 
 class Snapshot:
-    """A trainer rank's boxes in shared memory, in the dtypes in which they are sent; box n is the tensor `str(n)`."""
+    """A trainer rank's boxes in shared memory, in the dtypes in which they are sent.
+
+    Box n is the tensor `str(n)`; `plan` is the rank's part of the transfer with these tensors as its sources.
+    """
 
     def __init__(self, plan: RankPlan) -> None:
         packed, num_bytes = pack_tensors((str(n), copy.shape, copy.dtype) for n, copy in enumerate(plan.copies))
@@ -242,7 +245,7 @@ class IpcImporter(PlanReceiver):
         super().__init__(spec.plan, engine)
         self.rounds = spec.rounds or (spec.plan.copies,)
         self.copies: list[BatchedCopy] = []
-        """Of each round; made again where memory has moved on either side."""
+        """The copies of each round, compiled; made again where memory has moved on either side."""
         self._addresses: dict[str, int] = {}
         self._handles = dict(spec.handles)
         self._imported: dict[int, ImportedTensors] = {}
@@ -250,7 +253,7 @@ class IpcImporter(PlanReceiver):
     def receive(
         self, version: int, new_handles: Mapping[int, IpcHandle] | None = None, sent: np.ndarray | None = None
     ) -> int:
-        """Quarantine the engine and copy; it stays quarantined until `finish`, which the checksums `sent` ask for."""
+        """Quarantine the engine and copy; with the checksums `sent` also `finish`, which ends the quarantine."""
         self.received = None
         self._compile(self.update.begin(), new_handles or {})
         self.received = version
@@ -260,7 +263,7 @@ class IpcImporter(PlanReceiver):
         return num_bytes
 
     def take(self, number: int) -> int:
-        """Copy what a round has brought, of round 0 what the host has; returns the bytes written."""
+        """Copy what a round has brought, in round 0 what this host has itself; returns the bytes written."""
         copy = self.copies[number]
         copy.run()
         synchronize(self.device)
@@ -278,6 +281,7 @@ class IpcImporter(PlanReceiver):
     close = release
 
     def _compile(self, tensors: Mapping[str, Tensor], new_handles: Mapping[int, IpcHandle]) -> None:
+        """Map the trainer's memory and compile the copies, unless both are done and no memory has moved."""
         addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
         moved = [rank for rank in new_handles if rank in self._handles]
         if self.copies and addresses == self._addresses and not moved:
@@ -383,6 +387,7 @@ class IpcExecutor(Executor):
         self.destination.execute_rank_async(rank, "weight_step", "finish", *self.pushed).get(remaining_s())
 
     def _import_spec(self, rank: int) -> IpcImportSpec:
+        """An engine rank's part; of snapshots it copies the box with the checksum id of each of its copies."""
         plan = self.plans.destination(rank)
         if self.snapshot:
             boxes = {

@@ -1,8 +1,8 @@
 """The slow path: full tensors gathered bucket by bucket and loaded through the engine's own loader.
 
 The trainer's ranks gather together, the first one of each host puts each bucket into shared memory, every engine of the
-host loads it. It needs nothing but `weights()` and `load()`, so it is the oracle
-of all other executors and their fallback.
+host loads it. It needs nothing but `weights()` and `load()`: the other executors are tested against it and fall back to
+it.
 """
 
 from collections.abc import Iterator, Mapping

@@ -34,7 +34,7 @@ class LocalReshard(PlanReceiver):
     def release(self) -> None:
         """Hold no memory of the two engines."""
         self._addresses, self._copy, self.checksums = list[int](), BatchedCopy([]), None
-        self._sent: Checksums = list[int]
+        self._sent: Checksums = list[int]  # of no copies
 
     @torch.no_grad()
     def push(self, version: int) -> TransferReport:

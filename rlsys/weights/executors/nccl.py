@@ -30,11 +30,13 @@ STAGING_BYTES = 128 << 20
 JOIN_POLL_S = 0.5
 ALIGN_BYTES = 16
 Link = tuple[int, int]
-"""The ranks of the process group that sends and that receives."""
+"""The rank of the process group that sends, and the one that receives."""
 Round = Mapping[Link, tuple[Copy, ...]]
+"""The message of each link in a round: its copies, packed one after the other."""
 Message = tuple[int, tuple[Copy, ...]]
 """A peer's rank in the process group, and the copies to send to it or to receive from it."""
 Rounds = Sequence[Sequence[Message]]
+"""The messages of one rank by round."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,10 @@ class NcclSendSpec(NcclSpec):
 
 
 def plan_rounds(copies: Sequence[Copy], *, staging_bytes: int = STAGING_BYTES) -> list[Round]:
-    """The messages of each round by link; a rank's messages of one round stay below `staging_bytes`."""
+    """The messages of each round by link; a rank's messages of one round stay below `staging_bytes`.
+
+    All messages have one limit, by which the rank with most links stages no more than that.
+    """
     links: dict[Link, list[Copy]] = defaultdict(list)
     for copy in copies:
         links[copy.source_rank, copy.rank].append(copy)
@@ -107,7 +112,10 @@ def padded_bytes(copy: Copy) -> int:
 
 
 class GroupMember:
-    """A rank of a process group, which is formed again after a failure, and its messages of each round."""
+    """A rank of a process group, which is formed again after a failure, and its messages of each round.
+
+    `_slots` are the places of each round's received messages in memory that all rounds share.
+    """
 
     group: ProcessGroup
 
