@@ -170,15 +170,12 @@ def join(results: Sequence[object]) -> object:
     return join_rows(parts) if parts and len(parts) == len(results) else list(results)
 
 
-def _repeat(group: "WorkerGroup", values: object) -> list[object]:
-    return [values] * group.world_size
-
-
 def dispatch_one_to_all(
     worker_group: "WorkerGroup", /, *args: object, **kwargs: object
 ) -> tuple[tuple[list[object], ...], dict[str, list[object]]]:
     """The same arguments for every rank."""
-    return tuple(_repeat(worker_group, arg) for arg in args), {k: _repeat(worker_group, v) for k, v in kwargs.items()}
+    n = worker_group.world_size
+    return tuple([value] * n for value in args), {name: [value] * n for name, value in kwargs.items()}
 
 
 def dispatch_all_to_all(group: "WorkerGroup", /, *args: object, **kwargs: object) -> SplitArguments:
@@ -215,7 +212,7 @@ def _proto_with_func(group: "WorkerGroup", func: object, /, *args: object, **kwa
     if not callable(func):
         raise ValueError(f"DP_COMPUTE_PROTO_WITH_FUNC needs a function as first argument, got {type(func).__name__}")
     split = dispatch_dp_compute_data_proto(group, *args, **kwargs)
-    return SplitArguments((_repeat(group, func), *split.args), split.kwargs, split.num_padding)
+    return SplitArguments(([func] * group.world_size, *split.args), split.kwargs, split.num_padding)
 
 
 def _split_by_rows(
