@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import ExitStack, contextmanager
-from itertools import compress
 from typing import Any
 
 from rlsys.fleet.fleet import IN_USE, POLL_S, RolloutFleet
@@ -128,9 +127,9 @@ class ElasticFleet(RolloutFleet):
             with self._change:
                 self._change.wait_for(lambda: self._closed, RETRY_S)
 
-    def _recover(self, entry: ReplicaState, problem: Exception, *, asked: bool = False) -> None:
+    def _recover(self, entry: ReplicaState, problem: Exception, *, is_unhealthy: bool = False) -> None:
         try:
-            if asked:
+            if is_unhealthy:
                 raise problem
             entry.replica.health(self.deadlines.health_s)
             self._bring_weights(entry)
@@ -183,7 +182,8 @@ class ElasticFleet(RolloutFleet):
         """The same; starts are ended first, so that none speaks to processes that the caller ends."""
         super().close()
         end_s = time.monotonic() + self.deadlines.health_s
-        is_starting = [entry.state == "away" for entry in self._replicas]
-        while time.monotonic() < end_s and wait(compress(self._pumps, is_starting), POLL_S).not_done:
-            for entry in compress(self._replicas, is_starting):
-                self.places.kill(self._ranks[entry.replica.name])
+        threads = zip(self._pumps, self._replicas, strict=True)
+        starting = {thread: entry.replica.name for thread, entry in threads if entry.state == "away"}
+        while time.monotonic() < end_s and wait(starting, POLL_S).not_done:
+            for name in starting.values():
+                self.places.kill(self._ranks[name])

@@ -12,28 +12,28 @@ import logging
 import sys
 import threading
 import time
-from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager
 from functools import partial
 
-from rlsys.fleet.requests import FleetDeadlines, FleetRequest, Replica, ReplicaState, RequestBatch, WrongVersionError
+from rlsys.fleet.placement import Placement
+from rlsys.fleet.requests import FleetDeadlines, FleetRequest, Replica, ReplicaState, ReplicaStatus, RequestBatch
 from rlsys.protocol import DataProto
 from rlsys.rollout.batch import from_responses, to_requests
 from rlsys.rollout.partial import BATCH_WAIT_S, EXCHANGE_WAIT_S, PartialResponse
 from rlsys.types import Finish, ModelRequest, ModelResponse, ResponseDelta
 from rlsys.utils.daemon_threads import in_daemon_thread
-from rlsys.utils.errors import DeadlineError, RolloutError, WeightTransferError
+from rlsys.utils.errors import DeadlineError, RolloutError, WeightTransferError, WrongVersionError
 
 Work = Sequence[ModelRequest | PartialResponse]
 """Requests to complete, and responses to continue."""
 
 log = logging.getLogger(__name__)
-MAX_SESSIONS = 100_000
 TURN_S = 0.00002  # how long a thread of the controller keeps the others waiting, which torch does at every operation
-IN_USE = ("ready", "joining")  # those that serve, and those that wait for the next push to do so
+IN_USE = ("ready", "joining")
+"""States of the replicas that get weights at a push."""
 POLL_S = 0.5
 EXCHANGED_S = 1.0  # a replica that answered an exchange in these seconds is healthy
 COUNTS = ("issued", "answered", "failures", "retries", "restarts", "refused_versions", "continued")
@@ -70,16 +70,16 @@ class RolloutFleet:
         if not replicas or chunk_rows == 0 or len({replica.name for replica in replicas}) < len(replicas):
             raise ValueError("a fleet needs replicas with different names and chunks of at least one row")
         self.chunk_rows, self.deadlines, self.on_restart = chunk_rows, deadlines, on_restart or (lambda replica: None)
-        self.max_attempts, self.max_restarts, self.max_in_flight = max_attempts, max_restarts, max_in_flight
-        self.max_failures, self.affinity = max_failures, affinity
+        self.max_attempts, self.max_restarts, self.max_failures = max_attempts, max_restarts, max_failures
         self.version: int | None = None
         self._replicas = [ReplicaState(replica) for replica in replicas]
-        self._waiting: list[RequestBatch] = []
+        self._placement = Placement(self._replicas, max_in_flight, affinity)
         self._ended: list[tuple[Future[ModelResponse], ModelResponse | Exception]] = []
-        self._sessions: dict[str, ReplicaState] = {}
+        """Futures to resolve when the lock is free."""
         self._pending: dict[int, FleetRequest] = {}
         self.counts, self._ids = Counter(dict.fromkeys(COUNTS, 0)), itertools.count()
         self.pace: dict[int, tuple[float, ...]] = {}
+        """Seconds, decode steps and tokens in all, by the bit length of the number of requests that a replica ran."""
         self._closed, self._is_pushing, self._down_from_s = False, False, 0.0
         self._change = threading.Condition()
         sys.setswitchinterval(TURN_S)
@@ -101,7 +101,7 @@ class RolloutFleet:
             first, size = self.counts["issued"], self.chunk_rows if together and self.chunk_rows else 1
             batches = [RequestBatch(together and self.chunk_rows is not None) for _ in partials[::size]]
             requests = [FleetRequest(first + n, p, len(p.tokens), batches[n // size]) for n, p in enumerate(partials)]
-            self._waiting += batches
+            self._placement.waiting += batches
             self.counts["issued"] += len(requests)
             self._pending |= {request.number: request for request in requests}
             self._place()
@@ -137,46 +137,10 @@ class RolloutFleet:
         with self._change:
             return [request.partial.copy() for request in self._pending.values()]
 
-    # ---- placing -----------------------------------------------------------------------------------------------
-
     def _place(self) -> None:
-        """Give waiting batches, in their order, to the replicas that should serve them; the caller holds the lock."""
-        left = []
-        for at, batch in enumerate(self._waiting):
-            candidates = [entry for entry in self._replicas if self._has_room(entry, batch.fixed)]
-            if not candidates and not batch.fixed:
-                left += self._waiting[at:]
-                break
-            if (entry := self._choose(batch, candidates)) is None:
-                left.append(batch)
-                continue
-            entry.placed += batch.requests
-            for request in batch.requests:
-                if session := self._session(request):
-                    self._sessions[session] = entry
-        while len(self._sessions) > MAX_SESSIONS:
-            del self._sessions[next(iter(self._sessions))]
-        self._waiting = left
+        """Place what waits, and wake the threads of the replicas; the caller holds the lock."""
+        self._placement.place()
         self._change.notify_all()
-
-    def _has_room(self, entry: ReplicaState, fixed: bool) -> bool:
-        if entry.state != "ready" or (self.max_in_flight is not None and entry.load >= self.max_in_flight):
-            return False
-        return not fixed or not any(request.batch.fixed for request in entry.held)
-
-    def _choose(self, batch: RequestBatch, candidates: Sequence[ReplicaState]) -> ReplicaState | None:
-        """The least loaded one; a session stays on its replica, and a failed batch goes to another if there is one."""
-        ready = [entry for entry in self._replicas if entry.state == "ready"]
-        others = {entry.replica.name for entry in ready} - batch.failed_on
-        candidates = [entry for entry in candidates if entry.replica.name in others or not others]
-        owner = self._sessions.get(self._session(batch.requests[0]))
-        if owner in ready and owner.replica.name not in batch.failed_on:
-            return owner if owner in candidates else None
-        return min(candidates, key=lambda entry: entry.load, default=None)
-
-    def _session(self, request: FleetRequest) -> str:
-        asked = request.partial.request
-        return asked.session or (f"prompt {hash(asked.input_ids)}" if self.affinity else "")
 
     # ---- exchanges ---------------------------------------------------------------------------------------------
 
@@ -191,13 +155,15 @@ class RolloutFleet:
     def _exchange(self, entry: ReplicaState) -> bool:
         """Wait for work and exchange with the replica once; False when the fleet is closed.
 
-        The pause between two exchanges is made here, where a push does not wait for it, and not in the engine; but a
-        fixed batch is waited for by the caller, so there the engine answers as soon as it has ended.
+        Between two exchanges tokens should gather. That pause is made here, where a push does not wait for it, and not
+        in the engine; but for the end of a fixed batch a caller waits, so there the engine waits, and answers at once
+        when it has ended.
         """
         with self._change:
             entry.idle_from_s = None if entry.load else time.monotonic()
             self._change.wait_for(lambda: self._closed or entry.state == "away" or self._has_work(entry))
-            entry.heard_s = entry.heard_s if entry.idle_from_s is None else time.monotonic()
+            if entry.idle_from_s is not None:
+                entry.heard_s = time.monotonic()  # its silence counts from its first request on
             entry.idle_s, entry.idle_from_s = entry.idle_until(time.monotonic()), None
             if self._closed or entry.state == "away":
                 return not self._closed
@@ -221,7 +187,7 @@ class RolloutFleet:
                 entry.cancelled |= cancel
                 if entry.state == "ready":
                     self._give_up(entry, problem)
-                else:  # a health check has taken it out
+                else:  # a health check has given it up meanwhile, and recovers it
                     problem = None
             self._place()
         self._announce()
@@ -233,11 +199,11 @@ class RolloutFleet:
         return True
 
     def _measure(self, entry: ReplicaState, deltas: Sequence[ResponseDelta]) -> None:
-        """Add seconds, decode steps and tokens to those of loads of this size."""
+        """Add what was measured since the replica's last report to the `pace`."""
         if (report := entry.report(deltas)) is not None:
-            size, *new = report
-            load = self.pace.get(size.bit_length(), (0.0, 0, 0))
-            self.pace[size.bit_length()] = tuple(before + more for before, more in zip(load, new, strict=True))
+            num_requests, *new = report
+            before = self.pace.get(num_requests.bit_length(), (0.0, 0, 0))
+            self.pace[num_requests.bit_length()] = tuple(a + b for a, b in zip(before, new, strict=True))
 
     def _has_work(self, entry: ReplicaState) -> bool:
         return entry.state == "ready" and not self._is_pushing and bool(entry.load or entry.cancelled)
@@ -290,7 +256,7 @@ class RolloutFleet:
             entry.placed.append(request)
 
     def _end(self, request: FleetRequest, error: Exception | None) -> None:
-        """Settle a request, once; `_announce` resolves its future."""
+        """Count a request as answered or dropped, once; `_announce` resolves its future."""
         if self._pending.pop(request.number, None):
             self.counts["answered"] += error is None
             self._ended.append((request.answer, error or request.partial.response()))
@@ -313,9 +279,7 @@ class RolloutFleet:
             if request.answer.cancelled() and self._pending.pop(request.number, None):
                 for entry in self._replicas:
                     self._take_back(entry, [request])
-                if request.batch in self._waiting:
-                    request.batch.requests.remove(request)
-                    self._waiting = [batch for batch in self._waiting if batch.requests]
+                self._placement.remove(request)
                 self._place()
 
     def _take_back(self, entry: ReplicaState, requests: Sequence[FleetRequest]) -> None:
@@ -348,7 +312,7 @@ class RolloutFleet:
                 request.partial.rewind(request.num_given)
         if len(batch.causes) < self.max_attempts:
             self.counts["retries"] += 1
-            insort(self._waiting, batch, key=lambda waiting: waiting.requests[0].number)
+            self._placement.put_back(batch)
         else:
             first, num = batch.requests[0].partial.request.rid, len(batch.requests)
             what = f"request {first}{f' and {num - 1} more' if num > 1 else ''} failed {len(batch.causes)} times"
@@ -358,15 +322,15 @@ class RolloutFleet:
         for request in batch.requests:
             self._end(request, RolloutError("\n  ".join([what, *batch.causes])))
 
-    def _recover(self, entry: ReplicaState, problem: Exception, *, asked: bool = False) -> None:
-        """Recover a replica that was given up: by nothing, by weights, or by a restart and weights.
+    def _recover(self, entry: ReplicaState, problem: Exception, *, is_unhealthy: bool = False) -> None:
+        """Bring a replica that was given up back: one that is healthy as it is, else by weights or a restart.
 
-        `asked`: its health check is what failed, so it is not repeated.
+        `is_unhealthy`: the problem is that its health check failed, so it is not repeated.
         """
         try:
             if isinstance(problem, WrongVersionError | WeightTransferError):
                 self.on_restart(entry.replica)
-            elif asked:
+            elif is_unhealthy:
                 raise problem
             else:
                 entry.replica.health(self.deadlines.health_s)
@@ -377,13 +341,13 @@ class RolloutFleet:
         self._set(entry, state)
         self._fail_if_all_are_down()
 
-    def _set(self, entry: ReplicaState, state: str) -> None:
+    def _set(self, entry: ReplicaState, state: ReplicaStatus) -> None:
         with self._change:
             entry.state = state
             self._place()
         self._announce()
 
-    def _restart(self, entry: ReplicaState) -> str:
+    def _restart(self, entry: ReplicaState) -> ReplicaStatus:
         while entry.restarts < self.max_restarts and not self._closed:
             entry.restarts += 1
             with self._change:
@@ -395,24 +359,26 @@ class RolloutFleet:
                 return "ready"
             except Exception as error:
                 if self._is_pushing and isinstance(error, WeightTransferError):
-                    return "ready"  # it gets those that are pushed
+                    return "ready"  # it gets the weights that are being pushed
                 log.warning("restart %d of %s failed: %s", entry.restarts, entry.replica.name, error)
             self._fail_if_all_are_down()
         log.error("giving up on replica %s after %d restarts", entry.replica.name, entry.restarts)
         return "gone"
 
     def _fail_if_all_are_down(self) -> None:
-        """End the waiting requests when all replicas are given up, or none has served for `generate_s`; where none can
-        serve after the next push either, for `restart_s`."""
+        """Fail the waiting requests when all replicas are gone, or none has been ready for `generate_s`.
+
+        Where all are away, so that the next push brings none back either, for `restart_s`.
+        """
         with self._change:
             states = {entry.state for entry in self._replicas}
             limit_s = self.deadlines.restart_s if states == {"away"} else self.deadlines.generate_s
             is_late = "ready" not in states and time.monotonic() - self._down_from_s > limit_s
             if states == {"gone"} or is_late:
                 what = self._all_gone() if states == {"gone"} else f"no replica was ready for {limit_s:g} s"
-                for batch in self._waiting:
+                for batch in self._placement.waiting:
                     self._fail(batch, what)
-                self._waiting = []
+                self._placement.waiting = []
         self._announce()
 
     def _all_gone(self) -> str:
@@ -430,7 +396,7 @@ class RolloutFleet:
                     if must_recover := entry.state in IN_USE:
                         self._give_up(entry, error)
                 if must_recover:
-                    self._recover(entry, error, asked=True)
+                    self._recover(entry, error, is_unhealthy=True)
 
     # ---- weights -----------------------------------------------------------------------------------------------
 
@@ -450,8 +416,7 @@ class RolloutFleet:
         finally:
             with self._change:
                 self._is_pushing = False
-                for entry in self._replicas:
-                    # one may have been lost since its last exchange
+                for entry in self._replicas:  # one may have been lost since its last exchange: check its health again
                     entry.heard_s, entry.exchanged_s, entry.restarts = time.monotonic(), 0.0, 0
                 self._change.notify_all()
 

@@ -4,14 +4,11 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 from rlsys.rollout.partial import PartialResponse
 from rlsys.types import ModelRequest, ModelResponse, ResponseDelta
-
-
-class WrongVersionError(RuntimeError):
-    """A token has a weight version that was not allowed."""
+from rlsys.utils.errors import WrongVersionError
 
 
 class Replica(Protocol):
@@ -43,7 +40,11 @@ class FleetDeadlines:
 
 @dataclass(eq=False)
 class RequestBatch:
-    """Requests that are placed together. A fixed batch is decoded alone, and repeated as a whole if that fails."""
+    """Requests that are placed together. A fixed batch is decoded alone, and repeated as a whole if that fails.
+
+    `causes` are the errors of its attempts, `failed_on` the names of the replicas that they were on; tokens that come
+    for a batch that is not fixed clear both.
+    """
 
     fixed: bool
     requests: list["FleetRequest"] = field(default_factory=list)
@@ -53,7 +54,10 @@ class RequestBatch:
 
 @dataclass(eq=False)
 class FleetRequest:
-    """A request of the fleet, one of its `batch`, its tokens so far and its number; it came with `num_given` tokens."""
+    """A request of the fleet: its number, its tokens so far, the first `num_given` of which it came with, its batch.
+
+    It adds itself to its batch. Since it was placed its tokens must be of `oldest_version` or newer weights.
+    """
 
     number: int
     partial: PartialResponse
@@ -76,28 +80,50 @@ class FleetRequest:
         return WrongVersionError(f"tokens of weight versions {first} to {last}, wanted {oldest} to {newest}")
 
 
+ReplicaStatus = Literal["ready", "recovering", "joining", "away", "gone"]
+"""The states of a replica.
+
+- "ready": it serves.
+- "recovering": it failed; its health is checked, or it is restarted.
+- "gone": it was given up.
+
+An ElasticFleet gives none up, and has two more:
+
+- "away": it has no process, and is started where the cluster has room.
+- "joining": it runs, and serves after the next push.
+"""
+
+
 @dataclass(eq=False)
 class ReplicaState:
-    """The fleet's state of a replica: what is placed there, and by id what its engine has."""
+    """The fleet's state of a replica: the requests placed there, and by id those that its engine has."""
 
     replica: Replica
-    state: str = "ready"
+    state: ReplicaStatus = "ready"
     restarts: int = 0
+    """Since the last push."""
     failures: int = 0
+    """Failed requests since a request got a token."""
     placed: list[FleetRequest] = field(default_factory=list)
+    """To be handed in by the next exchange."""
     running: dict[str, FleetRequest] = field(default_factory=dict)
     cancelled: set[str] = field(default_factory=set)
+    """Ids that the next exchange cancels."""
     is_exchanging: bool = False
     heard_s: float = 0.0
+    """When it last gave a token, or got work after it had none."""
     exchanged_s: float = float("-inf")
+    """When it last answered an exchange."""
     reported_s: float | None = None
+    """When all running requests were last reported; None if a report cannot be measured from there."""
     drawn: Counter[str] = field(default_factory=Counter)
-    """Tokens by id since all running requests were reported."""
+    """Tokens by id since then."""
     idle_s: float = 0.0
+    """Seconds without work, up to `idle_from_s` if it has none now."""
     idle_from_s: float | None = None
 
     def report(self, deltas: Sequence[ResponseDelta]) -> tuple[int, float, int, int] | None:
-        """Requests, seconds, decode steps and tokens from one report of all that runs to the next, if this is one."""
+        """(requests, seconds, decode steps, tokens) since the last report, if these deltas are one of all that runs."""
         self.drawn.update({delta.rid: len(delta.tokens) for delta in deltas if delta.tokens})
         since_s, drawn = self.reported_s, self.drawn
         is_report = any(delta.tokens and delta.finish is None for delta in deltas)

@@ -41,6 +41,10 @@ class RolloutError(RuntimeError):
     """Generation failed; the message names the request or the replica and the cause."""
 
 
+class WrongVersionError(RuntimeError):
+    """A token was sampled by another version of the weights than its request allows."""
+
+
 class RewardError(RuntimeError):
     """Too many answers of a batch could not be graded; the message has the first cause."""
 

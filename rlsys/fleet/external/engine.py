@@ -44,7 +44,7 @@ class RemoteEngine(RolloutFleet):
     backend_cls: type[Backend]
     tokenizer: Any = None
 
-    def __init__(self, settings: RemoteSettings, *, version: int = 0) -> None:
+    def __init__(self, settings: RemoteSettings) -> None:
         servers = settings.servers
         self.settings, self.backend = settings, self.backend_cls()
         self.adapter, self.quarantined, self._connected = "", False, False
@@ -66,7 +66,7 @@ class RemoteEngine(RolloutFleet):
             max_failures=settings.breaker_failures,
             affinity=servers.policy == "affinity",
         )
-        self.version, self.server_urls = version, list(settings.urls)
+        self.version, self.server_urls = 0, list(settings.urls)
 
     def _start(self, work: Coroutine[object, None, T]) -> Future[T]:
         """Run a coroutine on the loop."""
@@ -218,9 +218,8 @@ class RemoteEngine(RolloutFleet):
         return self.version
 
     def _bring(self, replica: Replica) -> None:
-        server = next(server for server in self.servers if server is replica)
-        if not server.is_admitted:
-            self.do(server.admit(), self.settings.update_s, server.url, "update_weights")
+        if isinstance(replica, ServerReplica) and not replica.is_admitted:
+            self.do(replica.admit(), self.settings.update_s, replica.url, "update_weights")
 
     def pause(self) -> None:
         """Interrupt all servers, which keep their tokens, and hand them nothing until `resume` or `update_weights`."""
