@@ -25,8 +25,9 @@ from rlsys.utils.hosts import host_id
 
 SLEEP_TAGS = ("weights", "kv_cache")
 STEP_WAIT_S = 45.0
+"""How long a step of the engine may take before a rank that waits for it fails."""
 REPORT_S = 0.25
-
+"""Running requests are reported at most this often."""
 
 DEFAULT_CONFIG = GenerationConfig()
 LoadFormat = Literal["auto", "dummy"]
@@ -60,6 +61,7 @@ class RunningRequest:
     stop_ids: tuple[int, ...]
     max_new_tokens: int
     delivered: list[int] = field(default_factory=list)
+    """The tokens that exchanges have been given."""
     is_cancelled: bool = False
     routes: list[np.ndarray] = field(default_factory=list)
     """Arrays (tokens, layers, experts of a token) of the experts that its tokens took, one after another."""
@@ -82,14 +84,14 @@ def check_sampling(params: SamplingParams) -> None:
 
 
 def until_end(sampled: np.ndarray, running: RunningRequest) -> tuple[np.ndarray, Finish | None]:
-    """What follows the delivered tokens up to the one that ends the request, and how it ends, None if it runs on.
+    """The part of `sampled` (T, 4), which follows the delivered tokens, up to the end of the request; and how it ends.
 
-    An engine that starts steps ahead may have sampled more.
+    None if the request has not ended. An engine that starts steps ahead may have sampled beyond the end.
     """
     num_delivered = len(running.delivered)
-    shortest, room = running.request.gconfig.min_new_tokens - num_delivered, running.max_new_tokens - num_delivered
+    min_left, room = running.request.gconfig.min_new_tokens - num_delivered, running.max_new_tokens - num_delivered
     for at, token in enumerate(sampled[:room, 0].tolist()):
-        if at >= shortest and token in running.stop_ids:
+        if at >= min_left and token in running.stop_ids:
             return sampled[: at + 1], Finish.STOP
     return sampled[:room], Finish.LENGTH if len(sampled) >= room else None
 
@@ -100,6 +102,10 @@ class BaseRolloutEngine(ABC):
     A subclass decodes (`_decode`), logs what it samples, scores, exposes tensors, moves memory and frees itself.
     Requests are checked against the model's configuration, `max_model_len` (prompt and completion together) and
     `eos_token_ids`.
+
+    `exchange` puts requests into the inbox. The thread runs `_decode`, which pulls them from there, reports what it has
+    sampled (`_report`) where an exchange waits for it, and ends requests (`_end`); both fill the outbox, which the next
+    exchange returns. Whatever must not run beside decoding (new weights, sleep, scoring) parks the thread first.
     """
 
     config: GenerationConfig
@@ -115,7 +121,7 @@ class BaseRolloutEngine(ABC):
         self._quarantined = context.load_format == "dummy"
         self._offload_on_sleep = context.offload_on_sleep
         self._asleep: set[str] = set()
-        self._parked = self._closed = False
+        self._parked = self._closed = False  # parked: the thread has stopped, and must not decode
         self._sleep_noops = self._num_tokens = self._num_requests = self._num_halts = 0
 
         self._change = threading.Condition()
@@ -125,6 +131,7 @@ class BaseRolloutEngine(ABC):
         self._running: dict[str, RunningRequest] = {}
         self._outbox: list[ResponseDelta] = []
         self._report_at_s, self._reported_s = 0.0, float("-inf")
+        """When the waiting exchange wants a report, 0 if none does; when the last one was."""
 
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollout")
         self._is_serving = False
@@ -133,7 +140,7 @@ class BaseRolloutEngine(ABC):
 
     @abstractmethod
     def _decode(self) -> bool:
-        """Decode what `_pull` returns and `_end` it, until nothing runs or until `_stopped`; returns which.
+        """Decode what `_pull` returns and `_end` it; False when nothing runs, True when it ended because of `_stopped`.
 
         Where `_stopped`, or `_report_due`, all tokens sampled so far are delivered.
         """
@@ -246,7 +253,7 @@ class BaseRolloutEngine(ABC):
         return 0 < self._report_at_s <= time.monotonic()
 
     def _deliver(self, deltas: Sequence[ResponseDelta], *, reports: bool = False) -> None:
-        """Have the next exchange return these but for cancelled requests; `reports`: it need not wait any longer."""
+        """Have the next exchange return these, without those of cancelled requests; with `reports` it returns now."""
         with self._change:
             wanted = {one.rid for one in self._running.values() if not one.is_cancelled}
             deltas = [delta for delta in deltas if delta.rid in wanted]
@@ -262,13 +269,13 @@ class BaseRolloutEngine(ABC):
     def _report(self, *, stops: bool = False) -> None:
         """Deliver what was sampled since the last report.
 
-        A request whose end was sampled waits for `_end`, but for where the engine `stops` for new weights.
+        The end of a request is left to `_end`, which the engine calls when it has noticed it, unless it `stops` now.
         """
         running, deltas = list(self._running.values()), []
         samples = self._take_samples([one.number for one in running], [len(one.delivered) for one in running])
         for one, new in zip(running, by_request(*samples), strict=True):
             sampled, end = until_end(new, one)
-            if end is not None and not stops:
+            if end is not None and not stops:  # keep the last token back for `_end`
                 sampled, end = sampled[:-1], None
             if len(sampled):
                 deltas.append(delta := self._delta(one, sampled, end))
@@ -278,9 +285,10 @@ class BaseRolloutEngine(ABC):
             one.is_cancelled |= one.rid not in self._running
 
     def _end(self, ended: Sequence[RunningRequest], tokens: Sequence[Sequence[int]] | None = None) -> None:
-        """Deliver the rest of requests that have ended, or are given back where the engine stops.
+        """Deliver the rest of requests that have ended, or that the engine gives back because it stops.
 
-        With `tokens` those that the engine returned for them, which must be the ones that were sampled.
+        `tokens` are all that the engine itself returned for each of them; they must be the ones that were sampled.
+        RolloutError where they are not, or where a request has not ended.
         """
         samples, deltas = by_request(*self._take_samples([one.number for one in ended])), []
         for at, (one, whole) in enumerate(zip(ended, samples, strict=True)):
@@ -298,7 +306,7 @@ class BaseRolloutEngine(ABC):
         self._deliver(deltas)
 
     def _delta(self, one: RunningRequest, sampled: np.ndarray, finish: Finish | None) -> ResponseDelta:
-        """What was sampled (T, 4), by the weights served now; RolloutError if a token's logits were not finite."""
+        """The delta of what was sampled (T, 4) with the present weights; RolloutError if logits were not finite."""
         ids, full, drawn, finite = sampled.T.tolist()
         if not all(finite):
             raise RolloutError(f"logits are not finite for request {one.rid}: check the weights that were loaded")
@@ -308,6 +316,7 @@ class BaseRolloutEngine(ABC):
         return ResponseDelta(one.rid, tokens, tuple(full), tuple(drawn), versions, finish, routes)
 
     def _queued(self, request: ModelRequest) -> RunningRequest:
+        """The request as it is put into the inbox; ValueError if it cannot be served."""
         params, ids = request.gconfig, request.input_ids
         room = self.max_model_len - len(ids)
         if not ids or room < 1:
@@ -335,7 +344,7 @@ class BaseRolloutEngine(ABC):
 
     @contextmanager
     def _halted(self) -> Iterator[None]:
-        """Nothing is decoded inside."""
+        """Decoding stops before and continues after."""
         self._num_halts += 1
         try:
             self._park()
@@ -345,7 +354,11 @@ class BaseRolloutEngine(ABC):
             self._unpark()
 
     def _park(self) -> None:
-        """Wait until the thread has stopped; the ranks of a replica stop at the same step, so each takes part in it."""
+        """Wait until the thread has stopped.
+
+        The ranks of a replica stop at the same step, so the thread is started for it where requests are open, this
+        rank's or its peers'.
+        """
         with self._change:
             self._continue()
             if not self._change.wait_for(lambda: not self._is_serving, timeout=STEP_WAIT_S):

@@ -38,8 +38,8 @@ class _Step:
 class SampleLog:
     """Tokens and log-probabilities by request.
 
-    On the host a request has a row of a table (S, T, 4): token, full, sampled, finite by index in its completion, NaN
-    where nothing was sampled.
+    On the host a request has a slot, a row of a table (S, T, 4): token, full, sampled, finite by index in its
+    completion, NaN where nothing was sampled. A slot is used again when its request was taken.
     """
 
     def __init__(self) -> None:
@@ -58,12 +58,11 @@ class SampleLog:
     def take(
         self, numbers: Sequence[int], starts: Sequence[int] | None = None, ends: Sequence[int] | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Remove these requests: their numbers of tokens (K,), and all of their tokens (T, 4).
+        """Remove these requests; returns their numbers of tokens (K,) and the tokens of all of them in a row (T, 4).
 
-        With `starts` the requests stay, and only their tokens from these indices on are returned; with `ends` none from
-        those on.
-        Of two samples at one index the later one counts. A step whose copy has not arrived was started ahead of the
-        engine's outputs, so its samples for requests that have ended are ignored.
+        With `starts` the requests stay, and only their tokens from these indices on are returned; with `ends` only
+        those before these indices. Of two samples at one index the later one counts. A step whose copy has not arrived
+        was started ahead of the engine's outputs, so its samples for requests that have ended are ignored.
         """
         self._store_arrived()
         slots = np.array([self._slots.get(number, -1) for number in numbers], np.int64)
