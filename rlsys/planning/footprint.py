@@ -1,9 +1,9 @@
 """Bytes that a decoder's tensors take while it is trained or scored: arithmetic on config.json, checked against runs.
 
-T tokens of a pass on a rank, M of them responses, h hidden size, f MLP width a token passes through, q and k widths of
-queries and of keys (values alike), c bytes of the computing type. Norms are computed in float32. A gated delta layer
-keeps keys and queries projected, convolved and normed, and values projected, convolved, with their gate, and what comes
-of them before the norm, after it and after the gate, with queries and keys for each head of values.
+`d` are the sizes of the decoder: `ffn` is the MLP width that a token passes through, `q` and `kv` are the widths of
+queries and of keys (of values alike). `c` are the bytes of the computing type. Norms are computed in float32. A gated
+delta layer keeps keys and queries projected, convolved and normed, and values projected, convolved, with their gate,
+and what comes of them before the norm, after it and after the gate, with queries and keys for each head of values.
 """
 
 import json
@@ -105,15 +105,15 @@ def _decoder(config: str, head: Head) -> Decoder:
     hf_config = json.loads(config)
     family = family_of(hf_config)
     shapes, sizes = family.hf_shapes(hf_config, head=head), family.dims(hf_config)
-    layers: dict[str, int] = {}
+    layers = Counter[str]()  # parameters of each layer by its number, under "" of what is outside of all
     for name, shape in shapes.items():
-        key = name.split(".")[2] if name.startswith(LAYER) else ""
-        layers[key] = layers.get(key, 0) + prod(shape)
+        layers[name.split(".")[2] if name.startswith(LAYER) else ""] += prod(shape)
     inner = [(name, shape) for name, shape in shapes.items() if name.startswith(LAYER) and not name.endswith("bias")]
     matrices = [(name, shape) for name, shape in inner if len(shape) > 1]
     encoder = encoder_of(hf_config)
     outer = layers.pop("") + encoder.outer
-    layers |= {f"image {number}": encoder.layer for number in range(encoder.num_layers)}
+    layers.update({f"image {number}": encoder.layer for number in range(encoder.num_layers)})
+    num_experts = sizes.get("experts") or 1
     routed = int(hf_config.get("num_experts_per_tok") or 0) if sizes.get("experts") else 0
     sparse = routed * sizes.get("expert_ffn", 0) + sizes.get("shared_ffn", 0)
     num_sparse = sum(family.is_sparse(hf_config, layer) for layer in range(sizes["layers"]))
@@ -134,11 +134,11 @@ def _decoder(config: str, head: Head) -> Decoder:
         kv=kv,
         ffn=max(sparse, sizes["ffn"] if num_sparse < sizes["layers"] else 0),
         routed=routed,
-        num_experts=(experts := sizes.get("experts") or 1),
+        num_experts=num_experts,
         num_sparse=num_sparse,
         in_experts=in_experts,
         in_dense=in_dense,
-        active=in_dense + in_experts * routed // experts,
+        active=in_dense + in_experts * routed // num_experts,
         attended=attending * 2 * (kv if latent else q),
         cached=sizes["layers"] * (latent + hf_config["qk_rope_head_dim"] if latent else 2 * kv),
         cache_heads=1 if latent else sizes["groups"],
@@ -150,7 +150,7 @@ def _decoder(config: str, head: Head) -> Decoder:
 def served_bytes(hf_config: HFConfig, rollout: GenerationConfig, *, c: int) -> int:
     """Bytes of the weights on a rank of a rollout engine, in its largest stage; data-parallel ranks share only experts.
 
-    vLLM keeps the embeddings and the head of some models in every stage.
+    All that is outside of the layers is counted, as vLLM keeps embeddings and head of some models in every stage.
     """
     d, stages, copies = decoder_of(hf_config), rollout.pipeline_model_parallel_size, rollout.data_parallel_size
     layers, ranks = -(-d.num_layers // stages), rollout.replica_size // stages

@@ -16,9 +16,11 @@ import numpy as np
 
 CHOICES = (0, 1, 2, 4, 8)
 NEAR_BEST, NUM_STEPS, MAX_REPLICAS = 0.98, 16, 4
+"""Share of the best speed that is near it; steps and, at most, replicas that are simulated."""
 WAITING_SHARE = 0.01
 """Share of its time that the trainer may wait so that tokens are younger."""
 MANY_STEPS, FAST_FALL = 16, 0.1
+"""After so many steps in a row that were complete early, prompts start so many steps later at each further one."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +49,16 @@ class Forecast:
 
 
 _Waiting = tuple[int, int]
-"""The length of an answer and the number of its group."""
+"""An answer that has not started: the number of its group, and its length."""
 _Started = tuple[int, int, int]
-"""The number of an answer's group, its length, and the version at its start."""
+"""The same of an answer that has started, and the version that was served at its start."""
 
 
 class _Replica:
-    """Answers that advance together; `clock` counts decode steps, at which those of the heap `running` end."""
+    """Answers that advance together, a token in each decode step; the more run, the longer a step takes.
+
+    `clock` counts decode steps. `running` is a heap of (clock at its end, answer).
+    """
 
     def __init__(self, run: MeasuredRun) -> None:
         self._run = run
@@ -81,7 +86,7 @@ class _Replica:
 
 @dataclass
 class _Group:
-    """A prompt's answers: how many have not ended, their tokens, and the sum of the versions that drew those."""
+    """A prompt's answers: how many have not ended, their tokens, and the sum over tokens of their versions."""
 
     unfinished: int
     tokens: int
@@ -89,30 +94,32 @@ class _Group:
 
 
 def next_lead(leads: Sequence[float], waited_steps: float, *, most: float, num_early: int = 0) -> float:
-    """How many steps ahead of the trainer prompts start, from 1 on, after `leads` in the steps until now.
+    """The lead, how many steps ahead of the trainer prompts start (1 or more), after `leads` in the steps until now.
 
-    The trainer has waited for the last step so many times what a step takes it: the lead becomes the one with which
-    that step's prompts started and this more. It falls by `WAITING_SHARE` every step, so it settles where the
-    trainer waits for that share of its time, and faster once `num_early` steps in a row, many, were each complete
-    before the step ahead of them was trained on. It rises to `most` + 1, which counts as `most`: a trainer that waits
-    with the full window does not give it up at the first step without.
+    `waited_steps` is how long the trainer has waited for the last step, in units of what training on a step takes: the
+    lead rises to the one with which that step's prompts started and this more. It falls by WAITING_SHARE every step, so
+    it settles where the trainer waits for that share of its time; by FAST_FALL once MANY_STEPS steps in a row
+    (`num_early`) were each complete before the step ahead of them was trained on. It rises to `most` + 1, which counts
+    as `most`, so that a trainer that waits with the full window does not give it up at the first step without a wait.
     """
     lead = leads[-1]
-    started = next((one for steps, one in enumerate(reversed(leads)) if steps >= one), leads[0])
+    lead_at_start = next((one for steps, one in enumerate(reversed(leads)) if steps >= one), leads[0])
     fall = WAITING_SHARE if num_early < MANY_STEPS else FAST_FALL
-    return max(1.0, min(most + 1.0, max(lead, min(lead, started) + waited_steps) - fall))
+    return max(1.0, min(most + 1.0, max(lead, min(lead, lead_at_start) + waited_steps) - fall))
 
 
 def forecast(run: MeasuredRun, max_staleness: int) -> Forecast:
     """The measured run with this `max_staleness`, after the steps in which its window fills and the lead settles."""
-    random, per_step, first = Random(0), run.groups_per_step, 3 * max_staleness + 1
+    random, per_step, num_unsteady = Random(0), run.groups_per_step, 3 * max_staleness + 1
     replicas, groups, waiting = [_Replica(run) for _ in range(run.num_replicas)], list[_Group](), deque[_Waiting]()
     now_s, train_s, train_end_s, version, leads = 0.0, 0.0, inf, 0, [1.0]
-    trained, ends = np.zeros(3), list[np.ndarray]()  # tokens, their ages and the seconds of their training
-    while version <= first + NUM_STEPS:
+    # `trained`: all tokens, the sum of their ages, the seconds of their training; `ends` of each step: the time, these
+    # three, and the idle seconds of a replica
+    trained, ends = np.zeros(3), list[np.ndarray]()
+    while version <= num_unsteady + NUM_STEPS:
         while len(groups) < (version + 1) * per_step + int(min(leads[-1], max_staleness) * per_step):
             lengths = random.choice(run.groups)
-            waiting.extend((length, len(groups)) for length in lengths)
+            waiting.extend((len(groups), length) for length in lengths)
             groups.append(_Group(len(lengths), sum(lengths)))
         _start_answers(waiting, replicas, run.max_num_seqs, version)
         step = groups[version * per_step : (version + 1) * per_step]
@@ -126,18 +133,18 @@ def forecast(run: MeasuredRun, max_staleness: int) -> Forecast:
         now_s = min(train_end_s, *(replica.next_s() for replica in replicas), inf)
         for number, length, started in (ended for replica in replicas for ended in replica.advance(now_s)):
             groups[number].unfinished -= 1
-            groups[number].versions += length * (started + version) / 2
+            groups[number].versions += length * (started + version) / 2  # as if it rose evenly meanwhile
         if now_s == train_end_s:
             version, train_end_s = version + 1, inf
             ends.append(np.array([now_s, *trained, sum(replica.idle_s for replica in replicas) / len(replicas)]))
-    seconds, tokens, age, busy_s, idle_s = (ends[-1] - ends[first]).tolist()
+    seconds, tokens, age, busy_s, idle_s = (ends[-1] - ends[num_unsteady]).tolist()
     return Forecast(max_staleness, tokens / seconds, age / tokens, 1.0 - busy_s / seconds, idle_s / seconds)
 
 
 def _start_answers(waiting: deque[_Waiting], replicas: Sequence[_Replica], max_num_seqs: int, version: int) -> None:
-    """On the replicas that run the fewest, while those have room."""
+    """Start waiting answers on the replicas that run the fewest, while these have room."""
     while waiting and len((least := min(replicas, key=lambda one: len(one.running))).running) < max_num_seqs:
-        length, group = waiting.popleft()
+        group, length = waiting.popleft()
         heappush(least.running, (least.clock + length, (group, length, version)))
 
 
@@ -148,7 +155,10 @@ def proposed(forecasts: Sequence[Forecast]) -> Forecast:
 
 
 def fitted_pace(loads: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """(decode_s, answer_s) from (seconds, decode steps, tokens) under different loads, neither of them negative."""
+    """(decode_s, answer_s) from (seconds, decode steps, tokens) under different loads, neither of them negative.
+
+    A least-squares fit of seconds = decode_s * steps + answer_s * tokens; the variance of seconds grows with the steps.
+    """
     seconds, steps, tokens = np.array(loads).T
     rows = np.stack([steps, tokens], 1) / np.sqrt(steps)[:, None]
     (decode_s, answer_s), *_ = np.linalg.lstsq(rows, seconds / np.sqrt(steps), rcond=None)

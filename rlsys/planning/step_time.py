@@ -156,7 +156,7 @@ def _passes(job: PlanInputs, role: Role, size: Pass, cluster: GpuCluster, *, tra
         sent += passes * cluster.all_to_all_s(heads, sequence_ranks(actor))
 
     busy, host = compute + memory + sent, LAYER_S[kind] * layers * passes
-    lasts = hypot(busy, host)
+    lasts = hypot(busy, host)  # the longer of the two, and up to 1.4 times as long where neither hides the other
     times = {"compute": compute, "memory": memory, "communication": sent, "host": lasts - busy}
     seconds = {cause: size.count * one for cause, one in times.items()} | {"bubble": (pp - 1) / vp * lasts}
     if trains:
@@ -173,7 +173,8 @@ def _exchanges(role: MegatronRole, size: Pass, cluster: GpuCluster, *, passes: i
     yield layers * passes * cluster.ring_s(2 * token_bytes * d.kv * s.cp / s.tp, s.cp, s.tp)
     yield passes * cluster.all_to_all_s(d.num_sparse / s.pp * 2 * d.routed * rows / s.tp, s.ep * s.expert_tp)
     if s.pp > 1:
-        fills_node = role.dp * s.tp >= cluster.node_size  # a stage: then the next one is over the network
+        # a stage that fills a node sends to the next one over the network: nearly all, as to very many ranks
+        fills_node = role.dp * s.tp >= cluster.node_size
         yield (1 + trains) * cluster.all_to_all_s(rows / s.tp, 1 << 30 if fills_node else 2)
 
 
@@ -201,6 +202,8 @@ def rollout_phase(job: PlanInputs, cluster: GpuCluster, sigma: float) -> Phase:
     seconds = {"compute": 2 * read * (d.active + d.attended * lengths.mean_prompt / 2) / flops}
     ends = response_quantiles(lengths, sigma)
     most = max(1.0, min(rows, rollout.max_num_seqs, _cache_rows(job, d, cluster)))
+    # (decode steps, answers that run, tokens drawn so far of each): first while ended answers are replaced by waiting
+    # ones, then from each quantile of the lengths to the next, while those that are left run out
     spans = [((rows / most - 1) * mean(ends), most, lengths.mean_response / 2)]
     for number, (before, end) in enumerate(zip((0.0, *ends), ends, strict=False)):
         spans.append((end - before, most * (1 - number / QUANTILES), (before + end) / 2))
@@ -231,7 +234,7 @@ def _decode_s(job: PlanInputs, d: fp.Decoder, cluster: GpuCluster, running: floa
     tp, dp = rollout.tensor_model_parallel_size, rollout.data_parallel_size
     stages, head = rollout.pipeline_model_parallel_size, d.vocab * d.hidden
     width, faster = (1, FP8_MATMUL) if rollout.quantization else (c, 1.0)
-    unused = (1 - d.routed / d.num_experts) ** (running * dp) if d.num_sparse else 0.0
+    unused = (1 - d.routed / d.num_experts) ** (running * dp) if d.num_sparse else 0.0  # share of experts without rows
     experts = d.in_experts * (1 - unused) / dp
     matrices = (d.parameters - d.outer - d.in_experts + experts) / tp
     cached = running * d.cached * context / min(tp, d.cache_heads)
