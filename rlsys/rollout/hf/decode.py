@@ -26,7 +26,7 @@ COLUMN_STEP = 256
 
 
 class Prompt(NamedTuple):
-    """What requests have in common that are read once."""
+    """Requests with the same prompt are prefilled once."""
 
     ids: tuple[int, ...]
     images: tuple[ImageInputs, ...]
@@ -142,7 +142,7 @@ class DecodeLoop:
             self._remove(range(self.rows.count))
 
     def _may_admit(self) -> bool:
-        """Prefill delays the running rows, so it waits until a quarter of the rows is free or all requests fit."""
+        """Prefill delays the running rows: it starts once all that wait fit, or a quarter of all rows is free."""
         free = self.config.max_num_seqs - self.rows.count
         return 0 < min(len(self.waiting), max(1, self.config.max_num_seqs // 4)) <= free
 
@@ -168,19 +168,25 @@ class DecodeLoop:
             self._relayout(max(wanted, cache.window.num_rows), front=front, back=back)
 
     def _relayout(self, num_rows: int, *, front: int, back: int) -> None:
-        """Drop the columns that no running row uses, and leave `front` free columns before and `back` behind."""
+        """Move the running rows into new buffers of `num_rows` rows, without the columns that none of them uses.
+
+        Prompts of `front` tokens can end at the current column then, and at least `back` columns follow it.
+        """
         cache, rows = self.cache, self.rows
         first = int(rows.tensors["starts"].min()) if rows.count else cache.column
         kept = cache.column - first
         column = max(front, kept)
-        columns = column + max(back, kept // 2)
-        cache.relayout(rows.count, first=first, column=column, num_rows=num_rows, num_columns=columns)
+        num_columns = column + max(back, kept // 2)
+        cache.relayout(rows.count, first=first, column=column, num_rows=num_rows, num_columns=num_columns)
         if rows.count:
             rows.tensors["starts"] += column - kept - first
             rows.set_mask(cache.window.num_columns, self.dtype)
 
     def _prefill(self, groups: dict[Prompt, list[RunningRequest]]) -> None:
-        """Run each distinct prompt once, copy its row for every further request, and sample the first tokens."""
+        """Run each distinct prompt once, copy its row for every further request, and sample the first tokens.
+
+        Of the requests of a prompt the first one gets the row that was run; `source` is the prompt of each new row.
+        """
         cache, first_row = self.cache, self.rows.count
         prompts = LeftPadded(self.model, [prompt.ids for prompt in groups], [prompt.images for prompt in groups])
         width = prompts.ids.shape[1]
@@ -188,18 +194,18 @@ class DecodeLoop:
         rows = slice(first_row, first_row + len(groups))
         limit = self.config.max_num_batched_tokens
         *_, (_, last) = prompt_passes(self.model, cache, prompts, rows, max_tokens=limit, keep=1)
-        firsts = [(i, queue[0]) for i, queue in enumerate(groups.values())]
+        readers = [(i, queue[0]) for i, queue in enumerate(groups.values())]
         if self.engine.routes is not None:
             taken = self.engine.routes.take(len(groups))
             for routes, (prompt, queue) in zip(taken, groups.items(), strict=True):
                 for queued in queue:
                     queued.routes = [routes[width - len(prompt.ids) :]]
         copies = [(i, queued) for i, queue in enumerate(groups.values()) for queued in queue[1:]]
-        source = torch.tensor([i for i, _ in firsts + copies], device=self.device)
+        source = torch.tensor([i for i, _ in readers + copies], device=self.device)
         if copies:
             targets = slice(rows.stop, rows.stop + len(copies))
-            cache.copy_rows(source[len(firsts) :] + first_row, targets, cache.column - width)
-        self.rows.add([queued for _, queued in firsts + copies], starts[source], prompts.shifts[source])
+            cache.copy_rows(source[len(readers) :] + first_row, targets, cache.column - width)
+        self.rows.add([queued for _, queued in readers + copies], starts[source], prompts.shifts[source])
         self.rows.set_mask(cache.window.num_columns, self.dtype)
         self._sample(last[source, -1], slice(first_row, self.rows.count))
 
@@ -208,13 +214,14 @@ class DecodeLoop:
         cache, rows = self.cache, self.rows
         if cache.column == cache.window.num_columns:
             self._relayout(cache.window.num_rows, front=0, back=min(int(rows.tensors["num_left"].max()), COLUMN_STEP))
-        firsts = rows.tensors["starts"].tolist() if self.device.type == "cpu" else [0]
-        live, read = slice(0, rows.count), slice(min(firsts), cache.column + 1)
+        # the columns where rows begin; a GPU would have to be waited for, so there all columns are read
+        begins = rows.tensors["starts"].tolist() if self.device.type == "cpu" else [0]
+        live, read = slice(0, rows.count), slice(min(begins), cache.column + 1)
         seen = cache.look(live, read, slice(cache.column, cache.column + 1))
         ids, positions = rows.tensors["last_tokens"], rows.tensors["positions"] + rows.tensors["shifts"]
         given: dict[str, object] = {"input_ids": ids[:, None], "position_ids": positions[:, None]}
-        if sum(firsts) > (read.start + COLUMN_STEP) * rows.count:
-            given["first_columns"] = [first - read.start for first in firsts]
+        if sum(begins) > (read.start + COLUMN_STEP) * rows.count:  # rows differ so much that one by one is faster
+            given["first_columns"] = [begin - read.start for begin in begins]
         logits = next_logits(self.model, 1, rows.mask[live, :, :, read], seen, **given)
         cache.column += 1
         if self.engine.routes is not None:

@@ -61,7 +61,8 @@ UNUSED = SamplingParams(1, temperature=0.0)
 class RowSampler:
     """Samples the rows of an engine's batch: call `set_rows` when the rows change, `force` at every step.
 
-    On GPUs a kernel samples the rows without truncation; how a row is sampled does not depend on the others.
+    On GPUs a kernel samples the rows without truncation, and torch the others; how a row is sampled does not depend on
+    the rest. `_index` are the rows for torch where there are rows for both.
     """
 
     def __init__(self, engine_seed: int, device: torch.device, *, logged: bool = True) -> None:
