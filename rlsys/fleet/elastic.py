@@ -71,13 +71,13 @@ class ElasticFleet(RolloutFleet):
             with super().pushing(version):
                 self._wait_for_replicas()  # one may have been lost in its last exchange
                 until_served.enter_context(self._transfer)
-                taking = self._taking()
-                if (ranks := tuple(self._ranks[entry.replica.name] for entry in taking)) != self._connected:
+                receivers = self._in_use()
+                if (ranks := tuple(self._ranks[entry.replica.name] for entry in receivers)) != self._connected:
                     self._connected = ()
                     self.connect(ranks)
                     self._connected = ranks
                 yield
-            for entry in taking:
+            for entry in receivers:
                 if entry.state == "joining":
                     self._bring_weights(entry)
 
@@ -87,15 +87,15 @@ class ElasticFleet(RolloutFleet):
             log.info("no replica serves: the weights are pushed to those that have joined")
             self.push()
 
-    def _taking(self) -> list[ReplicaState]:
+    def _in_use(self) -> list[ReplicaState]:
         """The replicas that weights are pushed to."""
         return [entry for entry in self._replicas if entry.state in IN_USE]
 
     def _wait_for_replicas(self) -> None:
         limit_s = self.deadlines.restart_s
         with self._change:
-            if not self._change.wait_for(lambda: len(self._taking()) >= self.min_replicas, limit_s):
-                away = ", ".join(one.replica.name for one in self._replicas if one not in self._taking())
+            if not self._change.wait_for(lambda: len(self._in_use()) >= self.min_replicas, limit_s):
+                away = ", ".join(one.replica.name for one in self._replicas if one not in self._in_use())
                 least = f"rollout.min_replicas={self.min_replicas}"
                 raise RolloutError(f"{least}, and no node with room for {away} for {limit_s:g} s; see `ray status`")
 

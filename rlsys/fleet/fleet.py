@@ -171,7 +171,7 @@ class RolloutFleet:
             entry.cancelled, entry.is_exchanging = set(), True
             are_fixed = [request.batch.fixed for request in entry.running.values()]
             wait_s = EXCHANGE_WAIT_S if any(are_fixed) else 0.0
-            if are_fixed and all(are_fixed):
+            if are_fixed and all(are_fixed):  # no other request's tokens are wanted earlier
                 wait_s = BATCH_WAIT_S
         problem, deltas = None, []
         try:
