@@ -156,16 +156,21 @@ def plan_memory(cfg: PPOConfig, machine: Machine, *, lengths: Lengths | None = N
 
 
 def _training_stages(job: PlanInputs, roles: list[DeviceRole], engine: ro.Bytes) -> tuple[Stage, ...]:
-    """`engine` is the rollout's where it lives here: on CUDA it sleeps while roles run, unless it keeps its memory."""
+    """The stages of a device that trains, in their order.
+
+    `engine` is what the rollout's engine takes where it is on this device, else empty. On CUDA it sleeps while roles
+    run, unless it keeps its memory.
+    """
     rollout = job.cfg.actor_rollout_ref.rollout
     cache_share_of = rollout_backend(rollout.name).cache_share_of
     keeps = job.device == "cuda" and not rollout.free_cache_engine and cache_share_of is not None
-    weights = engine if keeps else {ROLLOUT_WEIGHTS: engine.get(ROLLOUT_WEIGHTS, 0)}
+    weights = engine if keeps else {ROLLOUT_WEIGHTS: engine.get(ROLLOUT_WEIGHTS, 0)}  # during a push, cache asleep
     beside = {} if job.device == "cuda" and rollout.free_cache_engine else weights
-    first = engine if cache_share_of == "device" else weights
+    first = engine if cache_share_of == "device" else weights  # what the engine has as soon as it is started
     waiting = [role.waiting() for role in roles]
+    # the engine starts beside all roles; before that these are loaded one after another, and all teachers at once
     starts = [ro.together([*waiting, first, {STAGING: _learning(job) if engine and cache_share_of is not None else 0}])]
-    for at, role in enumerate(roles, 1):  # teachers are one role to start
+    for at, role in enumerate(roles, 1):
         loading = [one.role.held() if one.stages[0][0] == role.stages[0][0] else one.waiting() for one in roles[:at]]
         starts.append(ro.together(loading))
     stages = [Stage("start", max(starts, key=lambda owners: sum(owners.values())))]
@@ -176,8 +181,8 @@ def _training_stages(job: PlanInputs, roles: list[DeviceRole], engine: ro.Bytes)
         for name, trains, size in role.stages:
             passing = role.role.training(size) if trains else role.role.scoring(size)
             stages.append(Stage(name, ro.together([*others, role.role.held(), passing, beside])))
-    synced = ro.together([roles[0].waiting(but=frozenset([ro.PARAMETERS])), *waiting[1:], weights])
-    stages.append(Stage("update_weights", ro.together([synced, {STAGING: _staging(job, roles[0].role)}])))
+    synced = [roles[0].waiting(but=frozenset([ro.PARAMETERS])), *waiting[1:], weights]
+    stages.append(Stage("update_weights", ro.together([*synced, {STAGING: _staging(job, roles[0].role)}])))
     saved = [roles[0].role.held(), *waiting[1:], weights, {STAGING: _export(job)}]
     stages.append(Stage("save_checkpoint", ro.together(saved)))
     if rollout.quantization:
