@@ -48,7 +48,10 @@ def _belongs(process: psutil.Process, mark: str, log_dir: str) -> bool:
 
 
 def main(driver_pid: int, mark: str) -> None:
-    """Wait until the driver asks for it or is gone, then kill."""
+    """Wait until the driver asks for it or is gone, then kill.
+
+    The driver writes the log directory on a line (an absolute path), and another line or the end of file to ask for it.
+    """
     log_dir, early = "", set[psutil.Process]()
     line = "/"
     while line.startswith("/"):

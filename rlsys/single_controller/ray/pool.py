@@ -74,7 +74,7 @@ class RayResourcePool(ResourcePool):
                 if ray.wait(ready, num_returns=len(ready), timeout=deadline_s - waited_s)[1]:
                     self._remove()
                     raise DeadlineError(who, PLACE, deadline_s, self._shortage())
-            if len(set(self.store)) == 1:
+            if len(set(self.store)) == 1:  # in the order of the nodes' addresses, whatever Ray's is
                 addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
                 placed.sort(key=lambda one: addresses[placement_group_table(one)["bundles_to_node_id"][0]])
                 self._placed = dict(enumerate(placed))

@@ -62,6 +62,8 @@ def plan_relays(plan: Plan, sources: Layouts, destinations: Layouts, *, staging_
     from_host, to_host = (np.array([numbers[layout.host] for layout in side]) for side in (sources, destinations))
     taking = plan.moves[:, RANK]
     given_at, taken_at = from_host[plan.moves[:, SOURCE_RANK]], to_host[taking]
+    # a piece for each (elements, host that takes them from another): -1 stands for copies inside a host, and is put in
+    # front so that it is there, and number 0, in any case
     keys = np.where(given_at != taken_at, plan.checksum_ids[0] * len(hosts) + taken_at, -1)
     _, first, piece = np.unique(np.append(-1, keys), return_index=True, return_inverse=True)
     piece = piece.reshape(-1)[1:] - 1
