@@ -89,6 +89,21 @@ def test_gae_passes_over_observations() -> None:
     assert apart[0, 1:3].tolist() == [0, 0]
 
 
+def test_gae_without_lambda_is_the_error_of_one_step() -> None:
+    rewards, values = torch.tensor([[0.0, 1.0]]), torch.tensor([[0.5, 0.25]])
+    advantages, _ = gae(
+        token_level_rewards=rewards, values=values, response_mask=FULL[:1, :2], gamma=0.8, lam=0.0, whiten=False
+    )
+    assert advantages.tolist() == [pytest.approx([0.8 * 0.25 - 0.5, 1 - 0.25])]
+
+
+def test_large_values_cancel_in_float64() -> None:
+    """With lam = 1 the return is the discounted reward, whatever the values are; 12345679 * 0.9 is no float32."""
+    values, rewards = torch.tensor([[7.0, 12345679.0]]), torch.tensor([[0.0, 1.0]])
+    _, returns = gae(token_level_rewards=rewards, values=values, response_mask=FULL[:1, :2], gamma=0.9, whiten=False)
+    assert returns.tolist() == [pytest.approx([0.9, 1.0], rel=1e-6)]
+
+
 @pytest.mark.parametrize("holes", [False, True])
 def test_gae_equals_a_float64_loop(holes: bool) -> None:
     draw = torch.Generator().manual_seed(3)
@@ -158,6 +173,11 @@ def test_gpg_scales_by_rows_with_a_reward() -> None:
     assert first(advantages) == [0, 2 * (4 - 3), 0, 2 * (2 - 3)]
 
 
+def test_gpg_without_any_reward_has_no_advantage() -> None:
+    inputs = {"token_level_rewards": torch.zeros(4, 3), "response_mask": FULL, "group_ids": PAIRS}
+    assert (call_adv_estimator("gpg", inputs)[0] == 0).all()
+
+
 def test_remax_subtracts_the_greedy_reward_from_the_return() -> None:
     rewards = torch.tensor([[1.0, 2.0, 3.0]])
     inputs = {"token_level_rewards": rewards, "response_mask": FULL[:1], "reward_baselines": torch.tensor([4.0])}
@@ -199,11 +219,24 @@ def test_optimal_token_baseline_by_hand() -> None:
         assert returns[:, 0].tolist() == [1, 3]
 
 
+def test_a_group_of_one_has_no_optimal_token_baseline() -> None:
+    inputs = everything(3, 4) | {"group_ids": torch.arange(3)}
+    advantages, returns = call_adv_estimator("optimal_token_baseline", inputs)
+    assert torch.equal(advantages, returns)
+    assert returns.any()
+
+
 def test_reinforce_plus_plus_discounts() -> None:
-    _, returns = reinforce_plus_plus(
-        token_level_rewards=torch.tensor([[0.0, 0.0, 1.0]]), response_mask=FULL[:1], gamma=0.5
+    advantages, returns = reinforce_plus_plus(
+        token_level_rewards=torch.tensor([[0.0, 0.0, 1.0]]), response_mask=FULL[:1], gamma=0.5, whiten=False
     )
-    assert returns.tolist() == [[0.25, 0.5, 1.0]]
+    assert returns.tolist() == advantages.tolist() == [[0.25, 0.5, 1.0]]
+
+
+def test_reinforce_plus_plus_baseline_unwhitened_is_the_lead_over_the_mean() -> None:
+    inputs = {"token_level_rewards": outcome([1.0, 5.0, 3.0, 5.0], FULL), "response_mask": FULL, "group_ids": PAIRS}
+    advantages, _ = call_adv_estimator("reinforce_plus_plus_baseline", inputs | {"whiten": False})
+    assert first(advantages) == [-1, 0, 1, 0]
 
 
 @pytest.mark.parametrize("name", ADV_ESTIMATORS)
@@ -299,5 +332,6 @@ def test_wrong_names_and_signatures_are_reported() -> None:
         register_adv_est("test_prompts")(lambda *, prompts: (prompts, prompts))
     with pytest.raises(ValueError, match="'gae' needs values"):
         call_adv_estimator("gae", {"token_level_rewards": FULL, "response_mask": FULL})
-    with pytest.raises(ValueError, match=r"be in \[0, 1\]"):
-        call_adv_estimator("gae", everything(2, 2) | {"gamma": 1.5})
+    for name in ("gae", "reinforce_plus_plus"):
+        with pytest.raises(ValueError, match=r"be in \[0, 1\]"):
+            call_adv_estimator(name, everything(2, 2) | {"gamma": 1.5})

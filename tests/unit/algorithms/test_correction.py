@@ -37,6 +37,8 @@ def test_truncation_masking_and_products() -> None:
     assert rows(correct(rollout_is="token", rollout_is_threshold=2.0).weights) == [[1, 2, 0.2], [1.5, 1, 0]]
     assert rows(correct(rollout_is="token", rollout_is_threshold="0.5_2").weights) == [[1, 0, 0], [1.5, 1, 0]]
     assert rows(correct(rollout_is="token", rollout_is_threshold="0_2").weights) == [[1, 0, 0.2], [1.5, 1, 0]]
+    assert rows(correct(rollout_is="token", rollout_is_threshold="0.5_1").weights) == [[1, 0, 0], [0, 1, 0]]
+    assert rows(correct(rollout_is="token", rollout_is_threshold="1_2").weights) == [[1, 0, 0], [1.5, 1, 0]]
     assert rows(correct(rollout_is="sequence").weights) == [[0.6] * 3, [1.5, 1.5, 0]]
     assert correct(rollout_is=None).weights is None
 
@@ -49,6 +51,42 @@ def test_batch_normalisation_makes_the_mean_1() -> None:
     sequence = correct(rollout_is="sequence", rollout_is_batch_normalize=True).weights
     assert sequence is not None
     assert sequence[:, 0].mean().item() == pytest.approx(1)
+
+
+def test_a_ratio_is_at_most_exp_20_and_no_weights_at_all_stay_0() -> None:
+    huge = correct(RATIO * math.exp(30), rollout_is="token", rollout_is_threshold=9e8).weights
+    assert huge is not None
+    assert huge[MASK.bool()].tolist() == pytest.approx([math.exp(20)] * 5)
+    rejected = correct(RATIO * math.exp(30), rollout_rs="token_k3", rollout_rs_threshold=2.0).metrics
+    assert rejected["rollout_corr/rollout_rs_token_k3_max"] == pytest.approx(math.exp(20) - 21)
+    none = correct(rollout_is="token", rollout_is_threshold="5_6", rollout_is_batch_normalize=True)
+    assert rows(none.weights) == [[0, 0, 0], [0, 0, 0]]
+    assert none.metrics["rollout_corr/rollout_is_batch_norm_factor"] == 1
+
+
+def test_metrics_of_truncated_weights_by_hand() -> None:
+    """Weights [1, 2, 0.2] and [1.5, 1]; the ratios are out of (1/2, 2) at one token above and at one below."""
+    metrics = correct(rollout_is="token", rollout_is_threshold=2.0).metrics
+    got = {name.rpartition("rollout_is_")[2]: value for name, value in metrics.items() if "rollout_is_" in name}
+    mean, square, low, high = 5.7 / 5, (1 + 4 + 0.04 + 2.25 + 1) / 5, 3.2 / 3, 1.25
+    expected = {"mean": mean, "max": 2, "min": 0.2, "std": (square - mean**2) ** 0.5}
+    expected |= {"eff_sample_size": mean**2 / square, "ratio_fraction_high": 0.2, "ratio_fraction_low": 0.2}
+    expected |= {"seq_mean": (low + high) / 2, "seq_std": (high - low) / 2**0.5, "seq_max": high, "seq_min": low}
+    expected |= {"seq_max_deviation": 0.25, "seq_fraction_high": 0, "seq_fraction_low": 0}
+    assert got == pytest.approx(expected)
+    assert not any("rollout_rs" in name for name in metrics)
+
+
+def test_shares_out_of_an_interval_of_weights() -> None:
+    ratio = torch.tensor([[1.0, 8.0, 0.3], [0.4, 0.4, 1.0]], dtype=torch.float64)
+    metrics = correct(ratio, rollout_is="token", rollout_is_threshold="0.5_3").metrics
+    prefix = "rollout_corr/rollout_is"
+    assert metrics[f"{prefix}_oob_ratio"] == pytest.approx(4 / 5)
+    assert metrics[f"{prefix}_ratio_fraction_low"] == pytest.approx(3 / 5)
+    assert metrics[f"{prefix}_ratio_fraction_high"] == pytest.approx(1 / 5)
+    assert metrics[f"{prefix}_seq_fraction_high"] == metrics[f"{prefix}_seq_fraction_low"] == 0.5  # 9.3 / 3 and 0.4
+    no_floor = correct(ratio, rollout_is="token", rollout_is_threshold="0_3").metrics
+    assert no_floor[f"{prefix}_ratio_fraction_low"] == no_floor[f"{prefix}_seq_fraction_low"] == 0
 
 
 @pytest.mark.parametrize(
@@ -71,6 +109,24 @@ def test_batch_normalisation_makes_the_mean_1() -> None:
 )
 def test_rejection(mode: str, threshold: Any, kept: list[list[int]]) -> None:
     assert correct(rollout_rs=mode, rollout_rs_threshold=threshold).response_mask.tolist() == kept
+
+
+@pytest.mark.parametrize(("limit", "kept"), [(0.9, [0, 0, 0, 0]), (2.0, [1, 0, 0, 0]), (2.6, [1, 1, 0, 0])])
+def test_the_second_moment_is_that_of_all_kept_tokens(limit: float, kept: list[int]) -> None:
+    """Squares 1 and 4: the mean of both is 2.5. Tokens outside the mask do not lower it."""
+    ratio, mask = torch.tensor([[1.0, 2.0, 0.0, 0.0]]).double().exp(), torch.tensor([[1, 1, 0, 0]])
+    assert correct(ratio, mask, rollout_rs="token_m2", rollout_rs_threshold=limit).response_mask.tolist() == [kept]
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("outside", [math.nan, 50.0])
+def test_nothing_outside_the_mask_matters(level: str, outside: float) -> None:
+    settings = {"rollout_is": level, "rollout_rs": ",".join(REJECTION_MODES), "rollout_rs_threshold": 2.0}
+    settings |= {"rollout_is_batch_normalize": True, "rollout_token_veto_threshold": 0.1}
+    clean, dirty = correct(**settings), correct(RATIO.where(MASK.bool(), torch.tensor(outside)), **settings)
+    assert rows(dirty.weights) == rows(clean.weights)
+    assert torch.equal(dirty.response_mask, clean.response_mask)
+    assert dirty.metrics == clean.metrics
 
 
 def test_metrics_show_how_much_was_rejected() -> None:
@@ -159,6 +215,29 @@ def test_bypass_mode_normalises_the_weights_over_its_rows() -> None:
     assert rows(weights * MASK) == rows(torch.tensor([[1.0, 2.0, 0.2], [1.5, 1.0, 0.0]]) / (5.7 / 5))
 
 
+def test_bypass_mode_without_weights_is_reinforce() -> None:
+    """Also of a micro-batch with one token, whose metrics are of this token alone."""
+    correction = RolloutCorrectionConfig(bypass_mode=True, loss_type="reinforce")
+    one = torch.tensor([[0, 1, 0], [0, 0, 0]])
+    inputs = {"log_prob": RATIO.log() - 1, "old_log_prob": torch.full_like(RATIO, -1.0), "response_mask": one}
+    loss = bypass_mode(
+        **inputs, advantages=2 * torch.ones_like(RATIO), config=ActorConfig(), rollout_correction=correction
+    )
+    assert torch.equal(loss.per_token, -2 * inputs["log_prob"])
+    assert torch.equal(loss.mask, one)
+    for name in ("actor/ppo_kl", "rollout_corr/kl"):
+        total, count = loss.metrics[name]
+        assert (total / count).item() == pytest.approx(-math.log(3.0))
+
+
+def test_bypass_mode_hands_over_the_selected_tokens() -> None:
+    inputs = {"log_prob": RATIO.log() - 1, "old_log_prob": torch.full_like(RATIO, -1.0), "response_mask": MASK}
+    config = ActorConfig(policy_loss=PolicyLossConfig(loss_mode="clip_cov"))
+    selected = torch.tensor([[0, 1, 0], [1, 0, 0]])
+    loss = bypass_mode(**inputs, advantages=torch.ones_like(RATIO), config=config, selected=selected)
+    assert (loss.per_token == 0).tolist() == selected.bool().tolist()
+
+
 def test_bypass_mode_trains_the_loss_that_is_set_against_the_rollout() -> None:
     inputs = {"log_prob": RATIO.log() - 1, "old_log_prob": torch.full_like(RATIO, -1.0), "response_mask": MASK}
     config = ActorConfig(policy_loss=PolicyLossConfig(loss_mode="sapo"))
@@ -187,6 +266,26 @@ def test_mismatch_by_hand() -> None:
     assert metrics["chi2_seq"] == pytest.approx((math.e + math.exp(-2)) / 2 - 1)
 
 
+def test_ratios_of_the_diagnostics_are_at_most_exp_20() -> None:
+    ours, theirs = torch.tensor([[0.0, 0.0, 30.0]]), torch.zeros(1, 3)
+    metrics = mismatch_metrics(ours, theirs, torch.tensor([[1, 1, 1]]))
+    assert metrics["k3_kl"].item() == pytest.approx((math.exp(20) - 21) / 3)
+    assert metrics["chi2_token"].item() == pytest.approx((2 + math.exp(40)) / 3 - 1)
+    assert metrics["chi2_seq"].item() == pytest.approx(math.exp(40) - 1)
+
+
+@pytest.mark.parametrize(("num_tokens", "spread"), [(0, math.nan), (1, 0.0)])
+def test_probs_diff_of_too_few_tokens(num_tokens: int, spread: float) -> None:
+    ours, theirs = torch.tensor([[0.5, 0.2]]).log(), torch.tensor([[0.25, 0.9]]).log()
+    mask = torch.tensor([[num_tokens, 0]])
+    metrics = probs_diff_metrics(old_log_probs=ours, rollout_log_probs=theirs, response_mask=mask)
+    size = 0.25 if num_tokens else math.nan
+    prefix = "training/rollout_probs_diff"
+    expected = {f"{prefix}_valid": num_tokens, f"{prefix}_max": size, f"{prefix}_mean": size, f"{prefix}_std": spread}
+    expected["training/rollout_actor_probs_pearson_corr"] = math.nan
+    assert metrics == pytest.approx(expected, nan_ok=True)
+
+
 def test_probs_diff_by_hand() -> None:
     ours, theirs = torch.tensor([[0.5, 0.2, 0.9]]), torch.tensor([[0.4, 0.4, 0.1]])
     metrics = probs_diff_metrics(
@@ -199,5 +298,5 @@ def test_probs_diff_by_hand() -> None:
         old_log_probs=ours.log(), rollout_log_probs=(ours / 2).log(), response_mask=torch.ones(1, 3)
     )
     assert perfect["training/rollout_actor_probs_pearson_corr"] == pytest.approx(1)
-    nothing = probs_diff_metrics(old_log_probs=ours, rollout_log_probs=ours, response_mask=torch.zeros(1, 3))
-    assert nothing["training/rollout_probs_diff_valid"] == 0
+    opposed = probs_diff_metrics(old_log_probs=ours.log(), rollout_log_probs=(1 - ours).log(), response_mask=ours)
+    assert opposed["training/rollout_actor_probs_pearson_corr"] == pytest.approx(-1)

@@ -39,6 +39,25 @@ def test_forward_kl_over_the_teachers_likeliest_tokens(settings: dict[str, Any],
     assert sizes["teacher_mass"][0].tolist() == pytest.approx([0.75, 1.0])
 
 
+def test_an_estimate_is_reported_by_its_size() -> None:
+    scores = TeacherScores(loss_config(loss_mode="k1"), torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.5, -2.0]]))
+    values, sizes = divergence(scores)
+    assert (values.tolist(), sizes["abs_loss"].tolist()) == ([[0.5, 1.0]], [[0.5, 1.0]])
+    swapped = divergence(TeacherScores(scores.config, scores.teacher_log_probs, scores.log_probs))
+    assert (swapped[0].tolist(), swapped[1]["abs_loss"].tolist()) == ([[-0.5, -1.0]], [[0.5, 1.0]])
+
+
+def test_without_task_rewards_the_other_terms_have_no_share_even_at_0() -> None:
+    log_prob = torch.tensor([[-1.0]], requires_grad=True)
+    tensors = {"log_prob": log_prob, "old_log_prob": log_prob.detach(), "advantages": torch.zeros(1, 1)}
+    config = loss_config(loss_mode="k2", use_policy_gradient=False, use_task_rewards=False)
+    scores = TeacherScores(config, log_prob, torch.tensor([[-1.5]]))
+    result = actor_loss(ActorConfig(), **tensors, response_mask=torch.ones(1, 1), teacher=scores)
+    assert result.total.item() == pytest.approx(0.125)
+    assert torch.autograd.grad(result.total, log_prob)[0].item() == pytest.approx(0.5)
+    assert result.metrics["distillation/abs_loss"] == (0.125, 1)
+
+
 def test_a_forward_kl_that_the_missing_tail_makes_negative_is_0() -> None:
     scores = TeacherScores(loss_config(loss_mode="forward_kl_topk"), logs([[0.6, 0.4]]), logs([[0.3, 0.2]]))
     assert divergence(scores)[0].tolist() == [[0.0]]

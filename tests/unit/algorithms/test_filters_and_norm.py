@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from rlsys.algorithms.filters import informative_groups, overlong_penalty, pf_ppo_rows
-from rlsys.algorithms.groups import normalize
+from rlsys.algorithms.groups import normalize, num_groups
 from rlsys.config.schema.algorithm import NormConfig, OverlongConfig, PFPPOConfig
 
 
@@ -29,7 +29,9 @@ def test_pf_ppo_resamples_by_reward() -> None:
     drawn = torch.bincount(rows % 4, minlength=4) / len(rows)
     assert drawn.tolist() == pytest.approx([0, 1 / 11, 9 / 11, 1 / 11], abs=0.03)
     assert torch.equal(rows, pf_ppo_rows(scores.repeat(500), power, seed=1))
-    assert set(pf_ppo_rows(scores, PFPPOConfig(reweight_method="max_min"), seed=0).tolist()) <= {0, 2}
+    assert torch.equal(rows, pf_ppo_rows(-scores.repeat(500), PFPPOConfig(weight_pow=2.0), seed=1))
+    extremes = pf_ppo_rows(scores.repeat(500), PFPPOConfig(reweight_method="max_min")) % 4
+    assert (torch.bincount(extremes, minlength=4) / 2000).tolist() == pytest.approx([0.5, 0, 0.5, 0], abs=0.04)
     best = (pf_ppo_rows(scores.repeat(500), PFPPOConfig(reweight_method="max_random")) % 4 == 2).double().mean()
     assert best.item() == pytest.approx(4 / 7, abs=0.04)
     with pytest.raises(ValueError, match="reweight_method"):
@@ -85,6 +87,19 @@ def test_normalisation_equals_a_loop(
     got = normalize(scores, settings, group_ids=ids)
     expected = loop(scores.unsqueeze(1), torch.ones(6, 1), ids, settings)[:, 0]
     torch.testing.assert_close(got, expected)
+
+
+def test_a_group_without_tokens_is_0_and_not_nan() -> None:
+    values, mask, ids = torch.tensor([[1.0], [3.0], [5.0]]), torch.tensor([[1], [1], [0]]), torch.tensor([0, 0, 1])
+    for leave1out, lead in ((False, 1), (True, 2)):
+        settings = NormConfig(mean_level="group", std_level=None, mean_leave1out=leave1out)
+        assert normalize(values, settings, group_ids=ids, mask=mask).tolist() == [[-lead], [lead], [0]]
+
+
+def test_an_empty_batch_has_no_groups() -> None:
+    none = torch.empty(0, dtype=torch.int64)
+    assert num_groups(none) == 0
+    assert informative_groups(torch.empty(0), none).tolist() == []
 
 
 def test_a_group_of_one_is_left_in_peace() -> None:

@@ -68,6 +68,10 @@ def test_the_expected_gradient_of_k3_plus_is_that_of_the_kl_and_of_k3_is_not() -
 def test_k3_is_bounded_and_unknown_kinds_are_refused() -> None:
     far = kl_penalty(torch.tensor([[-50.0]]), torch.tensor([[-1.0]]), "k3")
     assert far.item() == 10
+    log_prob = torch.tensor([[-300.0, -1.0]], requires_grad=True)
+    kl_penalty(log_prob, torch.tensor([[-1.0, -300.0]]), "k3").sum().backward()
+    assert log_prob.grad is not None
+    assert log_prob.grad.tolist() == [[0, 0]]  # exp(299) is no float32
     with pytest.raises(ValueError, match="low_var_kl"):
         kl_penalty(torch.zeros(1, 1), torch.zeros(1, 1), "k4")
 
@@ -92,6 +96,9 @@ def test_adaptive_controller_by_hand_and_through_a_checkpoint() -> None:
     controller.update(current_kl=600.0, n_steps=10)
     value = 0.2 * 1.01 * (1 + 0.2 * 0.1)
     assert controller.value == pytest.approx(value)
+    controller.update(current_kl=0.0, n_steps=10)
+    value *= 1 - 0.2 * 0.1
+    assert controller.value == pytest.approx(value)
     resumed = KLController(config)
     resumed.load_state_dict(controller.state_dict())
     assert resumed.value == controller.value
@@ -100,6 +107,7 @@ def test_adaptive_controller_by_hand_and_through_a_checkpoint() -> None:
 def test_fixed_controller_stays() -> None:
     controller = KLController(KLControlConfig(kl_coef=0.3))
     controller.update(current_kl=100.0, n_steps=10)
+    controller.load_state_dict({"value": 0.7})
     assert controller.value == 0.3
     for wrong in ({"type": "adaptve"}, {"type": "adaptive", "horizon": 0}):
         with pytest.raises(ValueError, match=r"type|horizon"):

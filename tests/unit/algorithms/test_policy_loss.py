@@ -98,6 +98,15 @@ def test_losses_of_one_token_equal_their_formulas(ratio: float, advantage: float
         assert one(name, ratio, a) == pytest.approx(value, rel=1e-6, abs=1e-9), name
 
 
+def test_huge_ratios_are_bounded() -> None:
+    assert one("gspo", math.exp(12), -2.0) == pytest.approx(2 * math.exp(10))
+    falling = torch.full((1, 1), -30.0)
+    loss = vanilla(
+        log_prob=falling, old_log_prob=0 * falling, advantages=falling, response_mask=torch.ones(1, 1), config=CONFIG
+    )
+    assert loss.metrics["actor/ppo_kl"] == (20, 1)
+
+
 def test_sequence_losses_use_the_geometric_mean_of_the_row() -> None:
     log_ratio = torch.tensor([[0.1, 0.5, 9.0]], dtype=torch.float64)
     mask = torch.tensor([[1, 1, 0]])
@@ -113,6 +122,9 @@ def test_sequence_losses_use_the_geometric_mean_of_the_row() -> None:
     geometric = call_policy_loss("geo_mean", **(inputs | {"config": wide}))
     assert geometric.per_token[0, :2].tolist() == pytest.approx([2 * math.exp(0.3)] * 2)
     assert geometric.agg_mode == "seq-mean-token-mean"
+    weights = torch.tensor([[0.0, 4.0, 9.0]], dtype=torch.float64)
+    weighted = call_policy_loss("geo_mean", **(inputs | {"config": wide, "rollout_is_weights": weights}))
+    assert weighted.per_token[0, 0].item() == pytest.approx(2 * math.exp(0.3) * (1e-10 * 4) ** 0.5, rel=1e-6)
 
 
 def test_gradients_reach_only_the_tokens_that_each_loss_means() -> None:
@@ -231,6 +243,22 @@ def test_the_terms_of_the_objective_add_up() -> None:
     assert result.count == mask.sum().item()
     assert result.metrics["actor/kl_loss"][0] == pytest.approx(kl.item())
     assert result.metrics["actor/entropy"][0] == pytest.approx((inputs["entropy"] * mask).sum().item())
+    k3 = actor_loss(actor_config(use_kl_loss=True), **plain, ref_log_prob=inputs["ref_log_prob"]).metrics
+    log_ratio = (inputs["ref_log_prob"] - inputs["log_prob"])[mask.bool()]  # q / p - log(q / p) - 1
+    assert k3["actor/kl_loss"][0] == pytest.approx((log_ratio.exp() - log_ratio - 1).clamp(max=10).sum().item())
+
+
+def test_the_objective_divides_by_the_scale_and_bypasses_only_when_asked() -> None:
+    plain = {k: v for k, v in batch().items() if k in ("log_prob", "old_log_prob", "advantages", "response_mask")}
+    by_row, scaled = (
+        actor_loss(actor_config(loss_agg_mode=mode, loss_scale_factor=10.0), **plain)
+        for mode in ("seq-mean-token-sum", "seq-mean-token-sum-norm")
+    )
+    torch.testing.assert_close(scaled.total, by_row.total / 10)
+    rejects = RolloutCorrectionConfig(rollout_rs="token_k2", rollout_rs_threshold="0.02")
+    with_correction = actor_loss(CONFIG, **plain, rollout_correction=rejects)
+    assert with_correction.total == actor_loss(CONFIG, **plain).total
+    assert not any(name.startswith("rollout_corr/") for name in with_correction.metrics)
 
 
 def test_metrics_are_exact_counts() -> None:
@@ -247,6 +275,40 @@ def test_metrics_are_exact_counts() -> None:
     assert result.metrics["actor/pg_clipfrac"] == (1, 4)
     assert result.metrics["actor/pg_clipfrac_lower"] == (1, 4)
     assert result.metrics["actor/ppo_kl"] == (-3, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "clipped", "lower"),
+    [
+        ("vanilla", 3, 1),
+        ("gspo", 3, 0),  # the row's ratio is 2 ** 0.4
+        ("cispo", 5, 0),
+        ("sapo", 0, 0),
+        ("gpg", 0, 0),
+        ("geo_mean", 3, 2),
+        ("dro", 0, 0),
+        ("dppo_tv", 3, 1),
+        ("dppo_kl", 3, 1),
+        ("clip_cov", 1, None),
+        ("kl_cov", None, None),
+    ],
+)
+def test_metrics_of_every_loss_by_hand(name: str, clipped: int | None, lower: int | None) -> None:
+    """Five tokens and one outside the mask; a bound of 0.04 below and 0.08 above, of 3 for the dual clip."""
+    ratio = torch.tensor([[0.5, 0.5, 2.0, 4.0, 2.0, 9.0]], dtype=torch.float64)
+    loss = call_policy_loss(
+        name,
+        log_prob=(0.2 * ratio).log().requires_grad_(),
+        old_log_prob=torch.full_like(ratio, 0.2).log(),
+        advantages=torch.tensor([[1.0, -1.0, 1.0, -1.0, 1.0, 1.0]], dtype=torch.float64),
+        response_mask=torch.tensor([[1, 1, 1, 1, 1, 0]]),
+        config=actor_config(name, clip_ratio_low=0.04, clip_ratio_high=0.08),
+        selected=torch.tensor([[0, 0, 1, 0, 0, 1]]),
+    )
+    kl = (6 if name == "kl_cov" else -2) * math.log(2)
+    expected = {"ppo_kl": (pytest.approx(kl), 5), "pg_clipfrac": (clipped, 5), "pg_clipfrac_lower": (lower, 5)}
+    assert loss.metrics == {f"actor/{key}": pair for key, pair in expected.items() if pair[0] is not None}
+    assert not any(total.requires_grad for total, _ in loss.metrics.values())
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
@@ -301,6 +363,16 @@ class TestCovarianceLosses:
         adv, logp, on = inputs["advantages"], inputs["old_log_prob"], mask.bool()
         covariance = (adv - adv[on].mean()) * (logp - logp[on].mean())
         assert ((covariance[first] > 0.1) & (covariance[first] < 1.0)).all()
+
+    @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+    def test_at_least_one_token_is_selected(self, name: str) -> None:
+        loss = PolicyLossConfig(
+            loss_mode=name, clip_cov_ratio=1e-6, clip_cov_lb=0.0, clip_cov_ub=9.0, kl_cov_ratio=1e-6
+        )
+        keys = {"old_log_probs": batch()["old_log_prob"], "advantages": batch()["advantages"]}
+        chosen = select_tokens(ActorConfig(policy_loss=loss), **keys, response_mask=batch()["response_mask"], seed=0)
+        assert chosen is not None
+        assert chosen.sum() == 1
 
     def test_selected_tokens_have_no_gradient_in_clip_cov(self) -> None:
         inputs = batch()

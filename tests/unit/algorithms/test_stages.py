@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlsys.algorithms.filters import pf_ppo_rows
 from rlsys.algorithms.kl import KLController
 from rlsys.algorithms.stages import (
     add_selected_tokens,
@@ -123,6 +124,21 @@ def test_what_is_missing_is_named(estimator: str, missing: str) -> None:
             advantages_of(batch, "gdpo", gdpo_reward_keys=(key,))
 
 
+def test_the_weights_of_gdpo_weigh_its_parts() -> None:
+    batch = rewards_from_scores(make())
+    batch.non_tensor_batch["acc"] = np.array([1, 1, 0, 0], dtype=object)
+    keys: dict[str, Any] = {"gdpo_reward_keys": ("acc", "part"), "adv_norm": NormConfig(std_level="batch", eps=1e-9)}
+    second, part = (
+        values(advantages_of(batch, "gdpo", **(keys | changed)), "advantages")
+        for changed in ({"gdpo_reward_weights": (0.0, 3.0)}, {"gdpo_reward_keys": ("part",)})
+    )
+    torch.testing.assert_close(second, part)
+    both = values(advantages_of(batch, "gdpo", **keys), "advantages")
+    ones = values(advantages_of(batch, "gdpo", **keys, gdpo_reward_weights=(1.0, 1.0)), "advantages")
+    assert torch.equal(both, ones)
+    assert not torch.allclose(both, part)
+
+
 def test_adv_norm_replaces_the_whitening_of_gae() -> None:
     batch = rewards_from_scores(make())
     whitened = values(advantages_of(batch, "gae"), "advantages")
@@ -136,13 +152,13 @@ def test_adv_norm_replaces_the_whitening_of_gae() -> None:
 
 def test_pf_ppo_resamples_rows_with_everything_that_belongs_to_them() -> None:
     batch = rewards_from_scores(make())
-    done = advantages_of(batch, "gae", use_pf_ppo=True, pf_ppo=PFPPOConfig(weight_pow=8.0), seed=3)
+    done = advantages_of(batch, "gae", use_pf_ppo=True, pf_ppo=PFPPOConfig(weight_pow=0.5), seed=3)
     plain = advantages_of(batch, "gae")
-    for row in range(4):
-        scores = values(plain, "token_level_scores")
-        source = int((scores == values(done, "token_level_scores")[row]).all(dim=1).nonzero()[0])
-        assert torch.equal(values(done, "advantages")[row], values(plain, "advantages")[source])
-        assert done.non_tensor_batch["uid"][row] == plain.non_tensor_batch["uid"][source]
+    drawn = pf_ppo_rows(torch.tensor([1.0, 0.0, 0.5, 0.25]), PFPPOConfig(weight_pow=0.5), seed=3)
+    assert len(set(drawn.tolist())) < 4  # some row is drawn twice
+    for name in ("token_level_scores", "advantages", "response_mask"):
+        assert torch.equal(values(done, name), values(plain, name)[drawn])
+    assert done.non_tensor_batch["uid"].tolist() == plain.non_tensor_batch["uid"][drawn.numpy()].tolist()
 
 
 def test_kl_penalty_lowers_the_reward_and_moves_the_controller() -> None:
@@ -158,6 +174,27 @@ def test_kl_penalty_lowers_the_reward_and_moves_the_controller() -> None:
     assert controller.value != 0.1
 
 
+def test_the_controller_counts_rows_and_not_missing_branches() -> None:
+    """Four rows are two episodes of two; the second branch of the second one is missing."""
+    mask = torch.tensor([[1, 1], [1, 0], [1, 1], [0, 0]])
+    columns = {"old_log_probs": torch.tensor([[-1.0, -1.0]] * 4), "ref_log_prob": torch.tensor([[-1.3, -1.3]] * 4)}
+    scores = torch.zeros(4, 2)
+    batch = DataProto.from_dict({**columns, "token_level_scores": scores, "response_mask": mask})
+    batch.meta_info["rows_per_episode"] = 2
+    controller = KLController(KLControlConfig(type="adaptive", kl_coef=0.1, target_kl=0.25, horizon=10))
+    done, metrics = apply_kl_penalty(batch, controller)
+    assert metrics["actor/reward_kl_penalty"] == pytest.approx(0.3)
+    assert controller.value == pytest.approx(0.1 * (1 + 0.2 * 3 / 10))
+    assert done.meta_info == {"rows_per_episode": 2}
+
+
+def test_a_missing_column_is_named() -> None:
+    batch = make()
+    batch.pop(batch_keys=["ref_log_prob"])
+    with pytest.raises(ValueError, match=r"no 'ref_log_prob', only old_log_probs, response_mask"):
+        apply_kl_penalty(batch, KLController(KLControlConfig()))
+
+
 def test_rollout_correction_adds_weights_and_shrinks_the_mask() -> None:
     batch = make()
     settings = RolloutCorrectionConfig(rollout_is="token", rollout_rs="token_k2", rollout_rs_threshold="0.3")
@@ -165,6 +202,8 @@ def test_rollout_correction_adds_weights_and_shrinks_the_mask() -> None:
     assert values(done, "rollout_is_weights").shape == (4, 3)
     assert values(done, "response_mask").sum() < values(batch, "response_mask").sum()
     assert all(name.startswith("rollout_corr/") for name in metrics)
+    rejects = RolloutCorrectionConfig(rollout_rs="token_k2", rollout_rs_threshold="0.3")
+    assert "rollout_is_weights" not in apply_rollout_correction(batch, rejects)[0].tensors
     bypass, nothing = apply_rollout_correction(batch, RolloutCorrectionConfig(bypass_mode=True))
     assert torch.equal(values(bypass, "old_log_probs"), values(batch, "rollout_log_probs"))
     assert nothing == {}
@@ -192,6 +231,24 @@ def test_rewards_are_shaped_in_areals_order() -> None:
     assert plain == pytest.approx([4, 0, -4])
     zeroed = shaped([1.0, 1.0, 0.6], reward_norm=NormConfig(mean_level="batch"), mask_no_eos_with_zero=True)
     assert zeroed == pytest.approx([1 - 2.6 / 3, 1 - 2.6 / 3, 0])
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"reward_bias": 1.0}, [2, 1, 1.5, 1.25]),
+        ({"reward_scaling": 4.0}, [4, 0, 2, 1]),
+        ({"reward_clip": 0.75}, [0.75, 0, 0.5, 0.25]),
+        ({"reward_norm": NormConfig(mean_level="group")}, [0.5, -0.5, 0.125, -0.125]),
+        ({"mask_no_eos_with_zero": True}, [0, 0, 0.5, 0.25]),
+    ],
+)
+def test_every_key_of_the_reward_alone_shapes_it(keys: dict[str, Any], expected: list[float]) -> None:
+    batch = make()
+    del batch.non_tensor_batch["uid"]
+    batch.non_tensor_batch["finish_reason"] = np.array(["length", "stop", "stop", "stop"], dtype=object)
+    done = shape_batch_rewards(batch, AlgorithmConfig(**keys), num_repeat=2)
+    assert values(done, "token_level_scores").sum(1).tolist() == pytest.approx(expected)
 
 
 def test_truncation_is_read_from_the_finish_reason() -> None:

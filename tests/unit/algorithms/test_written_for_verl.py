@@ -134,3 +134,9 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         register_adv_est("verl_other")(lambda token_level_rewards, response_mask, prompts, **kwargs: None)
     with pytest.raises(ValueError, match="'args' must be a keyword argument"):
         register_adv_est("verl_other")(lambda *args: None)
+
+
+def test_the_scalar_loss_takes_a_constant_and_is_0_without_tokens() -> None:
+    losses, mask = torch.tensor([[1.0, 2.0], [3.0, 9.0]]), torch.tensor([[1, 1], [1, 0]])
+    assert agg_loss(losses, mask, "seq-mean-token-sum-norm", loss_scale_factor=10).item() == pytest.approx(6 / 2 / 10)
+    assert agg_loss(losses, torch.zeros_like(mask), "token-mean").item() == 0
