@@ -124,6 +124,13 @@ def test_what_is_missing_is_named(estimator: str, missing: str) -> None:
             advantages_of(batch, "gdpo", gdpo_reward_keys=(key,))
 
 
+def test_an_estimator_without_groups_takes_rows_one_by_one() -> None:
+    batch = rewards_from_scores(make(row_weights=torch.full((4,), 0.5)))
+    plain = values(advantages_of(batch, "gae"), "returns")
+    batch.meta_info["rows_per_episode"] = 2
+    assert torch.equal(values(advantages_of(batch, "gae"), "returns"), plain)
+
+
 def test_the_weights_of_gdpo_weigh_its_parts() -> None:
     batch = rewards_from_scores(make())
     batch.non_tensor_batch["acc"] = np.array([1, 1, 0, 0], dtype=object)

@@ -253,6 +253,19 @@ def test_a_row_over_the_budget_is_named_on_its_rank_and_reported_on_the_others()
         micro_batches([5], 10, agree=lambda count: TOO_LONG)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "sums"),
+    [
+        ([4, 5, 3, 2, 2, 4], [10, 10]),  # best-fit-decreasing needs three
+        ([5, 1, 7, 7, 8, 2, 1, 8], [8, 8, 8, 8, 7]),  # nothing but 1 and 2 fits beside 7, 8 and 5: five, balanced
+        ([5, 9, 3, 4, 8, 2, 3, 4], [10, 10, 9, 9]),  # 38 tokens do not fit in three
+        ([0, 0], [0]),
+    ],
+)
+def test_micro_batches_are_few_and_balanced(lengths: list[int], sums: list[int]) -> None:
+    assert [sum(lengths[row] for row in part) for part in micro_batches(lengths, 10)] == sums
+
+
 def test_full_budget_is_used() -> None:
     rng = np.random.default_rng(0)
     lengths = rng.lognormal(7, 0.8, 1024).clip(1, 4096).astype(int)
