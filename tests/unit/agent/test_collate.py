@@ -17,7 +17,7 @@ from rlsys.algorithms.stages import (
     shape_batch_rewards,
 )
 from rlsys.config.schema.algorithm import AlgorithmConfig, KLControlConfig, NormConfig
-from rlsys.protocol import DataProto, object_array
+from rlsys.protocol import IMAGES, DataProto, object_array
 from rlsys.types import Finish, ModelResponse
 
 REWARDS = [1.0, 0.0, 0.5, 1.0, 0.25, 0.0]
@@ -64,6 +64,25 @@ def test_every_branch_is_a_row_and_every_drawn_token_is_trained_once(whole: Data
     assert [len(part.tensors) for part in (first_rows(whole), whole)] == [6, 18]
 
 
+def test_the_columns_of_an_episode_of_two_turns() -> None:
+    """Prompt 10 11, drawn 20 21, given 30, drawn 40."""
+    tensors = batch_of([episode(1, 1.0)]).tensors
+    assert {name: tensors[name][0].tolist() for name in sorted(tensors.keys())} == {
+        "attention_mask": [0, 1, 1, 1, 1, 1, 1, 0],
+        "input_ids": [0, 10, 11, 20, 21, 30, 40, 0],
+        "position_ids": [0, 0, 1, 2, 3, 4, 5, 0],
+        "prompts": [0, 10, 11],
+        "response_mask": [1, 1, 0, 1, 0],
+        "responses": [20, 21, 30, 40, 0],
+        "rollout_log_probs": [-0.5, -0.5, 0, -0.5, 0],
+        "rollout_sampled_log_probs": [-0.5, -0.5, 0, -0.5, 0],
+        "row_weights": 1,
+        "token_level_scores": [0, 0, 0, 1, 0],
+        "turn_ids": [0, 0, -1, 1, -1],
+        "weight_versions": [3, 3, -1, 3, -1],
+    }
+
+
 def test_a_batch_without_branches_is_left_alone_and_too_many_rows_are_counted() -> None:
     single = batch_of([episode(1, 1.0), episode(0, 0.0)])
     assert with_branches(single, max_rows=8) is single
@@ -73,6 +92,9 @@ def test_a_batch_without_branches_is_left_alone_and_too_many_rows_are_counted() 
     one = with_branches(batch_of([episode(4, 1.0), episode(2, 0.0)]), max_rows=1)
     assert len(one) == 2
     assert one.meta_info["source_metrics"] == {"agent/untrained_rows": 4.0}
+    without_agents = DataProto.from_dict({"response_mask": torch.ones(2, 3)})
+    assert first_rows(without_agents) is with_branches(without_agents, max_rows=8) is without_agents
+    assert IMAGES not in single.non_tensor_batch
 
 
 def test_branches_that_episodes_lack_do_not_lower_the_kl_of_the_reward(whole: DataProto) -> None:

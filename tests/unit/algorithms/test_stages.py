@@ -281,9 +281,23 @@ def test_filter_groups_keeps_rows_in_order() -> None:
     batch.non_tensor_batch["text"] = np.array(["a", "b", "c", "d"], dtype=object)
     batch.non_tensor_batch["part"][1] = None
     for metric in ("text", "part", "other"):
-        known = "choose from seq_reward, score, seq_final_reward, acc"
+        known = "choose from seq_reward, score, seq_final_reward, acc$"
         with pytest.raises(ConfigError, match=rf"filter_groups\.metric={metric} is not a number of every.*{known}"):
             filter_groups(batch, metric=metric)
+
+
+def test_a_group_is_named_by_the_whole_uid() -> None:
+    batch = rewards_from_scores(make())
+    batch.non_tensor_batch["uid"] = np.array(["m/1", "m/1", "m/2", "m/2"], dtype=object)
+    batch.non_tensor_batch["acc"] = np.array([1, 0, 1, 1], dtype=object)
+    kept, metrics = filter_groups(batch, metric="acc")
+    assert kept.non_tensor_batch["uid"].tolist() == ["m/1", "m/1"]
+    assert metrics == {"training/filter_groups_kept": 1.0, "training/filter_groups_dropped": 1.0}
+    batch.non_tensor_batch["uid"] = np.array(["a", "b", "c", "d"], dtype=object)
+    batch.tensors["response_mask"][2:] = 0
+    kept, metrics = filter_groups(batch, metric="acc")
+    assert kept.non_tensor_batch["uid"].tolist() == ["a", "b"]
+    assert metrics == {"training/filter_groups_kept": 2.0, "training/filter_groups_dropped": 2.0}
 
 
 def test_selected_tokens_are_added_for_the_covariance_losses_only() -> None:

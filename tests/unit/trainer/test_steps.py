@@ -1,5 +1,6 @@
 """The verbs of a step, with groups that return fixed numbers."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -65,7 +66,7 @@ class Scorer:
         return self.answer(data, "rm", rm_scores=1.5)
 
     def update_actor(self, data: DataProto) -> DataProto:
-        self.columns["update"] = set(data.tensors.keys())
+        self.columns |= {"update": set(data.tensors.keys()), "objects": set(data.non_tensor_batch)}
         return DataProto(meta_info={"metrics": {"actor/loss": [1.0, 3.0]}})
 
 
@@ -115,8 +116,11 @@ def test_without_a_reference_group_the_actor_scores_for_it() -> None:
 
 
 def test_a_reward_model_adds_to_the_graders_scores() -> None:
-    steps, _, _ = steps_of(config(), rm=True)
+    steps, scorer, _ = steps_of(config(), rm=True)
     assert steps.reward_model_scores(rows()).tensors["token_level_scores"][0].tolist() == [0.0, 4.0]
+    own_tokens = replace(steps, reward_rows=lambda batch: batch.select(batch_keys=["responses"]))
+    own_tokens.reward_model_scores(rows())
+    assert scorer.columns["rm"] == {"responses"}
     plain, _, _ = steps_of(config())
     assert plain.reward_model_scores(rows()).tensors["token_level_scores"][0].tolist() == [0.0, 1.0]
 
@@ -126,7 +130,9 @@ def test_the_actor_is_sent_what_the_loss_reads() -> None:
     batch = steps.advantages(steps.old_log_probs(rows()))
     steps.update_actor(batch)
     assert metrics["actor/loss"] == 2.0
+    assert metrics["training/rollout_probs_diff_mean"] == pytest.approx(np.exp(-1) - np.exp(-2))
     assert {"advantages", "old_log_probs", "rollout_log_probs"} <= scorer.columns["update"]
+    assert scorer.columns["objects"] == set(), "neither uids nor texts travel"
     assert not {"token_level_scores", "returns", "values"} & scorer.columns["update"]
 
 
@@ -142,6 +148,29 @@ def test_balancing_counts_tokens_and_keeps_the_temperature() -> None:
     assert metrics["rollout/num_gen_batches"] == 1.0
 
 
+@pytest.mark.parametrize(
+    ("settings", "size", "largest"),
+    [((), 1, 4), (("trainer.balance_batch=false",), 1, 6), ((), 2, 6)],
+    ids=["rows", "as they are", "episodes of two rows"],
+)
+def test_balancing_gives_ranks_as_many_tokens(settings: tuple[str, ...], size: int, largest: int) -> None:
+    steps, _, metrics = steps_of(config("trainer.n_gpus_per_node=2", *settings))
+    batch = rows()
+    batch.meta_info["rows_per_episode"] = size
+    batch.tensors["attention_mask"] = torch.tensor([[1, 1, 1], [1, 1, 1], [1, 0, 0], [1, 0, 0]])
+    batch.tensors["weight_versions"] = torch.zeros(4, 2)
+    batch.tensors["response_mask"][:] = 0
+    batch = steps.balance(batch, 1)
+    order = (batch.tensors["responses"][:, 0] // 2).tolist()
+    if largest == 4:
+        assert sorted(order) == [0, 1, 2, 3]
+        assert batch.tensors["attention_mask"].sum(1).view(2, 2).sum(1).tolist() == [4, 4]
+    else:
+        assert order == [0, 1, 2, 3]
+    assert (metrics["global_seqlen/max"], metrics["global_seqlen/balanced_max"]) == (6, largest)
+    assert "training/staleness" not in metrics, "no token is trained"
+
+
 def test_grpo_advantages_by_hand() -> None:
     batch = rows()
     batch.tensors["old_log_probs"] = torch.full((4, 2), -1.0)
@@ -149,6 +178,18 @@ def test_grpo_advantages_by_hand() -> None:
     deviation = 0.5**0.5  # of 1 and 0 with n - 1
     expected = 0.5 / (deviation + 1e-6)
     assert batch.tensors["advantages"][:, 0].tolist() == pytest.approx([expected, -expected, 0, 0])
+
+
+def test_pf_ppo_draws_other_rows_in_another_step() -> None:
+    cfg = config("algorithm.use_pf_ppo=true", "algorithm.pf_ppo.weight_pow=0.1")
+    drawn = []
+    for step in (1, 1, 2):
+        batch = rows((1.0, 0.8, 0.6, 0.4))
+        batch.meta_info["global_steps"] = step
+        batch.tensors["old_log_probs"] = torch.full((4, 2), -1.0)
+        out, _ = rewards_to_advantages(batch, cfg, KLController(KLControlConfig()))
+        drawn.append(out.tensors["responses"][:, 0].tolist())
+    assert drawn[0] == drawn[1] != drawn[2]
 
 
 def test_a_kl_penalty_lowers_rewards_where_the_policy_left_the_reference() -> None:
