@@ -76,7 +76,7 @@ def pad_rows(rows: Sequence[Sequence[float]], *, value: float, left: bool = Fals
 
 def position_ids(attention_mask: Tensor) -> Tensor:
     """Positions of the real tokens, 0 at pads."""
-    return (attention_mask.cumsum(-1) - 1).clamp(min=0) * attention_mask
+    return (attention_mask.cumsum(-1) - 1) * attention_mask
 
 
 def row_tensors(prompts: Tensor, prompt_mask: Tensor, responses: Tensor, response_mask: Tensor) -> dict[str, Tensor]:
