@@ -71,6 +71,7 @@ def test_masked_helpers_ignore_what_is_outside() -> None:
     assert masked_mean(values, mask).item() == 2
     assert masked_mean(values, mask, dim=1).tolist() == [2, 0]
     assert masked_whiten(values, mask)[0].tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5, 0])
+    assert masked_whiten(values, mask).dtype == torch.float32
     assert masked_whiten(torch.tensor([[5.0]]), torch.tensor([[1]])).tolist() == [[0]]
     placed = at_last_token(torch.tensor([7.0, 8.0]), torch.tensor([[1, 0, 1, 0], [0, 0, 0, 0]]))
     assert placed.tolist() == [[0, 0, 7, 0], [0, 0, 0, 0]]

@@ -62,6 +62,7 @@ def test_a_ratio_is_at_most_exp_20_and_no_weights_at_all_stay_0() -> None:
     none = correct(rollout_is="token", rollout_is_threshold="5_6", rollout_is_batch_normalize=True)
     assert rows(none.weights) == [[0, 0, 0], [0, 0, 0]]
     assert none.metrics["rollout_corr/rollout_is_batch_norm_factor"] == 1
+    assert none.metrics["rollout_corr/rollout_is_eff_sample_size"] == 0
 
 
 def test_metrics_of_truncated_weights_by_hand() -> None:
@@ -75,6 +76,12 @@ def test_metrics_of_truncated_weights_by_hand() -> None:
     expected |= {"seq_max_deviation": 0.25, "seq_fraction_high": 0, "seq_fraction_low": 0}
     assert got == pytest.approx(expected)
     assert not any("rollout_rs" in name for name in metrics)
+
+
+def test_equal_weights_have_no_deviation_and_no_nan() -> None:
+    """In float32 the mean square of 1.4 comes out below the squared mean."""
+    metrics = correct(torch.full((2, 3), 1.4), rollout_is="token").metrics
+    assert metrics["rollout_corr/rollout_is_std"] == pytest.approx(0, abs=1e-3)
 
 
 def test_shares_out_of_an_interval_of_weights() -> None:

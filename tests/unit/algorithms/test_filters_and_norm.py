@@ -29,7 +29,8 @@ def test_pf_ppo_resamples_by_reward() -> None:
     drawn = torch.bincount(rows % 4, minlength=4) / len(rows)
     assert drawn.tolist() == pytest.approx([0, 1 / 11, 9 / 11, 1 / 11], abs=0.03)
     assert torch.equal(rows, pf_ppo_rows(scores.repeat(500), power, seed=1))
-    assert torch.equal(rows, pf_ppo_rows(-scores.repeat(500), PFPPOConfig(weight_pow=2.0), seed=1))
+    size = PFPPOConfig(weight_pow=1.0)
+    assert torch.equal(pf_ppo_rows(-scores, size, seed=1), pf_ppo_rows(scores, size, seed=1))
     extremes = pf_ppo_rows(scores.repeat(500), PFPPOConfig(reweight_method="max_min")) % 4
     assert (torch.bincount(extremes, minlength=4) / 2000).tolist() == pytest.approx([0.5, 0, 0.5, 0], abs=0.04)
     best = (pf_ppo_rows(scores.repeat(500), PFPPOConfig(reweight_method="max_random")) % 4 == 2).double().mean()
