@@ -176,6 +176,19 @@ def test_a_turn_that_no_other_episode_of_the_group_has_is_not_compared() -> None
     assert out.tolist() == [[0.5, 0.5, 0.0, 0.0, 0.0], [-0.5, -0.5, 0.0, 0.0, 0.0]]
 
 
+def test_turns_are_compared_within_their_prompt() -> None:
+    """Of three prompts; the very first episode lacks the second turn."""
+    trace = Trace()
+    draw(trace, trace.give((10, 11)), (20, 21))
+    rewards = [[1.0, 0.0], [0.0, 1.0], [0.5, 0.25], [0.25, 0.5], [1.0, 1.0]]
+    episodes = [EpisodeResult(trace.rows(0.5), 0.5, "stop"), *(episode(1, sum(turns), turns) for turns in rewards)]
+    batch = rewards_from_scores(batch_of(episodes))
+    batch.non_tensor_batch["uid"] = object_array(["a", "a", "b", "b", "c", "c"])
+    out = compute_advantage(batch, AlgorithmConfig(adv_estimator="rloo", adv_unit="turn")).tensors["advantages"]
+    assert out[:, 0].tolist() == [-0.5, 0.5, 0.25, -0.25, -1.25, 1.25]
+    assert out[:, 3].tolist() == [0.0, 0.0, 0.75, -0.75, -0.5, 0.5]
+
+
 def test_failed_episodes_are_filtered_with_their_prompt() -> None:
     failed = EpisodeResult((), 0.0, "error")
     batch = batch_of([episode(1, 1.0), failed, episode(1, 1.0), episode(1, 1.0), failed, episode(1, 0.0)])

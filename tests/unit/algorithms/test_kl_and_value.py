@@ -128,6 +128,21 @@ def test_value_loss_by_hand() -> None:
     assert result.metrics["critic/vpred_mean"] == (4, 2)
 
 
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [("token-mean", 6 / 3), ("token-sum", 6 / (2 / 8)), ("seq-mean-token-sum-norm", 6 / 10 / 2)],
+)
+def test_the_value_loss_is_aggregated_as_the_policys(mode: str, expected: float) -> None:
+    """Errors of 2 at two tokens and at one more: halves of squares of 2 each; 2 of 8 rows, a scale of 10."""
+    zeros = torch.zeros(2, 2)
+    config = CriticConfig(loss_agg_mode=mode, loss_scale_factor=10.0, cliprange_value=9.0)  # pyrefly: ignore
+    mask = torch.tensor([[1, 1], [1, 0]])
+    loss = compute_value_loss(
+        vpreds=zeros + 2, returns=zeros, values=zeros, response_mask=mask, config=config, batch_rows=8
+    )
+    assert (loss.total / loss.count).item() == pytest.approx(expected)
+
+
 def test_value_gradient_is_that_of_finite_differences() -> None:
     draw = torch.Generator().manual_seed(0)
     vpreds, returns, values = (torch.randn(3, 4, generator=draw, dtype=torch.float64) for _ in range(3))

@@ -98,6 +98,11 @@ def test_losses_of_one_token_equal_their_formulas(ratio: float, advantage: float
         assert one(name, ratio, a) == pytest.approx(value, rel=1e-6, abs=1e-9), name
 
 
+def test_a_token_that_was_certain_may_become_a_little_less_so() -> None:
+    """Its KL is log(1 / 0.9), which is below the bound 0.2."""
+    assert one("dppo_kl", 0.9, -1.0, old=1.0) == pytest.approx(0.9 * math.log(0.9))
+
+
 def test_huge_ratios_are_bounded() -> None:
     assert one("gspo", math.exp(12), -2.0) == pytest.approx(2 * math.exp(10))
     falling = torch.full((1, 1), -30.0)
@@ -300,7 +305,7 @@ def test_metrics_of_every_loss_by_hand(name: str, clipped: int | None, lower: in
         name,
         log_prob=(0.2 * ratio).log().requires_grad_(),
         old_log_prob=torch.full_like(ratio, 0.2).log(),
-        advantages=torch.tensor([[1.0, -1.0, 1.0, -1.0, 1.0, 1.0]], dtype=torch.float64),
+        advantages=torch.tensor([[2.0, -1.0, 0.5, -1.0, 1.0, 1.0]], dtype=torch.float64),
         response_mask=torch.tensor([[1, 1, 1, 1, 1, 0]]),
         config=actor_config(name, clip_ratio_low=0.04, clip_ratio_high=0.08),
         selected=torch.tensor([[0, 0, 1, 0, 0, 1]]),
