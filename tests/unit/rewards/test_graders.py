@@ -30,6 +30,7 @@ from tests.timing import scaled_s
         ("#### 42" + " " * 300, "42", "strict", 0.0),
         ("it is 42", "42", "flexible", 1.0),
         ("it is 42, or rather 43.", "43", "flexible", 1.0),
+        ("it is 1,234", " 1234 ", "flexible", 1.0),
         ("it is 43 ... , .", "43", "flexible", 1.0),
         ("no number .", "42", "flexible", 0.0),
         ("", "42", "flexible", 0.0),
@@ -38,6 +39,24 @@ from tests.timing import scaled_s
 def test_gsm8k(answer: str, truth: str, method: Any, score: float) -> None:
     result = gsm8k.compute_score(answer, truth, method=method, format_score=0.1)
     assert (result["score"], result["acc"]) == (score, float(score == 1.0))
+
+
+def test_graders_give_the_scores_that_are_set() -> None:
+    scores = {"score": 2.0, "format_score": 0.5}
+    assert gsm8k.compute_score("#### 4", 4, **scores) == {"score": 2.0, "acc": 1.0, "pred": "4"}
+    assert gsm8k.compute_score("#### 5", 4, **scores) == {"score": 0.5, "acc": 0.0, "pred": "5"}
+    right, wrong = (f"<answer>a</answer> <answer> {answer} </answer>" for answer in ("Paris", "p"))
+    assert text.exact_match(right, "paris", **scores) == {"score": 2.0, "acc": 1.0, "pred": "Paris"}
+    assert text.exact_match(wrong, "paris", **scores) == {"score": 0.5, "acc": 0.0, "pred": "p"}
+    assert text.exact_match("Paris", "paris", **scores) == {"score": 0.0, "acc": 0.0, "pred": ""}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "pred"),
+    [(r"code: ([A-Z]+\d+)", "AB12"), (r"[A-Z]+", "AB"), (r"code: (x)?", ""), (r"none", "")],
+)
+def test_a_pattern_gives_its_group_or_what_it_matched(pattern: str, pred: str) -> None:
+    assert text.regex("code: AB12", pattern)["pred"] == pred
 
 
 def test_gsm8k_refuses_an_unknown_method() -> None:
@@ -60,6 +79,8 @@ def test_gsm8k_refuses_an_unknown_method() -> None:
         ("12", "12", False),
         (r"\boxed{}", "12", False),
         (r"\boxed{\text{Paris}}", r"\text{Paris}", True),
+        (r"\boxed{?}", "?", True),
+        (r"\boxed{(1,2)}", "1<x<2", True),
         (r"so $\boxed 4$", "4", True),
         (r"\boxed{3} and so \boxed 4", "4", True),
         (r"\boxed{13}", "13_{8}", False),
@@ -114,7 +135,8 @@ def test_a_sympy_call_deaf_to_signals_costs_its_deadline_and_no_neighbour() -> N
     [("Answer: 7", 1.0, "7"), ("answer: $7$", 1.0, "7"), ("Answer: 6\nAnswer: 7", 1.0, "7"), ("7", -1.0, ""),
      ("Answer: 8", -1.0, "8"), (r"Answer: \boxed{7}", 1.0, "7"), ("Answer: 7" + "." * 300, -1.0, ""),
      (r"so \boxed{7}.", 1.0, "7"), (r"so \boxed{7}" + "." * 100, -1.0, ""), (r"\boxed{7} Answer: 8", -1.0, "8"),
-     (r"Answer: the result is $\boxed{7}$.", 1.0, "7"), (r"Answer: 6 and later \boxed{7}", -1.0, "6 and later 7")],
+     (r"Answer: the result is $\boxed{7}$.", 1.0, "7"), (r"Answer: 6 and later \boxed{7}", -1.0, "6 and later 7"),
+     ("Answer: 7 \nbye", 1.0, "7")],
 )  # fmt: skip
 def test_dapo_math(answer: str, score: float, pred: str) -> None:
     result = compute_score("math_dapo", answer, "7")
@@ -123,6 +145,7 @@ def test_dapo_math(answer: str, score: float, pred: str) -> None:
 
 def test_geometry_rewards_the_form_too() -> None:
     assert compute_score("hiyouga/geometry3k", r"<think>a</think> \boxed{5}", "5")["score"] == pytest.approx(1.0)
+    assert compute_score("hiyouga/geometry3k", "\n<think>a</think> \\boxed{5}\n", "5")["score"] == pytest.approx(1.0)
     assert compute_score("hiyouga/geometry3k", r"\boxed{5}", "5")["score"] == pytest.approx(0.9)
     assert compute_score("hiyouga/geometry3k", r"<think>a</think> \boxed{6}", "5")["score"] == pytest.approx(0.1)
 
@@ -139,6 +162,31 @@ MATRIX = "\\begin{bmatrix}\n -7 & 6 \\\\\n 15 & 19 \n \\end{bmatrix}"
 def test_the_last_expression_counts_where_nothing_is_boxed(expression: str, truth: str, text: str) -> None:
     assert compute_score("numina_aops_forum", text.replace("{}", expression), truth)["score"] == 1.0
     assert compute_score("numina_aops_forum", text.replace("{}", "19"), truth)["score"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "score"),
+    [(r"\boxed{7}, not $8$", 1.0), ("The answer is $7$.", 1.0), ("The answer is $7$." + " and" * 100, 0.0)],
+)
+def test_a_box_goes_before_the_last_expression_which_must_be_near_the_end(answer: str, score: float) -> None:
+    assert compute_score("numina_aops_forum", answer, "7")["score"] == score
+
+
+def test_a_box_without_braces_ends_at_the_dollar() -> None:
+    assert math_rewards.last_boxed(r"so $\boxed 4 $, done") == math_rewards.last_boxed(r"\boxed{ 4 }") == "4"
+
+
+@pytest.mark.parametrize(
+    ("answer", "expression"),
+    [
+        ("First $1$, so the answer is $ x $, or $ x+1 $.", "x+1"),
+        ("The sum is 3 and it equals 4.", "4"),
+        ("Answer: see the text above 12", "12"),
+        ("The answer is .", None),
+    ],
+)
+def test_the_last_expression_of_a_text(answer: str, expression: str | None) -> None:
+    assert math_rewards.last_expression(answer) == expression
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,20 @@ def test_data_metrics_by_hand() -> None:
     )
 
 
+def test_a_response_of_one_token_counts_whatever_the_number_of_rows() -> None:
+    batch = {name: rows[:2] for name, rows in small_batch().items()}
+    batch["attention_mask"] = torch.tensor([[1, 1, 1, 1, 1], [0, 1, 1, 0, 0]])
+    metrics = data_metrics(batch)
+    assert (metrics["response/aborted_ratio"], metrics["critic/score/min"]) == (0.0, 0.5)
+    assert (metrics["response_length/mean"], metrics["response_length/clip_ratio"]) == (2.0, 0.5)
+    assert (metrics["prompt_length/mean"], metrics["prompt_length/clip_ratio"]) == (1.5, 0.5)
+
+
+def test_two_tokens_have_an_explained_variance() -> None:
+    batch = {name: rows[1:2] for name, rows in small_batch().items()}
+    assert data_metrics(batch)["critic/vf_explained_var"] == pytest.approx(1 - 0.5 / (0.5 + 1e-5))
+
+
 def test_without_critic_there_are_no_value_metrics() -> None:
     batch = small_batch()
     del batch["values"]
@@ -83,6 +97,8 @@ def test_an_episode_in_which_nothing_was_drawn_counts_as_aborted() -> None:
     metrics = data_metrics(batch)
     assert metrics["response/aborted_ratio"] == pytest.approx(2 / 3)
     assert metrics["critic/score/min"] == 1.0
+    batch["turn_ids"][1, 0] = 0
+    assert data_metrics(batch)["response/aborted_ratio"] == pytest.approx(1 / 3)
 
 
 def test_timing_divides_generation_by_response_tokens_and_training_by_all() -> None:
@@ -103,6 +119,7 @@ def test_timing_divides_generation_by_response_tokens_and_training_by_all() -> N
 def test_throughput_is_per_device() -> None:
     metrics = throughput_metrics(num_tokens=1000, step_s=2.0, num_devices=4)
     assert metrics == {"perf/total_num_tokens": 1000.0, "perf/time_per_step": 2.0, "perf/throughput": 125.0}
+    assert throughput_metrics(num_tokens=1000, step_s=2.0, num_devices=0)["perf/throughput"] == 500.0
     assert throughput_metrics(num_tokens=8, step_s=0.0, num_devices=4) == {"perf/total_num_tokens": 8.0}
 
 
@@ -141,7 +158,8 @@ def test_reduce_never_hides_nan(name: str, values: list[float]) -> None:
 
 def test_reduce_survives_infinities() -> None:
     assert reduce_metrics({"a": [math.inf, 1.0]})["a"] == math.inf
-    assert math.isnan(reduce_metrics({"a": [math.inf, -math.inf]})["a"])
+    assert math.isnan(reduce_metrics({"a": [math.inf, -math.inf, 1.0]})["a"])
+    assert reduce_metrics({"a": [1e17, 1.0, -1e17, 1.0]})["a"] == 0.5
 
 
 def test_stage_timer_adds_up_and_times_a_failing_stage() -> None:

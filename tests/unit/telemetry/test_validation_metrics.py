@@ -110,6 +110,16 @@ def test_pass_at_k_in_the_metrics() -> None:
     assert metrics["val-core/a/reward/pass@4"] == 1.0
 
 
+@pytest.mark.parametrize(("num", "sizes"), [(8, {1, 2, 4, 8}), (9, {1, 2, 4, 8, 9})])
+def test_subsets_double_up_to_all_and_only_the_core_variable_has_pass_at_k(num: int, sizes: set[int]) -> None:
+    metrics = validation_metrics(["a"] * num, [0] * num, {"reward": [1.0] * num, "acc": [1.0] * num})
+    names = [name.removeprefix("val-aux/").removeprefix("val-core/") for name in metrics]
+    assert {name for name in names if "pass@" in name} == {f"a/acc/pass@{k}" for k in sizes}
+    assert {name for name in names if "reward/best@" in name and name.endswith("mean")} == {
+        f"a/reward/best@{k}/mean" for k in sizes - {1}
+    }
+
+
 @pytest.mark.parametrize(("num", "correct", "k"), [(2, 1, 3), (2, 3, 1), (2, 1, 0)])
 def test_pass_at_k_refuses_nonsense(num: int, correct: int, k: int) -> None:
     with pytest.raises(ValueError, match="not defined"):
