@@ -101,7 +101,7 @@ def equal(answer: str, ground_truth: str) -> bool:
     from math_verify import verify
 
     gold, parsed = _parse(f"\\boxed{{{ground_truth}}}"), _parse(f"\\boxed{{{answer}}}")
-    return bool(gold and parsed) and verify(gold, parsed, timeout_seconds=None)
+    return verify(gold, parsed, timeout_seconds=None)
 
 
 def _parse(text: str) -> list[Any]:
