@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlsys.rollout.sampling.hook import SampleSpec
-from rlsys.rollout.sampling.sample import BatchSampling, combine_seeds, row_keys, sample_tokens, uniforms
+from rlsys.rollout.sampling.sample import BatchSampling, combine_seeds, row_keys, sample_tokens, signed, uniforms
 from rlsys.types import SamplingParams
 
 
@@ -123,6 +123,39 @@ def test_greedy_rows_take_the_best_token_among_sampled_ones() -> None:
     drawn = sample_tokens(logits, torch.zeros(2, dtype=torch.int64), mixed)
     assert drawn.full_logprobs[0] == pytest.approx(torch.log_softmax(logits[0], -1)[1].item())
     assert drawn.sampled_logprobs[0] == 0
+
+
+@pytest.mark.parametrize("banned", [None, torch.tensor([[0], [-1], [0], [-1]])])
+def test_rows_of_different_parameters_do_not_touch_each_other(banned: torch.Tensor | None) -> None:
+    logits, positions = torch.randn(4, 200, generator=torch.Generator().manual_seed(1)), torch.arange(4) + 5
+    each = [{"temperature": 0.7}, {"temperature": 0.0}, {"top_k": 2}, {"top_p": 0.5, "top_k": 20}]
+    alone = [how(4, **settings) for settings in each]
+    columns = {
+        name: torch.stack([getattr(one, name)[row] for row, one in enumerate(alone)])
+        for name in ("keys", "temperature", "top_p", "top_k")
+    }
+    mixed = BatchSampling(**columns, scaled=True, any_greedy=True, any_top_p=True, max_top_k=20)
+    together = sample_tokens(logits, positions, mixed, banned)
+    assert together.finite.tolist() == [True] * 4
+    for row, one in enumerate(alone):
+        drawn = sample_tokens(logits, positions, one, banned)
+        assert together.tokens[row] == drawn.tokens[row]
+        torch.testing.assert_close(together.full_logprobs[row], drawn.full_logprobs[row])
+        torch.testing.assert_close(together.sampled_logprobs[row], drawn.sampled_logprobs[row])
+
+
+def test_rows_without_probabilities_are_reported() -> None:
+    logits = torch.tensor([[1.0, 2.0], [math.nan, 2.0], [0.0, -math.inf]])
+    banned = torch.tensor([[-1, -1], [-1, -1], [0, 0]])
+    drawn = sample_tokens(logits, torch.arange(3), how(3), banned)
+    assert drawn.finite.tolist() == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [(-1, -1), (1 << 63, -(1 << 63)), ((1 << 63) - 1, (1 << 63) - 1), ((1 << 64) + 5, 5)]
+)
+def test_seeds_of_any_size_are_taken_modulo_2_to_the_64(value: int, expected: int) -> None:
+    assert signed(value) == expected
 
 
 def test_banned_tokens_are_never_drawn_and_the_rest_is_renormalised() -> None:
