@@ -161,6 +161,56 @@ def test_the_nearest_replica_gives_and_equally_near_ones_share() -> None:
     assert sorted(c.source_rank for c in spread.copies) == [0, 1, 2]
 
 
+def whole_tensors(rank: int, sizes: Mapping[str, int], *held: str, dtype: str = "float32") -> WeightLayout:
+    """A rank that holds some of the tensors, each of so many rows of one element."""
+    shards = tuple(Shard(whole_box(name, (sizes[name], 1)), name, (0, 0)) for name in held or sizes)
+    return WeightLayout(rank, "a", shards, {n: (size, 1) for n, size in sizes.items()}, dict.fromkeys(sizes, dtype))
+
+
+def given_bytes(plan: Plan) -> dict[int, int]:
+    return {rank: sum(c.num_bytes for c in plan.copies if c.source_rank == rank) for rank in (0, 1)}
+
+
+def test_a_rank_of_the_host_is_nearer_than_the_same_rank_of_another() -> None:
+    sources = [rows(0, "a", 0, 12), rows(1, "b", 0, 12)]
+    for rank in (0, 5):
+        assert {copy.source_rank for copy in make_plan(sources, [rows(rank, "b", 0, 12)]).copies} == {1}
+
+
+def test_who_must_give_much_gives_less_of_what_others_have_too() -> None:
+    sizes = {"t0": 3, "t1": 3, "t2": 4, "shared": 5}
+    sources = [whole_tensors(0, sizes, "t0", "t1", "shared"), whole_tensors(1, sizes, "t2", "shared")]
+    plan = make_plan(sources, [whole_tensors(7, sizes)])
+    assert given_bytes(plan) == {0: 4 * (3 + 3), 1: 4 * (4 + 5)}
+    sizes = {"own": 6} | {f"t{number}": 1 for number in range(10)}
+    shared = [name for name in sizes if name != "own"]
+    sources = [whole_tensors(0, sizes), whole_tensors(1, sizes, *shared)]
+    assert given_bytes(make_plan(sources, [whole_tensors(7, sizes)])) == {0: 4 * 8, 1: 4 * 8}
+
+
+def test_copies_of_the_same_elements_in_the_same_dtype_share_a_checksum() -> None:
+    sizes = {"a": 1, "b": 2, "c": 3}
+    wide, other, narrow = (whole_tensors(rank, sizes, dtype=dtype) for rank, dtype in ((1, "float32"), (2, "float32"),
+                           (3, "bfloat16")))  # fmt: skip
+    plan = make_plan([whole_tensors(0, sizes)], [wide, other, narrow])
+    ids, first = plan.checksum_ids
+    by_id: dict[int, set[tuple[str, str]]] = {}
+    for number, copy in zip(ids.tolist(), plan.copies, strict=True):
+        by_id.setdefault(number, set()).add((copy.tensor, copy.dtype))
+    assert all(len(same) == 1 for same in by_id.values())
+    assert (len(plan.copies), len(by_id), len(first)) == (9, 6, 6)
+
+
+def test_only_what_engines_need_must_be_complete() -> None:
+    sizes = {"unused": 2, "w": 2}
+    source = whole_tensors(0, sizes)
+    half = tuple(replace(shard, box=replace(shard.box, shape=(1, 1))) for shard in source.shards)
+    with pytest.raises(WeightTransferError, match=r"no rank of the trainer holds Box\(tensor='w'"):
+        make_plan([replace(source, shards=half)], [whole_tensors(1, sizes, "w")])
+    whole_w = (half[0], source.shards[1])
+    assert len(make_plan([replace(source, shards=whole_w)], [whole_tensors(1, sizes, "w")]).copies) == 1
+
+
 def test_uneven_shards_and_ranks_without_rows() -> None:
     sources = [rows(0, "a", 0, 5), rows(1, "a", 5, 5), rows(2, "a", 10, 2), rows(3, "a", 12, 0)]
     plan = make_plan(sources, [rows(0, "a", 0, 12)])
