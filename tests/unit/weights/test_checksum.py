@@ -125,3 +125,14 @@ def test_merging_requires_equal_replicas_and_no_gaps() -> None:
 def test_digest_depends_on_names_and_sums_only() -> None:
     assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1})
     assert len({digest(sums) for sums in ({"a": 1, "b": 2}, {"a": 2, "b": 1}, {"a": 1}, {"c": 1, "b": 2})}) == 4
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_parts_of_long_rows_add_up_and_alignment_does_not_matter(dtype: torch.dtype) -> None:
+    values = torch.randint(-100, 100, (3, 200), generator=torch.Generator().manual_seed(1)).abs().to(dtype)
+    whole = box_checksum(values, (0, 0), (3, 200))
+    cuts = [(0, 64), (64, 131), (131, 200)]
+    parts = [box_checksum(values[:, a:b], (0, a), (3, 200)) for a, b in cuts]
+    assert sum(parts) & MASK == whole == reference(values)
+    shifted = torch.cat([values.flatten()[:1], values.flatten()])[1:].view(3, 200)
+    assert box_checksum(shifted, (0, 0), (3, 200)) == whole

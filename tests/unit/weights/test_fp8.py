@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -206,6 +207,22 @@ def test_an_engine_beside_the_trainer_holds_elements_and_scales(block: int) -> N
         trainer.take(full := model(version))
         local.push(version)
         assert_serves(engine, full)
+    with pytest.raises(WeightTransferError, match="has not received weight version 5"):
+        local.finish(5, np.empty(0, np.uint64))
+
+
+@BLOCKS
+def test_full_tensors_are_sent_as_float8_elements_and_scales(block: int) -> None:
+    trainer = Trainer()
+    trainer.take(full := model(1))
+    weights = Fp8Weights(trainer, float8_shapes([Engine(block).weight_layout()]))  # pyrefly: ignore
+    sent = dict(part for bucket in weights.weights(1 << 20) for part in bucket)
+    expected = quantised_model(full, block)
+    assert set(sent) == set(expected)
+    for name in MATRICES:
+        assert (sent[name].dtype, sent[name + SCALE].dtype) == (torch.float8_e4m3fn, torch.float32)
+        assert torch.equal(sent[name].view(torch.uint8), expected[name].view(torch.uint8))
+        torch.testing.assert_close(sent[name + SCALE], expected[name + SCALE], rtol=0, atol=0)
 
 
 def of_rank(engines: list[WeightLayout]) -> list[tuple[WeightLayout, dict[str, Tensor]]]:
