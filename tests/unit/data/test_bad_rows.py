@@ -13,6 +13,7 @@ import pytest
 
 from rlsys.config.schema.data import PromptsConfig
 from rlsys.data.dataset import PromptDataset
+from rlsys.data.rows import read_prompt_row
 from rlsys.utils.errors import ConfigError, DataError
 from tests.start_tokenizer import build_tokenizer
 
@@ -58,6 +59,7 @@ BAD_LINES: dict[str, tuple[Any, str]] = {
     "prompt too long": ({**GOOD, "prompt": "x" * 100}, "max_prompt_length=64"),
     "row of 20 MB": ({**GOOD, "note": "x" * 20_000_000}, "too long for one row"),
     "message a text": (asking("hello"), "message 0 must be"),
+    "message of mixed parts": (asking(user([{"type": "text", "text": "a"}, "b"])), "'content' must be text"),
     "message null": (asking(user("a"), None), "message 1 must be"),
     "message without role": (asking({"content": "a"}), "no 'role'"),
     "message without content": (asking({"role": "user"}), "no 'content'"),
@@ -305,3 +307,12 @@ def test_harmless_oddities_are_read(tmp_path: Path) -> None:
     csv_path = tmp_path / "odd.csv"
     csv_path.write_bytes(b'\xef\xbb\xbfprompt,data_source,ground_truth\r\n"a\nb, ""c""",src,2\r\n')
     assert load(csv_path)[0].raw_prompt == 'a\nb, "c"'
+
+
+def test_what_stands_for_nothing_is_read() -> None:
+    """No audio, a call of a tool without words, and a row's own source where another would do for the rest."""
+    called = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
+    values = asking(user("1+1="), called) | {"audios": []}
+    row = read_prompt_row(values, CONFIG, source="custom")
+    assert (row.data_source, row.raw_prompt[1]["content"]) == ("rlsys/arithmetic", "")
+    assert read_prompt_row(without("data_source"), CONFIG, source="custom").data_source == "custom"
