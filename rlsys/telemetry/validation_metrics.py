@@ -64,7 +64,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 def _subset_sizes(num: int) -> list[int]:
     """2, 4, 8, ... below `num`, then `num` itself; nothing for a single response."""
-    return [*(2**i for i in range(1, num.bit_length()) if 2**i < num), num] if num > 1 else []
+    return [*(2**i for i in range(1, (num - 1).bit_length())), num] if num > 1 else []
 
 
 @lru_cache(maxsize=64)

@@ -11,7 +11,8 @@ import torch
 from tensordict import TensorDict
 
 from rlsys.protocol import DataProto, DataProtoConfig, object_array, union_numpy_dict, union_tensor_dict
-from rlsys.protocol.columns import HUGE_BYTES
+from rlsys.protocol.columns import HUGE_BYTES, deep_equal
+from rlsys.protocol.rows import fold_batch_dim, unfold_batch_dim
 from tests.timing import scaled_s
 
 
@@ -146,3 +147,39 @@ def test_it_is_shown_by_columns_however_many_rows_it_has() -> None:
     assert len(lines) == 5
     assert max(map(len, lines)) < 140
     assert repr(DataProto()) == "DataProto of 0 rows"
+
+
+CYCLE: list[object] = [1]
+CYCLE.append(CYCLE)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "is_equal"),
+    [
+        (1, 1.0, False),
+        (True, 1, False),
+        (1.5, 1.5, True),
+        (float("nan"), float("nan"), True),
+        (float("nan"), 1.0, False),
+        ({"a": 1}, {"a": 1, "b": 2}, False),
+        ({"a": [float("nan")]}, {"a": [float("nan")]}, True),
+        ([1, 2], [1, 3], False),
+        ([1], (1,), False),
+        (torch.ones(2), np.ones(2, np.float32), False),
+        (torch.ones(2), torch.ones(2, dtype=torch.int64), False),
+        (np.ones(2), np.ones(2).astype(object), False),
+        (np.ones(2), np.ones(1), False),
+        (CYCLE, [1, CYCLE], True),
+    ],
+)
+def test_deep_equality(a: object, b: object, is_equal: bool) -> None:
+    assert deep_equal(a, b) is deep_equal(b, a) is is_equal
+
+
+def test_folding_keeps_trailing_dimensions_and_the_device() -> None:
+    data = DataProto.from_dict({"x": torch.arange(24).view(4, 3, 2)}, {"name": np.array(list("abcd"), dtype=object)})
+    assert data.to("cpu").batch.device == torch.device("cpu")
+    folded = fold_batch_dim(data, 2)
+    assert (folded.batch["x"].shape, folded.batch.device) == ((2, 2, 3, 2), torch.device("cpu"))
+    assert folded.non_tensor_batch["name"].tolist() == [["a", "b"], ["c", "d"]]
+    assert torch.equal(unfold_batch_dim(folded).batch["x"], data.batch["x"])

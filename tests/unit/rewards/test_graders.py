@@ -56,7 +56,8 @@ def test_graders_give_the_scores_that_are_set() -> None:
     [(r"code: ([A-Z]+\d+)", "AB12"), (r"[A-Z]+", "AB"), (r"code: (x)?", ""), (r"none", "")],
 )
 def test_a_pattern_gives_its_group_or_what_it_matched(pattern: str, pred: str) -> None:
-    assert text.regex("code: AB12", pattern)["pred"] == pred
+    result = text.regex("code: AB12", pattern)
+    assert (result["pred"], result["score"]) == (pred, float(pattern != "none"))
 
 
 def test_gsm8k_refuses_an_unknown_method() -> None:
@@ -181,6 +182,7 @@ def test_a_box_without_braces_ends_at_the_dollar() -> None:
     [
         ("First $1$, so the answer is $ x $, or $ x+1 $.", "x+1"),
         ("The sum is 3 and it equals 4.", "4"),
+        ("It is 4", "4"),
         ("Answer: see the text above 12", "12"),
         ("The answer is .", None),
     ],

@@ -152,7 +152,14 @@ def test_rows_without_probabilities_are_reported() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "expected"), [(-1, -1), (1 << 63, -(1 << 63)), ((1 << 63) - 1, (1 << 63) - 1), ((1 << 64) + 5, 5)]
+    ("value", "expected"),
+    [
+        (-1, -1),
+        (1 << 63, -(1 << 63)),
+        ((1 << 63) - 1, (1 << 63) - 1),
+        (-(1 << 63) - 1, (1 << 63) - 1),
+        ((1 << 65) + 5, 5),
+    ],
 )
 def test_seeds_of_any_size_are_taken_modulo_2_to_the_64(value: int, expected: int) -> None:
     assert signed(value) == expected
