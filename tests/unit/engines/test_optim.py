@@ -51,6 +51,21 @@ def test_warmup_by_ratio_counts_of_the_total() -> None:
     assert [lr_at(step, optim, 20) for step in range(6)] == [0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
 
 
+def test_no_warmup_goes_before_the_ratio_and_a_warmup_may_take_all_steps() -> None:
+    assert num_warmup_steps(OptimConfig(lr_warmup_steps=0, lr_warmup_steps_ratio=0.2), 20) == 0
+    optim = OptimConfig(lr=1.0, lr_scheduler_type="linear", lr_warmup_steps=4, min_lr_ratio=0.25)
+    assert [lr_at(step, optim, 4) for step in (3, 4, 5)] == [0.75, 1.0, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("settings", "total_steps"),
+    [({}, 0), ({"lr_warmup_steps": 0, "lr_warmup_steps_ratio": 0.1}, 0), ({"lr_scheduler_type": "cosine"}, 1)],
+)
+def test_a_schedule_that_needs_no_total_or_has_it_is_taken(settings: dict[str, Any], total_steps: int) -> None:
+    optimizer = ShardedOptimizer({}, OptimConfig(**settings), groups=[], total_steps=total_steps)
+    assert optimizer.total_steps == total_steps
+
+
 SCHEDULES = [{"lr_scheduler_type": "cosine"}, {"lr_scheduler_type": "linear"}, {"lr_warmup_steps_ratio": 0.1}]
 
 
