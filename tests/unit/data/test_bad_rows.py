@@ -316,3 +316,18 @@ def test_what_stands_for_nothing_is_read() -> None:
     row = read_prompt_row(values, CONFIG, source="custom")
     assert (row.data_source, row.raw_prompt[1]["content"]) == ("rlsys/arithmetic", "")
     assert read_prompt_row(without("data_source"), CONFIG, source="custom").data_source == "custom"
+    without_images = read_prompt_row(asking(user("what does <image> mean?")), CONFIG)
+    assert (without_images.images, without_images.raw_prompt[0]["content"]) == ((), "what does <image> mean?")
+
+
+def test_a_text_prompt_has_its_images_where_the_markers_stand() -> None:
+    row = {**GOOD, "prompt": "<image> or <image>?", CONFIG.image_key: ["a.png", "b.png"]}
+    assert read_prompt_row(row, CONFIG).images == ("a.png", "b.png")
+    with pytest.raises(ValueError, match="has 1 images and the prompt 2 times <image>"):
+        read_prompt_row(row | {CONFIG.image_key: ["a.png"]}, CONFIG)
+
+
+def test_a_video_of_a_content_part_keeps_its_settings() -> None:
+    video = {"video": "a.mp4", "fps": 2.0}
+    row = read_prompt_row(asking(user([{"type": "video", **video}, {"type": "text", "text": " what?"}])), CONFIG)
+    assert (row.images, row.raw_prompt[0]["content"]) == ((video,), "<video> what?")

@@ -209,6 +209,10 @@ def test_whole_conversations_of_a_pair_share_their_prompt(tmp_path: Path) -> Non
     assert list(chosen.prompt_ids) == list(rejected.prompt_ids) == list(same.prompt_ids)
     texts = [tokenizer().decode(text.response_ids, skip_special_tokens=True) for text in (chosen, rejected, same)]
     assert texts == ["4", "56", "4"]
+    as_messages = {name: [{"role": "assistant", "content": text}] for name, text in answers.items()}
+    with_prompt = jsonl(tmp_path / "c.jsonl", [{"prompt": shared, **as_messages}])
+    ((also, _),) = load_texts(with_prompt, tokenizer(), DPODataConfig())
+    assert (list(also.prompt_ids), list(also.response_ids)) == (list(same.prompt_ids), list(same.response_ids))
 
 
 def test_a_labelled_response_is_followed_by_its_prompt_with_another_rows_response(tmp_path: Path) -> None:
