@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from rlsys.models.attention import Packing, packed_attention
-from rlsys.models.packing import empty_rows, left_aligned, padded_to, token_rows
+from rlsys.models.packing import (
+    empty_rows,
+    left_aligned,
+    padded_each,
+    padded_to,
+    sequence_ends,
+    token_rows,
+)
 from rlsys.utils.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -52,13 +59,29 @@ def test_tokens_are_found_and_put_back(lengths: list[tuple[int, int]], spare: tu
 
 
 def test_a_response_without_a_prompt_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"rows \[1\] have a response but an empty prompt"):
-        token_rows(rows_of([2, 0], [1, 3], 2, 3))
+    for num in (2, 3):
+        with pytest.raises(ValueError, match=r"rows \[1\] have a response but an empty prompt"):
+            token_rows(rows_of([2, 0], [1, num], 2, 3))
+
+
+def test_an_empty_row_is_left_out_and_the_teachers_tokens_go_with_the_targets() -> None:
+    batch = rows_of([2, 0, 1], [1, 0, 2], 2, 3)
+    batch["teacher_ids"] = torch.arange(3 * 3 * 2, dtype=torch.int32).view(3, 3, 2)
+    rows = token_rows(batch)
+    assert rows.lengths == (3, 3)
+    assert rows.topk_ids is not None
+    assert rows.topk_ids.tolist() == [[0, 1], [12, 13], [14, 15]]
+
+
+def test_ends_of_sequences_begin_with_0() -> None:
+    ends = sequence_ends([3, 2], CPU)
+    assert (ends.tolist(), ends.dtype) == ([0, 3, 5], torch.int32)
 
 
 def test_rows_of_nothing_are_an_idle_pack_of_their_shape() -> None:
     rows = token_rows(rows_of([0, 0], [0, 0], 2, 3))
     assert (rows.shape, rows.num_tokens, len(rows.targets)) == ((2, 3), 2, 0)
+    assert [x.tolist() for x in (rows.token_ids, rows.position_ids, rows.columns)] == [[0, 0], [0, 1], [-1, -1]]
     assert torch.equal(rows.scatter(torch.zeros(0)), torch.zeros(2, 3))
 
 
@@ -67,6 +90,25 @@ def test_padding_is_a_sequence_of_its_own() -> None:
     assert rows.lengths == (3, 5, 4)
     assert torch.equal(rows.position_ids[-4:], torch.arange(4))
     assert padded_to(empty_rows(CPU), 2).lengths == (2,)
+    row = token_rows(rows_of([2], [1], 2, 1))
+    assert padded_to(row, 4).lengths == (3, 1)
+    long = padded_to(row, 8)
+    assert long.lengths == (3, 3, 2)
+    assert long.position_ids.tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
+    assert long.columns.tolist() == [0, 1, 2, -1, -1, -1, -1, -1]
+
+
+def test_padding_of_each_sequence_moves_what_points_at_tokens() -> None:
+    rows = token_rows(rows_of([2, 3], [1, 2], 3, 2))
+    padded = padded_each(rows, 4)
+    assert padded.lengths == (4, 8)
+    assert padded.position_ids.tolist() == [0, 1, 2, 0, 0, 1, 2, 3, 4, 0, 0, 0]
+    assert padded.token_ids.tolist() == [*rows.token_ids[:3].tolist(), 0, *rows.token_ids[3:].tolist(), 0, 0, 0]
+    assert torch.equal(padded.token_ids[padded.at], rows.targets)
+    assert torch.equal(padded.at, padded.before + 1)
+    assert padded.columns[padded.columns >= 0].tolist() == rows.columns.tolist()
+    assert (padded.columns == -1).nonzero()[:, 0].tolist() == [3, 9, 10, 11]
+    assert padded_each(padded, 4) is padded
 
 
 def one_by_one(
