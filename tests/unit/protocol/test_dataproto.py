@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 
 from rlsys.protocol import DataProto, DataProtoConfig, object_array, union_numpy_dict, union_tensor_dict
-from rlsys.protocol.columns import HUGE_BYTES, deep_equal
+from rlsys.protocol.columns import HUGE_BYTES, deep_equal, join_rows
 from rlsys.protocol.rows import fold_batch_dim, unfold_batch_dim
 from tests.timing import scaled_s
 
@@ -183,3 +183,25 @@ def test_folding_keeps_trailing_dimensions_and_the_device() -> None:
     assert (folded.batch["x"].shape, folded.batch.device) == ((2, 2, 3, 2), torch.device("cpu"))
     assert folded.non_tensor_batch["name"].tolist() == [["a", "b"], ["c", "d"]]
     assert torch.equal(unfold_batch_dim(folded).batch["x"], data.batch["x"])
+
+
+def test_large_rows_are_joined_as_small_ones_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.arange(12.0).view(2, 3, 2)
+    parts = {"same": [x, x + 20], "types": [x, x.double()], "learnt": [x.clone().requires_grad_(), x]}
+    expected = {name: torch.cat(each) for name, each in parts.items()}
+    monkeypatch.setattr("rlsys.protocol.columns.HUGE_BYTES", 1)
+    for name, each in parts.items():
+        joined = join_rows(each)
+        assert (joined.dtype, joined.requires_grad) == (expected[name].dtype, name == "learnt")
+        assert torch.equal(joined, expected[name])
+    with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
+        join_rows([x, x[:, :2]])
+
+
+@pytest.mark.parametrize("other", [1, [1, 2], np.array([1, 3])])
+def test_entries_that_differ_in_kind_are_conflicts(other: object) -> None:
+    rows = {"x": torch.zeros(2)}
+    parts = [DataProto.from_dict(rows, meta_info={"size": value}) for value in (np.array([1, 2]), other)]
+    for order in (parts, parts[::-1]):
+        with pytest.raises(AssertionError, match="Conflicting values for meta_info key 'size'"):
+            DataProto.concat(order)
