@@ -23,7 +23,7 @@ def balanced_partitions(weights: np.ndarray, num_parts: int, *, equal_size: bool
     if num_parts < 1 or (equal_size and num % num_parts) or (not equal_size and num < num_parts):
         raise ValueError(f"cannot split {num} weights into {num_parts} parts{' of equal size' if equal_size else ''}")
     if num_parts == 1 or num == 0:
-        return [np.arange(num) if part == 0 else np.empty(0, np.int64) for part in range(num_parts)]
+        return [np.arange(num) for _ in range(num_parts)]
     descending = _descending_order(weights)
     assign = _difference if equal_size else _longest_first
     ascending_parts = [descending[np.sort(part)[::-1]] for part in assign(weights[descending], num_parts)]
