@@ -113,6 +113,8 @@ def test_differencing_alone_is_nearly_balanced(monkeypatch: pytest.MonkeyPatch) 
 def test_partitions_by_hand() -> None:
     parts = balanced_partitions(np.array([8, 7, 6, 5, 4]), 2)
     assert sorted(sum([8, 7, 6, 5, 4][i] for i in part) for part in parts) == [15, 15]
+    moved = np.array([6, 2, 29, 15, 22, 23, 28])  # exchanges of one for one stop at 65, a move alone does better
+    assert sorted(int(moved[part].sum()) for part in balanced_partitions(moved, 2)) == [62, 63]
     parts = balanced_partitions(np.array([10, 1, 1, 8, 9, 1]), 2, equal_size=True)
     assert sorted(sum([10, 1, 1, 8, 9, 1][i] for i in part) for part in parts) in (
         [12, 18],
