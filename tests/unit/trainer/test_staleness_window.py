@@ -191,3 +191,12 @@ def test_lookahead_takes_finished_groups_past_a_slow_one() -> None:
     window.version = 1
     window.finish(window.start())
     assert (window.open, window.take()) == ([0, 3, 4], None)
+
+
+def test_no_group_starts_that_only_a_step_after_the_last_would_need() -> None:
+    window = StalenessWindow(groups_per_step=2, max_staleness=3, num_steps=2)
+    numbers = [window.start() for _ in range(window.room)]
+    assert (numbers, window.room) == ([0, 1, 2, 3], 0)
+    window.skip(1, "failed")
+    assert window.room == 1, "another takes its place"
+    assert window.counts() == {"issued": 4, "trained": 0, "open": 3, "skipped_failed": 1}
