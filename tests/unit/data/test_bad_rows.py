@@ -316,6 +316,8 @@ def test_what_stands_for_nothing_is_read() -> None:
     row = read_prompt_row(values, CONFIG, source="custom")
     assert (row.data_source, row.raw_prompt[1]["content"]) == ("rlsys/arithmetic", "")
     assert read_prompt_row(without("data_source"), CONFIG, source="custom").data_source == "custom"
+    both = {**GOOD, "ground_truth": "9"}
+    assert read_prompt_row(both, CONFIG).reward_model["ground_truth"] == "2"
     without_images = read_prompt_row(asking(user("what does <image> mean?")), CONFIG)
     assert (without_images.images, without_images.raw_prompt[0]["content"]) == ((), "what does <image> mean?")
 
