@@ -167,8 +167,8 @@ class Future:
     def __init__(
         self, pending: Sequence[Pending], collect: Callable[[Sequence[Pending]], object], peers: Sequence[Pending] = ()
     ) -> None:
-        self.pending, self._collect = list(pending), collect
-        self._peers = [peer for peer in peers if peer not in self.pending]
+        self.pending, self._collect, called = list(pending), collect, set(pending)
+        self._peers = [peer for peer in peers if peer not in called]
 
     def done(self) -> bool:
         """Whether every rank has answered or failed."""
