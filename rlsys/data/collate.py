@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rlsys.data.chat import Tokenizer, as_messages, encode_conversation
+from rlsys.data.chat import Tokenizer, answer_ends, as_messages, encode_conversation
 from rlsys.data.rows import PromptRow
 from rlsys.data.supervised import TokenizedText
 from rlsys.protocol import IMAGES, DataProto, ImageInputs, object_array
@@ -65,7 +65,7 @@ def collate_answers(batch: DataProto, *, tokenizer: Tokenizer, own: Tokenizer) -
     for (messages, ids, reason), kept in zip(answers, valid, strict=True):
         answer = {"role": "assistant", "content": tokenizer.decode(ids[kept].tolist(), skip_special_tokens=True)}
         prompt, response, mask = encode_conversation(own, [*messages, answer], num_prompt=len(messages))
-        end = len(response) - (reason == Finish.LENGTH)
+        end = len(response) - (reason == Finish.LENGTH and response[-1] in answer_ends(own))
         rows.append([TokenizedText(prompt, response[:end], mask[:end])])
     return collate_texts(rows, pad_token_id=own.pad_token_id)
 

@@ -189,6 +189,18 @@ def test_an_answer_that_was_cut_off_has_no_end_for_a_reward_model_with_another_t
     assert texts == [f"<|user|>5<|end|>\n<|assistant|>{answer}" for answer in ("23<|end|>", "234", "<|end|>")]
 
 
+def test_an_answer_that_was_cut_off_keeps_its_tokens_for_a_reward_model_without_an_end_token() -> None:
+    own = build_tokenizer()
+    own.chat_template, own.eos_token = "{% for m in messages %}{{ m.content }}{% endfor %}", None
+    answers = torch.tensor([tokenizer()("23")["input_ids"]])
+    batch = DataProto.from_dict(
+        {"responses": answers, "attention_mask": torch.ones(1, 3, dtype=torch.int64)},
+        {"raw_prompt": object_array([[{"role": "user", "content": "5"}]]), "finish_reason": object_array(["length"])},
+    )
+    rows = collate_answers(batch, tokenizer=tokenizer(), own=own).tensors
+    assert tokenizer().decode(rows["input_ids"][0]) == "523"
+
+
 def test_pairs_become_neighbouring_rows(tmp_path: Path) -> None:
     rows = [{"prompt": "1", "chosen": "2", "rejected": [{"role": "assistant", "content": "34"}]}]
     dataset = load_texts(jsonl(tmp_path / "a.jsonl", rows), tokenizer(), RMDataConfig())
