@@ -17,6 +17,8 @@ from rlsys.rewards.pool.pool import Grader, RewardItem, RewardPool, RewardResult
 from rlsys.telemetry.jsonl import JsonObject
 from rlsys.utils.errors import ConfigError, DataError
 
+SHOWN_CHARS = 48
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print a line for each row and a summary; 0, 1 if a row could not be scored, 2 for wrong arguments."""
@@ -62,7 +64,7 @@ def _item(row: JsonObject, answer_key: str) -> RewardItem:
 
 
 def _line(item: RewardItem, result: RewardResult) -> str:
-    texts = [" ".join(str(text).split())[-48:] for text in (item.solution, item.ground_truth)]
+    texts = [" ".join(str(text).split())[-SHOWN_CHARS:] for text in (item.solution, item.ground_truth)]
     note = result.message or " ".join(f"{key}={value}" for key, value in result.extra.items())
     score = f"{result.score:8.4g}" if result.status == "ok" else f"{result.status:>8}"
     return f"{score}  {result.seconds:7.3f} s  {texts[0]!r} for {texts[1]!r}  {note}".rstrip()

@@ -33,9 +33,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     try:
         episodes = read_episodes(given.file)
-        name = given.name or next(iter(episodes), "of any name")
+        name = given.name or next(iter(episodes), "")
         if name not in episodes:
-            raise ConfigError(f"episode {name}: {given.file} has {', '.join([*episodes][:5]) or 'none or is missing'}")
+            held = ", ".join([*episodes][:5]) or "none or is missing"
+            raise ConfigError(f"no episode {name or 'to run'}: {given.file} has {held}")
         folder = next((folder for folder in given.file.resolve().parents if (folder / CONFIG).exists()), None)
         if folder is None:
             raise ConfigError(f"there is no {CONFIG} in the folders above {given.file}: put it into the run's folder")

@@ -17,20 +17,20 @@ from rlsys.utils.errors import ConfigError, DataError
 from rlsys.utils.hub import is_rows_id
 from rlsys.utils.run_folders import config_folder
 
-First = tuple[set[str], dict[str, str]]
+FirstRows = tuple[set[str], dict[str, str]]
 """The data sources of the first prompts, and what the plan shows of the files: "data" and "validation"."""
 NUM_ROWS = 20
 SHOWN_CHARS = 100
 
 
-def check_first_rows(config: JobConfig, tokenizer: "Tokenizer | None" = None) -> First:
+def check_first_rows(config: JobConfig, tokenizer: "Tokenizer | None" = None) -> FirstRows:
     """A look at the first rows of all files.
 
     ConfigError for files without the columns that the settings name or with fewer rows than a batch, DataError for
     other bad rows at their start. Rows of a dataset class of your own, and without a `tokenizer` what only it shows of
     texts, are checked later.
     """
-    first: First = set(), {}
+    first: FirstRows = set(), {}
     if config.data.custom_cls.path is not None:
         return first
     if not isinstance(config, EvalConfig):
@@ -41,7 +41,7 @@ def check_first_rows(config: JobConfig, tokenizer: "Tokenizer | None" = None) ->
     return first
 
 
-def _check_files(config: JobConfig, name: str, first: First, tokenizer: "Tokenizer | None") -> int | None:
+def _check_files(config: JobConfig, name: str, first: FirstRows, tokenizer: "Tokenizer | None") -> int | None:
     """Read the start of each file into `first`; returns how many rows are used at most, None if that is not known."""
     data_sources, plan = first
     files, max_samples = config.data.val_files, config.data.val_max_samples
