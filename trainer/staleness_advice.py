@@ -8,6 +8,7 @@ from rlsys.planning.staleness_forecast import MeasuredRun, fitted_pace, stalenes
 from rlsys.protocol import DataProto
 from rlsys.telemetry.log import get_logger
 from rlsys.utils.atomic import write_whole
+from rlsys.utils.grouping import group_by
 
 log = get_logger(__name__)
 
@@ -28,11 +29,9 @@ class StalenessAdvisor:
         self._num_steps += 1
         if not 1 < self._num_steps <= NUM_STEPS:
             return
-        by_group: dict[str, list[int]] = {}
         lengths = batch.tensors["response_mask"].sum(1).tolist()
-        for uid, length in zip(batch.non_tensor_batch["uid"], lengths, strict=True):
-            by_group.setdefault(uid, []).append(length)
-        self._groups += by_group.values()
+        groups = group_by(range(len(batch)), batch.non_tensor_batch["uid"].__getitem__)
+        self._groups += ([lengths[row] for row in rows] for rows in groups.values())
         self._train_s += train_s
         if self._num_steps == NUM_STEPS and self._fleet.pace:
             self._advise()

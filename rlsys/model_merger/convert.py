@@ -25,8 +25,8 @@ from rlsys.models.megatron.rules import by_local
 from rlsys.models.quantized import without_quantization
 from rlsys.types import EXPORT_FILE_BYTES, HFConfig, Shard
 from rlsys.utils.atomic import write_whole, written_dir, written_whole
-from rlsys.utils.boxes import buckets
 from rlsys.utils.errors import CheckpointError, raised_as
+from rlsys.utils.grouping import buckets
 from rlsys.utils.run_folders import HUGGINGFACE
 from rlsys.utils.safetensors_header import DTYPES as SAFETENSORS_DTYPES
 from rlsys.utils.safetensors_header import header

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rlsys.utils.grouping import group_by
+
 Floats = NDArray[np.float64]
 NUM_BOOTSTRAP = 1000
 CORRECT_AT = 1.0
@@ -34,10 +36,7 @@ def validation_metrics(
     graded = {source for source, acc in zip(data_sources, infos.get("acc", ())) if isinstance(acc, Real | np.bool_)}
     core = {source: "acc" if source in graded else "reward" for source in data_sources}
     by_metric: dict[tuple[str, str, str], list[float]] = defaultdict(list)
-    prompts: dict[tuple[str, Hashable], list[int]] = defaultdict(list)
-    for row, prompt in enumerate(zip(data_sources, uids)):
-        prompts[prompt].append(row)
-    for (source, _), rows in prompts.items():
+    for (source, _), rows in group_by(range(len(uids)), lambda row: (data_sources[row], uids[row])).items():
         for variable, column in infos.items():
             numeric = [i for i in rows if isinstance(column[i], Real | np.bool_)]
             if not numeric:

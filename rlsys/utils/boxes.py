@@ -1,9 +1,6 @@
-"""Arithmetic on boxes of tensors (a start and a shape), and grouping tensors by size."""
+"""Arithmetic on boxes of tensors (a start and a shape)."""
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import TypeVar
-
-KeyT = TypeVar("KeyT", bound=Hashable)
+from collections.abc import Sequence
 
 
 def slices(start: Sequence[int], shape: Sequence[int]) -> tuple[int | slice, ...]:
@@ -25,17 +22,3 @@ def overlap(
 def relative(first: Sequence[int], start: Sequence[int]) -> tuple[int, ...]:
     """`first` as counted from `start`."""
     return tuple(f - s for f, s in zip(first, start, strict=True))
-
-
-def buckets(num_bytes: Mapping[KeyT, int], limit: int) -> Iterator[list[KeyT]]:
-    """Keys in their order, in groups of at most `limit` bytes; a larger one is a group of its own."""
-    bucket: list[KeyT] = []
-    size = 0
-    for name, own in num_bytes.items():
-        if bucket and size + own > limit:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(name)
-        size += own
-    if bucket:
-        yield bucket

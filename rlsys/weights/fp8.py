@@ -4,7 +4,6 @@ The largest magnitude of each block is agreed among the trainer's ranks, so that
 also of blocks that its shards cut. Arithmetic as of vLLM's `per_block_cast_to_fp8`, of weights rounded to bfloat16.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,6 +18,7 @@ from rlsys.interfaces import TrainEngine
 from rlsys.models.quantized import FP8, FP8_NAME, LARGEST, SCALE, SMALLEST, block_of
 from rlsys.types import Box, Shard, WeightLayout
 from rlsys.utils.boxes import slices
+from rlsys.utils.grouping import group_by
 from rlsys.weights.layout import device_of, shard_view, whole_box
 
 
@@ -147,13 +147,9 @@ class BlockTables:
     """Boxes that stay in place, for one launch a pass over the blocks of all; those are last that boxes share."""
 
     def __init__(self, boxes: Iterable[MatrixBox]) -> None:
-        kinds: dict[tuple[int, torch.dtype, bool], list[tuple[int, ...]]] = defaultdict(list)
-        for box in boxes:
-            device = box.values.device
-            kinds[box.block, box.values.dtype, box.is_aligned].append(box.row())
         self._tables = list[tuple[Tensor, Tensor, int, tuple[int, torch.dtype, bool]]]()
-        for kind, rows in kinds.items():
-            table = torch.tensor(sorted(rows))
+        for kind, own in group_by(boxes, lambda box: (box.block, box.values.dtype, box.is_aligned)).items():
+            table, device = torch.tensor(sorted(box.row() for box in own)), own[0].values.device
             counts = table[:, 1].clone()
             table[:, 1] = counts.cumsum(0) - counts
             owners, num_whole = torch.repeat_interleave(counts).int(), int(counts[table[:, 0] == 0].sum())

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from rlsys.models.quantized import FP8
 from rlsys.types import Box, Shard, WeightLayout
-from rlsys.utils.boxes import buckets
 from rlsys.utils.errors import WeightTransferError, raised_as
+from rlsys.utils.grouping import buckets
 from rlsys.weights.batched_copy import bits_of
 from rlsys.weights.decode import CHUNK, Dims, NotBoxesError, StridedView, decode_boxes
 from rlsys.weights.layout import device_of, dtype_of, element_bytes, view_of

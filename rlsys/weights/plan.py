@@ -4,7 +4,6 @@ Pure arithmetic on layouts. Where several source ranks hold the same elements, t
 near ones share them by the bytes that each has to give already.
 """
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from rlsys.types import WeightLayout
 from rlsys.utils.errors import WeightTransferError
+from rlsys.utils.grouping import group_by
 from rlsys.weights import tables
 from rlsys.weights.layout import element_bytes, missing_boxes, view_of
 from rlsys.weights.tables import BoxTable, Ints, NameIds, ShardTable
@@ -121,9 +121,8 @@ def resolve_names(sources: Sequence[WeightLayout], destinations: Sequence[Weight
     Raises WeightTransferError for a tensor that the sources do not have, or have in another shape.
     """
     held, source_aliases = full_shapes(sources), tables.merged(layout.aliases for layout in sources)
-    aliases: dict[str, list[str]] = defaultdict(list)
-    for alias, name in sorted(tables.merged(layout.aliases for layout in destinations).items()):
-        aliases[name].append(alias)
+    held_as = tables.merged(layout.aliases for layout in destinations)
+    aliases = group_by(sorted(held_as), held_as.__getitem__)
     names: dict[str, str] = {}
     for name, shape in full_shapes(destinations).items():
         wanted = (name, *aliases.get(name, ()))

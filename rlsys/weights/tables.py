@@ -12,7 +12,8 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from rlsys.types import Shard, WeightLayout
+from rlsys.types import WeightLayout
+from rlsys.utils.grouping import group_by
 
 Ints = np.ndarray
 ValueT = TypeVar("ValueT")
@@ -85,11 +86,9 @@ def shard_table(templates: Sequence[WeightLayout], names: Mapping[str, str], dim
     """The shards of the templates without empty ones; `names` gives the trainer's name of each of their tensors."""
     parts = list[ShardTable]()
     for number, layout in enumerate(templates):
-        groups: dict[tuple[int, int], list[Shard]] = defaultdict(list)
-        for shard in layout.shards:
-            groups[len(shard.box.start), len(shard.local_start)].append(shard)
         dtype_of = {name: ids.dtypes[dtype] for name, dtype in layout.dtypes.items()}
-        for (num_dims, num_local_dims), shards in groups.items():
+        by_dims = group_by(layout.shards, lambda shard: (len(shard.box.start), len(shard.local_start)))
+        for (num_dims, num_local_dims), shards in by_dims.items():
             count = len(shards)
             start = _columns([s.box.start for s in shards], num_dims, dims, 0)
             stop = start + _columns([s.box.shape for s in shards], num_dims, dims, 1)

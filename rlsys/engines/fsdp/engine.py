@@ -24,7 +24,7 @@ from rlsys.models.token_model import TokenModel
 from rlsys.models.vision import has_images, is_tower
 from rlsys.protocol import DataProto
 from rlsys.types import Shard, WeightLayout
-from rlsys.utils.boxes import buckets
+from rlsys.utils.grouping import buckets
 from rlsys.utils.hosts import host_id
 
 

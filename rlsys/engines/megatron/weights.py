@@ -32,8 +32,9 @@ from rlsys.models.megatron.spec import HAS_TRANSFORMER_ENGINE
 from rlsys.models.vision import is_tower
 from rlsys.telemetry.jsonl import JsonObject
 from rlsys.types import Box, HFConfig, Shard, WeightLayout
-from rlsys.utils.boxes import buckets, overlap, relative, slices
+from rlsys.utils.boxes import overlap, relative, slices
 from rlsys.utils.errors import CheckpointError
+from rlsys.utils.grouping import buckets, group_by
 from rlsys.utils.hosts import host_id
 
 
@@ -186,10 +187,8 @@ class ModelShards:
 
         Collective. What no rank holds is zero.
         """
-        given: dict[str, list[Shard]] = {}
-        for shard in self.shards:
-            if shard.box.tensor in names and self.gives(shard):
-                given.setdefault(shard.box.tensor, []).append(shard)
+        own = [shard for shard in self.shards if shard.box.tensor in names and self.gives(shard)]
+        given = group_by(own, lambda shard: shard.box.tensor)
         dtypes = {name: getattr(torch, self.dtypes[name]) for name in names}
         num_bytes = {name: math.prod(self.full_shapes[name]) * dtypes[name].itemsize for name in names}
         for bucket in buckets(num_bytes, bucket_bytes):

@@ -13,6 +13,7 @@ from math import ceil
 from rlsys.types import Box, Shard
 from rlsys.utils.data_files import read_table
 from rlsys.utils.errors import ConfigError
+from rlsys.utils.grouping import group_by
 
 Dims = Mapping[str, int]
 """A model's dimensions by the names that rules use."""
@@ -164,10 +165,7 @@ def _rule(
 
 def by_local(shards: Iterable[Shard]) -> dict[str, list[Shard]]:
     """The shards of each local tensor."""
-    groups: dict[str, list[Shard]] = {}
-    for shard in shards:
-        groups.setdefault(shard.local, []).append(shard)
-    return groups
+    return group_by(shards, lambda shard: shard.local)
 
 
 def extents(shards: Iterable[Shard]) -> dict[str, tuple[int, ...]]:

@@ -18,6 +18,7 @@ from rlsys.protocol import ImageInputs
 from rlsys.rollout.base import RunningRequest
 from rlsys.rollout.hf.kv_cache import ColumnCache, causal_mask
 from rlsys.rollout.sampling.hook import RowSampler, SampleSpec
+from rlsys.utils.grouping import group_by
 
 if TYPE_CHECKING:
     from rlsys.rollout.hf.engine import HFRollout
@@ -149,9 +150,7 @@ class DecodeLoop:
     def _admit(self) -> None:
         free = self.config.max_num_seqs - self.rows.count
         taken = [self.waiting.popleft() for _ in range(min(free, len(self.waiting)))]
-        groups: dict[Prompt, list[RunningRequest]] = {}
-        for queued in taken:
-            groups.setdefault(Prompt(queued.request.input_ids, queued.request.images), []).append(queued)
+        groups = group_by(taken, lambda queued: Prompt(queued.request.input_ids, queued.request.images))
         prompts = sorted(groups, key=lambda prompt: len(prompt.ids))
         self._reserve(len(taken), front=len(prompts[-1].ids), back=max(t.max_new_tokens for t in taken))
         for some in _prefill_batches(prompts, self.config.max_num_batched_tokens):

@@ -5,7 +5,7 @@ a round is one message for every pair of ranks, so that no rank stages more than
 """
 
 import secrets
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, replace
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from rlsys.interfaces import RolloutEngine, TrainEngine
 from rlsys.ipc.process_group import LOOPBACK, PeerLostError, ProcessGroup, Rendezvous
-from rlsys.utils.boxes import buckets
 from rlsys.utils.daemon_threads import in_daemon_thread
+from rlsys.utils.grouping import buckets, group_by
 from rlsys.weights.executors.base import Executor, Layouts, RankFuture, RemainingTime, WeightGroup
 from rlsys.weights.layout import device_of, dtype_of
 from rlsys.weights.plan import Copy, make_plan
@@ -56,9 +56,7 @@ def plan_rounds(copies: Sequence[Copy], *, staging_bytes: int = STAGING_BYTES) -
 
     All messages have one limit, by which the rank with most links stages no more than that.
     """
-    links: dict[Link, list[Copy]] = defaultdict(list)
-    for copy in copies:
-        links[copy.source_rank, copy.rank].append(copy)
+    links = group_by(copies, lambda copy: (copy.source_rank, copy.rank))
     busiest = max(Counter(end for a, b in links for end in (("from", a), ("to", b))).values(), default=1)
     limit = max(256, staging_bytes // busiest // ALIGN_BYTES * ALIGN_BYTES)
     queues = {link: list(_messages(link_copies, limit)) for link, link_copies in sorted(links.items())}

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rlsys.utils.errors import WeightTransferError
+from rlsys.utils.grouping import group_by
 from rlsys.weights.executors.base import Layouts
 from rlsys.weights.executors.nccl import GroupMember, Round, plan_rounds
 from rlsys.weights.plan import RANK, SOURCE_RANK, Copy, Plan
@@ -53,9 +54,7 @@ def plan_relays(plan: Plan, sources: Layouts, destinations: Layouts, *, staging_
     A piece is staged by the trainer rank of the host that stages least. WeightTransferError where a host has engines
     but no trainer rank.
     """
-    hosts: dict[str, list[int]] = defaultdict(list)
-    for layout in sources:
-        hosts[layout.host].append(layout.rank)
+    hosts = group_by(sources, lambda layout: layout.host)
     if alone := sorted({layout.host for layout in destinations} - {*hosts}):
         raise WeightTransferError(f"ipc needs a trainer rank on every rollout host; there is none on {alone}")
     numbers = {host: number for number, host in enumerate(hosts)}
@@ -69,7 +68,7 @@ def plan_relays(plan: Plan, sources: Layouts, destinations: Layouts, *, staging_
     piece = piece.reshape(-1)[1:] - 1
     staged, pieces = Counter[int](), list[Copy]()
     for number, copy in enumerate(plan.select(first[1:] - 1)):
-        relay = min(hosts[destinations[copy.rank].host], key=staged.__getitem__)
+        relay = min((one.rank for one in hosts[destinations[copy.rank].host]), key=staged.__getitem__)
         staged[relay] += copy.num_bytes
         pieces.append(replace(copy, rank=relay, local=str(number), local_start=(0,) * len(copy.shape)))
     rounds = plan_rounds(pieces, staging_bytes=min(staging_bytes, STAGING_BYTES))
