@@ -10,6 +10,7 @@ import os
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,8 @@ from rlsys.ipc.framing import Buffer, WireError
 from rlsys.protocol import columns as cols
 from rlsys.protocol.columns import take_rows
 from rlsys.protocol.received import OwnBatch, ReceivedBatch
-from rlsys.protocol.wire import decode, encode, read_file, write_file
+from rlsys.protocol.wire import decode, encode, read_stream, write_stream
+from rlsys.utils.atomic import written_whole
 from rlsys.utils.errors import raised_as
 
 Options = dict[str, Any]
@@ -435,14 +437,15 @@ class DataProto:
         return type(self)(batch=batch, non_tensor_batch=columns, meta_info=meta_info)
 
     def save_to_disk(self, filepath: str | os.PathLike[str]) -> None:
-        """Write the wire form with checksums; the file appears whole or not at all."""
-        write_file(filepath, *self.to_buffers())
+        """Write the wire form with checksums, beside `filepath`: the file appears whole or not at all."""
+        with written_whole(Path(filepath), durable=True) as file:
+            write_stream(file, *self.to_buffers())
 
     @staticmethod
     def load_from_disk(filepath: str | os.PathLike[str]) -> "DataProto":
         """Read what `save_to_disk` wrote, writable; WireError naming the file if it is truncated or corrupt."""
-        with raised_as(WireError, f"{filepath}", WireError):
-            return DataProto.from_buffers(*read_file(filepath))
+        with raised_as(WireError, f"{filepath}", WireError), Path(filepath).open("rb") as file:
+            return DataProto.from_buffers(*read_stream(file, os.fstat(file.fileno()).st_size))
 
 
 def _from_wire(cls: type[DataProto], header: bytes, *buffers: Any) -> DataProto:

@@ -4,11 +4,9 @@
 In a file: magic, a table of the lengths and checksums of header and buffers, then these.
 """
 
-import os
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal, cast
 
 import numpy as np
@@ -19,7 +17,6 @@ from torch import Tensor
 
 from rlsys.ipc import codec
 from rlsys.ipc.framing import Buffer, WireError
-from rlsys.utils.atomic import written_whole
 
 MAGIC = b"RLSYSDP3"
 OTHER_VERSION = (
@@ -84,18 +81,6 @@ def decode(header: Buffer, buffers: Sequence[Buffer]) -> DataProtoHeader:
     return parts
 
 
-def write_file(path: str | os.PathLike[str], header: bytes, buffers: Sequence[Buffer]) -> None:
-    """Write beside `path`, flush to disk and rename, so that `path` is never half a file."""
-    with written_whole(Path(path), durable=True) as file:
-        write_stream(file, header, buffers)
-
-
-def read_file(path: str | os.PathLike[str]) -> tuple[bytes, list[bytearray]]:
-    """Header and buffers, each in memory of its own; WireError if a byte is missing or changed."""
-    with Path(path).open("rb") as file:
-        return read_stream(file, os.fstat(file.fileno()).st_size)
-
-
 def write_stream(file: BinaryIO, header: bytes, buffers: Sequence[Buffer]) -> None:
     """Write a wire form from the start of `file`."""
     parts = [memoryview(part).cast("B") for part in (header, *buffers)]
@@ -105,7 +90,8 @@ def write_stream(file: BinaryIO, header: bytes, buffers: Sequence[Buffer]) -> No
 
 
 def read_stream(file: BinaryIO, file_bytes: int) -> tuple[bytes, list[bytearray]]:
-    """Read a wire form that fills the `file_bytes` of `file`; WireError if a byte is missing or changed."""
+    """Header and buffers, each in memory of its own, that fill the `file_bytes` of `file`; WireError if a byte is
+    missing or changed."""
     head = _take(file, _HEAD.size)
     magic, num_parts = _HEAD.unpack(head)
     if magic != MAGIC:
