@@ -58,10 +58,10 @@ class ShardedOptimizer(BaseOptimizer):
             self._optimizers.append(adamw_8bit(list(own), optim))
 
     def _gradient_norm(self, count: float) -> float:
-        self.rebind()
         for name, local in self._local.items():
-            grad = self._parameters[name].grad
-            local.grad = None if grad is None else local_of(grad)
+            parameter = self._parameters[name]
+            local.data = local_of(parameter)  # it may have been moved or loaded
+            local.grad = None if parameter.grad is None else local_of(parameter.grad)
         self._grads = [local.grad for local in self._local.values() if local.grad is not None]
         norms = torch.stack(torch._foreach_norm(self._grads)) if self._grads else torch.zeros(1)
         size = math.prod(dist.get_world_size(group) for group in self._groups[1:])
@@ -101,11 +101,6 @@ class ShardedOptimizer(BaseOptimizer):
         for _, state in self._states():
             if "step" in state:
                 state["step"] = count if isinstance(state["step"], int) else state["step"].fill_(count)
-
-    def rebind(self) -> None:
-        """Take the parameters' values again after they were moved or loaded."""
-        for name, local in self._local.items():
-            local.data = local_of(self._parameters[name])
 
 
 def adamw(parameters: list[nn.Parameter], optim: OptimConfig) -> torch.optim.Optimizer:
