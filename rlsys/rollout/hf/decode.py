@@ -125,8 +125,10 @@ class DecodeLoop:
                 return True
             if engine._report_due():
                 engine._report()
-            if self._may_admit():
-                self._admit()
+            # Prefill delays the running rows: it starts once all that wait fit, or a quarter of all rows is free.
+            free = self.config.max_num_seqs - self.rows.count
+            if 0 < min(len(self.waiting), max(1, self.config.max_num_seqs // 4)) <= free:
+                self._admit(free)
             elif self.rows.count:
                 self._step()
             elif not self.waiting:
@@ -142,13 +144,8 @@ class DecodeLoop:
             self.engine._end(self.rows.requests)
             self._remove(range(self.rows.count))
 
-    def _may_admit(self) -> bool:
-        """Prefill delays the running rows: it starts once all that wait fit, or a quarter of all rows is free."""
-        free = self.config.max_num_seqs - self.rows.count
-        return 0 < min(len(self.waiting), max(1, self.config.max_num_seqs // 4)) <= free
-
-    def _admit(self) -> None:
-        free = self.config.max_num_seqs - self.rows.count
+    def _admit(self, free: int) -> None:
+        """Start as many of the requests that wait as there are free rows."""
         taken = [self.waiting.popleft() for _ in range(min(free, len(self.waiting)))]
         groups = group_by(taken, lambda queued: Prompt(queued.request.input_ids, queued.request.images))
         prompts = sorted(groups, key=lambda prompt: len(prompt.ids))
