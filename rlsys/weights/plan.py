@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from rlsys.types import WeightLayout
+from rlsys.types import Shapes, WeightLayout
 from rlsys.utils.errors import WeightTransferError
 from rlsys.utils.grouping import group_by
 from rlsys.weights import tables
@@ -110,11 +110,6 @@ class Plan:
         return tuple(Copy(*values) for values in zip(*fields.values(), strict=True))
 
 
-def distance_by_host(source: WeightLayout, destination: WeightLayout) -> int:
-    """0 for the same rank of the same host (colocated), 1 for the same host, 2 for another host."""
-    return 2 if source.host != destination.host else int(source.rank != destination.rank)
-
-
 def resolve_names(sources: Sequence[WeightLayout], destinations: Sequence[WeightLayout]) -> dict[str, str]:
     """The sources' name of each destination tensor, by the tied names of both sides.
 
@@ -141,7 +136,7 @@ def source_dtypes(names: Mapping[str, str], destinations: Sequence[WeightLayout]
     return {names[name]: dtype for layout in reversed(destinations) for name, dtype in layout.dtypes.items()}
 
 
-def full_shapes(layouts: Sequence[WeightLayout]) -> dict[str, tuple[int, ...]]:
+def full_shapes(layouts: Sequence[WeightLayout]) -> Shapes:
     """The shape of every tensor of some ranks."""
     return tables.merged(layout.full_shapes for layout in layouts)
 
@@ -170,7 +165,8 @@ def make_plan(sources: Sequence[WeightLayout], destinations: Sequence[WeightLayo
         incomplete = {list(ids.tensors)[n] for n in missing.tolist()}
         box = next(box for box in missing_boxes(sources) if box.tensor in incomplete)
         raise WeightTransferError(f"no rank of the trainer holds {box}, which the rollout engines need")
-    distances = np.array([[distance_by_host(source, layout) for source in sources] for layout in destinations])
+    # 0 for the same rank of the same host (colocated), 1 for the same host, 2 for another host
+    distances = np.array([[2 if a.host != b.host else int(a.rank != b.rank) for a in sources] for b in destinations])
     distances = distances.reshape(len(destinations), -1)
     selector = _SourceSelector(source_shards, template_of_source, holder_box, holder_shard, distances)
     widths = np.array([element_bytes(name) for name in ids.dtypes], dtype=np.int64)

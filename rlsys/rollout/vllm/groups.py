@@ -31,13 +31,9 @@ def end_groups(shutdown: Callable[[], None], *, shared: bool) -> None:
     except ValueError:  # torch raises it for a group that was destroyed with the default one
         if dist.is_initialized():
             raise
-        _forget(parallel_state)
-
-
-def _forget(parallel_state: Any) -> None:
-    for name, value in list(vars(parallel_state).items()):
-        if isinstance(value, parallel_state.GroupCoordinator):
-            setattr(parallel_state, name, None)
+        for name, value in list(vars(parallel_state).items()):
+            if isinstance(value, parallel_state.GroupCoordinator):
+                setattr(parallel_state, name, None)
 
 
 def _end_world(parallel_state: Any) -> None:
