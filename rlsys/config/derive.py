@@ -29,10 +29,11 @@ _NODES, RANKS = "trainer.nnodes", "trainer.n_gpus_per_node"
 _ADAPTED = ("cluster.n_nodes", "cluster.n_gpus_per_node", "actor.mb_spec.max_tokens_per_mb")
 """What AReaL's files say of the cluster and of packs of tokens: other keys may ask for other values."""
 
+Derived = tuple[dict[str, Given], list[str]]
+"""Keys that others set, and problems with them."""
 
-def derived_settings(
-    values: Mapping[str, Any], given: Mapping[str, Given], engines: Iterable[str]
-) -> tuple[dict[str, Given], list[str]]:
+
+def derived_settings(values: Mapping[str, Any], given: Mapping[str, Given], engines: Iterable[str]) -> Derived:
     """The keys set by an allocation, which may come as two `engines`, and by other keys, and problems with them."""
     settings, problems = _from_allocation(values, given, engines)
     mini, prompts = values.get(MINI_BATCH, 1), values.get("data.train_batch_size", 1)
@@ -114,9 +115,7 @@ def _areal_estimator(values: Mapping[str, object], given: Mapping[str, Given]) -
     return {key: Given(value, "from actor.reward_norm", key) for key, value in sets.items()}
 
 
-def _from_allocation(
-    values: Mapping[str, Any], given: Mapping[str, Given], engines: Iterable[str]
-) -> tuple[dict[str, Given], list[str]]:
+def _from_allocation(values: Mapping[str, Any], given: Mapping[str, Given], engines: Iterable[str]) -> Derived:
     """The counts of an allocation, also of one in two parts; counts that are also set must agree with it."""
     text, nnodes, node_size = values.get(MODE) or "+".join(engines) or None, values[_NODES], values[RANKS]
     text = str(text) if is_count(text) else text
