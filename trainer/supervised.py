@@ -10,7 +10,6 @@ from rlsys.data.dataset import RowStream
 from rlsys.data.supervised import fingerprint
 from rlsys.protocol import DataProto, pad_dataproto_to_divisor
 from rlsys.roles.lm import RankSums, mean_over_ranks
-from rlsys.utils.errors import ConfigError
 from rlsys.utils.run_folders import HUGGINGFACE
 from trainer.backend import WorkerBackend, import_external_libs, running_backend
 from trainer.checkpoint import TrainerState
@@ -42,9 +41,6 @@ class SupervisedTrainer(CheckpointedLoop):
     """The loop of SFT, reward-model training and DPO: batch, step, evaluate, save."""
 
     def __init__(self, config: Config) -> None:
-        for key, value in {"model.path": config.model.path, "data.train_files": config.data.train_files}.items():
-            if value is None:
-                raise ConfigError(f"{key} is not set, and this job has no default: name one")
         config = with_local_files(config)
         run, data = config.trainer, config.data
         num_ranks = run.nnodes * run.n_gpus_per_node
