@@ -234,6 +234,10 @@ class StepReport:
     applied: bool
 
 
+Shapes = Mapping[str, tuple[int, ...]]
+"""The full shape of each tensor by its name."""
+
+
 @dataclass(frozen=True)
 class Box:
     """A rectangular part of an HF tensor: `shape` elements from `start` in each dimension."""
@@ -264,7 +268,7 @@ class WeightLayout:
     rank: int
     host: str
     shards: tuple[Shard, ...]
-    full_shapes: Mapping[str, tuple[int, ...]]
+    full_shapes: Shapes
     dtypes: Mapping[str, str]
     aliases: Mapping[str, str] = field(default_factory=dict)
     loader: tuple[str, ...] = ()

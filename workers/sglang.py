@@ -16,7 +16,7 @@ from rlsys.rollout.sglang.engine import SGLangRollout
 from rlsys.rollout.sglang.scheduler_hooks import SchedulerEngine
 from rlsys.single_controller.worker import free_port
 from rlsys.telemetry.profiler import start_profile, stop_profile
-from rlsys.types import Box, Shard, WeightLayout
+from rlsys.types import Box, Shapes, Shard, WeightLayout
 from rlsys.weights.endpoints import WeightReceiver
 from rlsys.weights.executors.cuda_ipc import IpcHandle, IpcImportSpec, StorageHandle
 from rlsys.weights.executors.disk import DiskSpec
@@ -65,7 +65,7 @@ class RemoteReceiver(WeightReceiver):
 
     engine: SGLangRollout
 
-    def weight_layout(self, float8: Mapping[str, tuple[int, ...]] | None = None) -> WeightLayout:
+    def weight_layout(self, float8: Shapes | None = None) -> WeightLayout:
         return replace(self._awake("weight_layout"), rank=self.engine.rank, host=self.engine.host)
 
     def _awake(self, method: str, *args: object) -> Any:

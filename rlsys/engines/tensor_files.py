@@ -22,6 +22,7 @@ from torch import Tensor
 from rlsys.engines.mesh import gather_json, together
 from rlsys.models.hf import open_safetensors
 from rlsys.telemetry.jsonl import JsonObject
+from rlsys.types import Shapes
 from rlsys.utils.atomic import fsync_file, write_whole
 from rlsys.utils.boxes import overlap, relative, slices
 from rlsys.utils.errors import CheckpointError, raised_as
@@ -95,9 +96,7 @@ class StoredBox:
     at: tuple[int, ...]
 
 
-def pieced_tensors(
-    shapes: Mapping[str, tuple[int, ...]], pieces: Mapping[str, Sequence[StoredBox]]
-) -> "dict[str, PiecedTensor]":
+def pieced_tensors(shapes: Shapes, pieces: Mapping[str, Sequence[StoredBox]]) -> "dict[str, PiecedTensor]":
     """Tensors in pieces by name; files are opened when they are read."""
     open_file = cache(open_safetensors)
     return {name: PiecedTensor(name, shape, pieces.get(name, ()), open_file) for name, shape in shapes.items()}

@@ -23,7 +23,7 @@ from rlsys.models import hf
 from rlsys.models.megatron.family import Head, family_of, find_family, tied
 from rlsys.models.megatron.rules import by_local
 from rlsys.models.quantized import without_quantization
-from rlsys.types import EXPORT_FILE_BYTES, HFConfig, Shard
+from rlsys.types import EXPORT_FILE_BYTES, HFConfig, Shapes, Shard
 from rlsys.utils.atomic import write_whole, written_dir, written_whole
 from rlsys.utils.errors import CheckpointError, raised_as
 from rlsys.utils.grouping import buckets
@@ -148,12 +148,12 @@ def most_common(specs: Mapping[str, TensorSpec]) -> str:
     return str(DTYPES[Counter(dtype for dtype, _ in specs.values()).most_common(1)[0][0]]).removeprefix("torch.")
 
 
-def _carried(hf_config: HFConfig) -> dict[str, tuple[int, ...]]:
+def _carried(hf_config: HFConfig) -> Shapes:
     family = find_family(hf_config)
     return family.carried(hf_config) if family else {}
 
 
-def _expected(config_dir: Path, hf_config: HFConfig, weights: hf.TensorSource) -> Mapping[str, tuple[int, ...]]:
+def _expected(config_dir: Path, hf_config: HFConfig, weights: hf.TensorSource) -> Shapes:
     """The shapes of the model's tensors by its table, or by transformers' own model for families without one."""
     scalar = "score.weight" in weights
     head: Head = ("value" if "score.bias" in weights else "score") if scalar else "lm"

@@ -1,7 +1,7 @@
 """The specs of checkpoint there are: where each keeps which Hugging Face tensor."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -15,7 +15,7 @@ from rlsys.models.lora import is_adapter
 from rlsys.models.megatron.adapter_factors import EXPERTS
 from rlsys.models.megatron.family import Family, Head, family_of
 from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
-from rlsys.types import HFConfig, Shard
+from rlsys.types import HFConfig, Shapes, Shard
 from rlsys.utils.errors import CheckpointError, raised_as
 from rlsys.utils.run_folders import merged_model, step_folder
 
@@ -40,9 +40,7 @@ class SplitLayout(ParallelSizes):
                 place = RankPlace(self, pp_rank=pp, ep_rank=ep, etp_rank=etp)
                 yield f"experts_ep_{ep:03d}_etp_{etp:03d}_pp_{pp:03d}.safetensors", place
 
-    def content(
-        self, family: Family, hf_config: HFConfig, file: str, place: RankPlace
-    ) -> tuple[dict[str, tuple[int, ...]], list[Shard]]:
+    def content(self, family: Family, hf_config: HFConfig, file: str, place: RankPlace) -> tuple[Shapes, list[Shard]]:
         """The local tensors of a file with their shapes, and the shards in them."""
         experts = file.startswith("experts")
         shards = family.shards(hf_config, place, head=self.head, te=self.transformer_engine)
@@ -99,7 +97,7 @@ def _split_weights(directory: Path, hf_config: HFConfig) -> dict[str, PiecedTens
         for shard in shards:
             box = shard.box
             pieces[box.tensor].append(StoredBox(box.start, box.shape, directory / file, shard.local, shard.local_start))
-    shapes = family.hf_shapes(hf_config, head=split.head)
+    shapes = dict(family.hf_shapes(hf_config, head=split.head))
     carried = directory / "carried.safetensors"
     if carried.is_file():
         extra = family.carried(hf_config)
@@ -112,12 +110,12 @@ def _split_weights(directory: Path, hf_config: HFConfig) -> dict[str, PiecedTens
     return pieced_tensors(shapes, pieces)
 
 
-def _check_file(file: Path, expected: Mapping[str, tuple[int, ...]]) -> None:
+def _check_file(file: Path, expected: Shapes) -> None:
     if differences := differing_tensors(expected, _stored_shapes(file), whose="this model's"):
         raise CheckpointError(f"{file}: {differences}")
 
 
-def _stored_shapes(file: Path) -> dict[str, tuple[int, ...]]:
+def _stored_shapes(file: Path) -> Shapes:
     stored = open_safetensors(file)
     return {key: tuple(stored.get_slice(key).get_shape()) for key in stored.keys()}  # noqa: SIM118
 

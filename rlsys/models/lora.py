@@ -6,7 +6,7 @@ An adapted linear layer is W + scale * B @ A with W (out, in), A (rank, in), B (
 import json
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from rlsys.config.schema.model import ModelConfig
 from rlsys.models.hf import TensorInMemory, TensorSource, check_names, open_model_dir
+from rlsys.types import Shapes
 from rlsys.utils.errors import CheckpointError, ConfigError, raised_as
 
 ADAPTER = "default"
@@ -144,7 +145,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(requires_grad)
 
 
-def adapter_weights(settings: LoraSettings, shapes: Mapping[str, tuple[int, ...]]) -> TensorSource:
+def adapter_weights(settings: LoraSettings, shapes: Shapes) -> TensorSource:
     """The adapters' first values: from `adapter_path`, else A drawn per tensor from the seed and B zero.
 
     CheckpointError unless the adapter at `adapter_path` has exactly these shapes.

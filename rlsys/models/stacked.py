@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlsys.types import Box, Shard
+from rlsys.types import Box, Shapes, Shard
 
 STACK_DIMS = 3
 Parts = Mapping[str, "StackRows"]
@@ -34,7 +34,7 @@ def saved_aliases(shared: Mapping[str, str], stacks: Stacks) -> dict[str, str]:
     return {name: next(iter(stacks.get(held, (held,)))) for name, held in shared.items()}
 
 
-def saved_shapes(name: str, shape: Sequence[int], stacks: Stacks) -> dict[str, tuple[int, ...]]:
+def saved_shapes(name: str, shape: Sequence[int], stacks: Stacks) -> Shapes:
     """The tensors that a held one of this shape is saved as, with their shapes."""
     held, parts = tuple(shape), stacks.get(name, {}).items()
     width = held[-1:] if len(held) > 1 else ()

@@ -6,7 +6,7 @@ from hashlib import blake2b
 from typing import Any
 
 from rlsys.interfaces import RolloutEngine, TrainEngine
-from rlsys.types import WeightLayout
+from rlsys.types import Shapes, WeightLayout
 from rlsys.utils.errors import WeightTransferError
 from rlsys.weights.engine_update import with_staging
 from rlsys.weights.executors.cuda_ipc import IpcExporter, IpcExportSpec, IpcImporter, IpcImportSpec
@@ -52,7 +52,7 @@ class WeightEndpoint:
         """The engine, or what it holds as FP8."""
         return self._float8 or self.engine
 
-    def weight_layout(self, float8: Mapping[str, tuple[int, ...]] | None = None) -> WeightLayout:
+    def weight_layout(self, float8: Shapes | None = None) -> WeightLayout:
         """The engine's layout with its device and digest, and staging for its loader's tensors.
 
         `float8` is what a WeightSender quantises; an engine gives what it holds, elements and scales as they are.
@@ -99,7 +99,7 @@ class WeightSender(WeightEndpoint):
 
     _sides = SENDERS
 
-    def weight_layout(self, float8: Mapping[str, tuple[int, ...]] | None = None) -> WeightLayout:
+    def weight_layout(self, float8: Shapes | None = None) -> WeightLayout:
         """The same, from now on with the matrices of these shapes as FP8."""
         self._float8 = Fp8Weights(self.engine, float8) if float8 else None
         return super().weight_layout()

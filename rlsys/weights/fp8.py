@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from rlsys.interfaces import TrainEngine
 from rlsys.models.quantized import FP8, FP8_NAME, LARGEST, SCALE, SMALLEST, block_of
-from rlsys.types import Box, Shard, WeightLayout
+from rlsys.types import Box, Shapes, Shard, WeightLayout
 from rlsys.utils.boxes import slices
 from rlsys.utils.grouping import group_by
 from rlsys.weights.layout import device_of, shard_view, whole_box
@@ -30,7 +30,7 @@ class Fp8Weights:
     all scales keep their memory, which the next call overwrites.
     """
 
-    def __init__(self, engine: TrainEngine, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(self, engine: TrainEngine, shapes: Shapes) -> None:
         self.engine, layout = engine, engine.weight_layout()
         self.shapes = {name: shape for name, shape in sorted(shapes.items()) if name.endswith(SCALE)}
         self._matrices = [shard for shard in layout.shards if shard.box.tensor in shapes]
@@ -84,13 +84,13 @@ class Fp8Weights:
         return [(name, elements), (name + SCALE, scales)]
 
 
-def float8_shapes(engines: Sequence[WeightLayout]) -> dict[str, tuple[int, ...]]:
+def float8_shapes(engines: Sequence[WeightLayout]) -> Shapes:
     """The matrices that engines hold as float8 elements, and their scales."""
     held = [(each.full_shapes, name) for each in engines for name, kind in each.dtypes.items() if kind == FP8_NAME]
     return {part: shapes[part] for shapes, name in held for part in (name, name + SCALE)}
 
 
-def _stacked(boxes: Iterable[Box], name: str) -> tuple[list[Shard], dict[str, tuple[int, ...]]]:
+def _stacked(boxes: Iterable[Box], name: str) -> tuple[list[Shard], Shapes]:
     """Places for boxes, those of one shape in one tensor, and the shapes of these tensors."""
     shards, shapes = list[Shard](), dict[str, tuple[int, ...]]()
     for box in boxes:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rlsys.models.quantized import FP8
-from rlsys.types import Box, Shard, WeightLayout
+from rlsys.types import Box, Shapes, Shard, WeightLayout
 from rlsys.utils.errors import WeightTransferError, raised_as
 from rlsys.utils.grouping import buckets
 from rlsys.weights.batched_copy import bits_of
@@ -63,7 +63,7 @@ class _PlacedBox(NamedTuple):
 def learn_layout(
     load: Load,
     local_tensors: Callable[[], Mapping[str, Tensor]],
-    shapes: Mapping[str, tuple[int, ...]],
+    shapes: Shapes,
     dtypes: Mapping[str, str],
     *,
     aliases: Mapping[str, str] | None = None,
@@ -270,7 +270,7 @@ def _decode_digits(tensor: Tensor) -> Tensor:
 def _assemble(
     boxes: Sequence[_PlacedBox],
     local: Mapping[str, Tensor],
-    shapes: Mapping[str, tuple[int, ...]],
+    shapes: Shapes,
     dtypes: Mapping[str, str],
     loader_only: dict[str, str],
     aliases: Mapping[str, str],

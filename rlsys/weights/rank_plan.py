@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from rlsys.interfaces import RolloutEngine
-from rlsys.types import Box, WeightLayout
+from rlsys.types import Box, Shapes, WeightLayout
 from rlsys.utils.errors import WeightTransferError
 from rlsys.weights.checksum import add_checksums, digest, prepared_checksums
 from rlsys.weights.engine_update import EngineUpdate
@@ -33,7 +33,7 @@ class RankPlan:
     """
 
     copies: tuple[Copy, ...]
-    full_shapes: Mapping[str, tuple[int, ...]]
+    full_shapes: Shapes
     checksum_ids: tuple[int, ...] = ()
     local_names: tuple[str, ...] = ()
 

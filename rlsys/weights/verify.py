@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from rlsys.types import Box, WeightLayout
+from rlsys.types import Box, Shapes, WeightLayout
 from rlsys.utils.errors import WeightTransferError
 from rlsys.weights.checksum import add_checksums, digest, prepared_checksums
 from rlsys.weights.layout import dtype_of, num_elements, shard_view, subtract_all, whole_box
@@ -90,7 +90,7 @@ def compare_checksums(source: Sequence[LayoutChecksums], destination: Sequence[L
     ]
 
 
-def _full_shapes(ranks: Sequence[LayoutChecksums]) -> dict[str, tuple[int, ...]]:
+def _full_shapes(ranks: Sequence[LayoutChecksums]) -> Shapes:
     """Of all tensors but those that only an engine's loader can place."""
     return {n: tuple(s) for layout, _ in ranks for n, s in layout.full_shapes.items() if n not in layout.loader}
 

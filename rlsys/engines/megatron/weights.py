@@ -31,7 +31,7 @@ from rlsys.models.megatron.rules import by_local, extents
 from rlsys.models.megatron.spec import HAS_TRANSFORMER_ENGINE
 from rlsys.models.vision import is_tower
 from rlsys.telemetry.jsonl import JsonObject
-from rlsys.types import Box, HFConfig, Shard, WeightLayout
+from rlsys.types import Box, HFConfig, Shapes, Shard, WeightLayout
 from rlsys.utils.boxes import overlap, relative, slices
 from rlsys.utils.errors import CheckpointError
 from rlsys.utils.grouping import buckets, group_by
@@ -78,12 +78,12 @@ class ModelShards:
         return self.family.shards(self.hf_config, place, head=self.head, te=HAS_TRANSFORMER_ENGINE)
 
     @cached_property
-    def base_shapes(self) -> dict[str, tuple[int, ...]]:
+    def base_shapes(self) -> Shapes:
         """Full shapes of the model's tensors by HF name."""
         return self.family.hf_shapes(self.hf_config, head=self.head)
 
     @cached_property
-    def full_shapes(self) -> dict[str, tuple[int, ...]]:
+    def full_shapes(self) -> Shapes:
         """Those of the adapters too."""
         return {**self.base_shapes, **(self.adapters.shapes if self.adapters is not None else {})}
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 from rlsys.models.lora import AdaptedWeight, LoraSettings, adapter_of, targeted
 from rlsys.models.megatron.rules import by_local, extents
-from rlsys.types import Box, Shard
+from rlsys.types import Box, Shapes, Shard
 
 EXPERTS = ".mlp.experts."
 LINEAR = (".linear_", ".in_proj.", ".out_proj.")
@@ -25,10 +25,10 @@ class AdapterPlan:
 
     settings: LoraSettings
     adapted: Mapping[str, AdaptedWeight]
-    shapes: Mapping[str, tuple[int, ...]]
+    shapes: Shapes
 
 
-def plan_adapters(settings: LoraSettings, model: Sequence[Shard], shapes: Mapping[str, tuple[int, ...]]) -> AdapterPlan:
+def plan_adapters(settings: LoraSettings, model: Sequence[Shard], shapes: Shapes) -> AdapterPlan:
     """Which of the model's linear layers get adapters; `model` is what one rank would hold that holds all of it.
 
     Experts are linear layers too, routers and the output layer are not. ConfigError if no layer is targeted.

@@ -19,7 +19,7 @@ from packaging.specifiers import SpecifierSet
 from rlsys.models.megatron import blocks
 from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
 from rlsys.models.megatron.rules import Dims, Rule, ShardFn, ShardIndex, extents, rules_of, whole_shapes
-from rlsys.types import Box, HFConfig, Shard
+from rlsys.types import Box, HFConfig, Shapes, Shard
 from rlsys.utils.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -124,11 +124,11 @@ class Family:
         """HF names a checkpoint may leave out, and the tensors whose data they have."""
         return {"lm_head.weight": f"{self.prefix}embed_tokens.weight"} if tied(hf_config) else {}
 
-    def hf_shapes(self, hf_config: HFConfig, *, head: Head = "lm") -> dict[str, tuple[int, ...]]:
+    def hf_shapes(self, hf_config: HFConfig, *, head: Head = "lm") -> Shapes:
         """The full shape of every HF tensor that is trained, in the order of the model; not those of `carried`."""
         return whole_shapes(self._shards(hf_config, RankPlace(), head, te=False))
 
-    def carried(self, hf_config: HFConfig) -> dict[str, tuple[int, ...]]:
+    def carried(self, hf_config: HFConfig) -> Shapes:
         """HF tensors that Megatron does not hold and conversion passes on, where a checkpoint has them."""
         dims = self.dims(hf_config)
         index = ShardIndex(0, 1, dims)
@@ -163,9 +163,7 @@ class Family:
         self.check(hf_config, place)
         return tuple(self._shards(hf_config, place, head, te))
 
-    def local_shapes(
-        self, hf_config: HFConfig, place: RankPlace, shards: Sequence[Shard]
-    ) -> dict[str, tuple[int, ...]]:
+    def local_shapes(self, hf_config: HFConfig, place: RankPlace, shards: Sequence[Shard]) -> Shapes:
         """The shape of each tensor that `shards` of `place` are in, padding of the vocabulary included."""
         rows = ceil(self.dims(hf_config)["vocab"] / place.sizes.tp)
         padded = {shard.local for shard in shards if shard.box.tensor.endswith(VOCABULARY)}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
 
-from rlsys.types import Box, Shard
+from rlsys.types import Box, Shapes, Shard
 from rlsys.utils.data_files import read_table
 from rlsys.utils.errors import ConfigError
 from rlsys.utils.grouping import group_by
@@ -168,17 +168,17 @@ def by_local(shards: Iterable[Shard]) -> dict[str, list[Shard]]:
     return group_by(shards, lambda shard: shard.local)
 
 
-def extents(shards: Iterable[Shard]) -> dict[str, tuple[int, ...]]:
+def extents(shards: Iterable[Shard]) -> Shapes:
     """How far the shards reach in each local tensor."""
     return _farthest((shard.local, shard.local_start, shard.box.shape) for shard in shards)
 
 
-def whole_shapes(shards: Iterable[Shard]) -> dict[str, tuple[int, ...]]:
+def whole_shapes(shards: Iterable[Shard]) -> Shapes:
     """The full shape of each HF tensor that the shards make up, in their order."""
     return _farthest((shard.box.tensor, shard.box.start, shard.box.shape) for shard in shards)
 
 
-def _farthest(boxes: Iterable[tuple[str, Sequence[int], Sequence[int]]]) -> dict[str, tuple[int, ...]]:
+def _farthest(boxes: Iterable[tuple[str, Sequence[int], Sequence[int]]]) -> Shapes:
     """The farthest ends of boxes (tensor, start, shape) by tensor."""
     ends: dict[str, tuple[int, ...]] = {}
     for tensor, start, shape in boxes:
