@@ -2,18 +2,23 @@
 
 import asyncio
 import atexit
+import gc
 import logging
 import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Self
+from unittest.mock import patch
 
 from rlsys.rollout.sglang.dp_attention import REPLICA_ARGUMENTS
 from rlsys.rollout.sglang.given_images import take_given_images
@@ -23,6 +28,39 @@ from rlsys.utils.errors import ConfigError, DeadlineError, RolloutError, result_
 STOP_WAIT_S = 20.0
 _stopped: list[object] = []
 """Stopped engines are kept: garbage-collecting their sockets would wait for processes that have exited."""
+
+
+class SchedulerProcess(SpawnProcess):
+    """The process of SGLang's scheduler, which imports SGLang while its parent does, before there is a task for it."""
+
+    def __init__(self, device: str) -> None:
+        from torch_memory_saver import configure_subprocess
+
+        receiver, sender = multiprocessing.Pipe(duplex=False)
+        super().__init__(target=_run_task, args=(receiver,), name="sglang-scheduler")
+        with configure_subprocess() if device == "cuda" else nullcontext():
+            super().start()
+        receiver.close()
+        self._sender = sender
+
+    def with_task(self, target: Callable[..., object], args: tuple[object, ...]) -> Self:
+        """In the place of `multiprocessing.Process(target=target, args=args)`."""
+        self._task = target, args
+        return self
+
+    def start(self) -> None:
+        self._sender.send((dict(os.environ), *self._task))
+
+
+def _run_task(receiver: Connection) -> None:
+    """Import SGLang, then run the task of `SchedulerProcess.start` in the environment of that moment."""
+    gc.disable()
+    import sglang.srt.managers.scheduler  # noqa: F401
+
+    gc.enable()
+    environment, target, args = receiver.recv()
+    os.environ.update(environment)
+    target(*args)
 
 
 class EngineThread:
@@ -109,12 +147,14 @@ def _start(arguments: dict[str, Any], settings: SchedulerSettings) -> Any:
         os.environ["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
     os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
     os.environ["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"
+    os.environ["SGLANG_NUMA_BIND_V2"] = "0"  # the scheduler's process binds itself: it is there before SGLang starts it
     if copies > 1:
         settings = replace(settings, replica_arguments=arguments)
         arguments = {name: value for name, value in arguments.items() if name not in REPLICA_ARGUMENTS}
-    from sglang.srt.entrypoints.engine import Engine
+    scheduler = SchedulerProcess(arguments["device"])
+    from sglang.srt.entrypoints import engine as theirs
 
-    class RolloutEngine(Engine):
+    class RolloutEngine(theirs.Engine):
         """SGLang's Engine with our scheduler entry point and without detokenizer processes."""
 
         run_scheduler_process_func = staticmethod(partial(run_scheduler, settings=settings))
@@ -123,8 +163,13 @@ def _start(arguments: dict[str, Any], settings: SchedulerSettings) -> Any:
         def _launch_detokenizer_subprocesses(cls, *args: object, **kwargs: object) -> tuple[list[object], list[str]]:
             return [], []
 
-    take_given_images()
-    engine = RolloutEngine(**arguments)
+    try:
+        take_given_images()
+        with patch.object(theirs, "mp", SimpleNamespace(**vars(multiprocessing) | {"Process": scheduler.with_task})):
+            engine = RolloutEngine(**arguments)
+    except BaseException:
+        scheduler.kill()
+        raise
     atexit.unregister(engine.shutdown)  # it kills all children of this process, including the reward pool's
     watchdog = getattr(engine.tokenizer_manager, "_subprocess_watchdog", None)
     if watchdog is not None:  # it would kill this process by a signal; `check_alive` raises instead

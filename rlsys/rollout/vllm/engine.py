@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -89,7 +90,7 @@ class VLLMRollout(BaseRolloutEngine):
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(self.config.kv_cache_gib))
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR" if arguments["disable_log_stats"] else "INFO")
-        from vllm import EngineArgs
+        from vllm import EngineArgs, SamplingParams
         from vllm.v1.engine.llm_engine import LLMEngine
 
         from rlsys.rollout.vllm.multi_step import start_multi_step
@@ -98,7 +99,9 @@ class VLLMRollout(BaseRolloutEngine):
             arguments = take_given_images(self.hf_config, max_model_len=self.max_model_len) | {**arguments}
         extension = "rlsys.rollout.vllm.extension.RolloutExtension"
         settings = EngineArgs(skip_tokenizer_init=True, worker_extension_cls=extension, **arguments)
-        engine = LLMEngine.from_engine_args(settings)
+        # our sampler takes the place of vLLM's, of which it would compile everything
+        with patch.object(SamplingParams, "for_sampler_warmup", SamplingParams, create=True):
+            engine = LLMEngine.from_engine_args(settings)
         # ranks that serve together stop at the same step
         start_multi_step(engine, self.config.num_scheduler_steps, self._stopped if self._group is None else bool)
         return engine
