@@ -139,10 +139,8 @@ class WorkerGroups:
         """Read the trained roles' parts of a checkpoint."""
         for name, group in self.trained.items():
             if not (folder / name).is_dir():
-                raise ConfigError(
-                    f"{folder} has no {name}: it was saved by a run without one; set the algorithm of that run "
-                    "(algorithm.adv_estimator), or start over with trainer.resume_mode=disable"
-                )
+                why = "it was saved by a run without one; set the algorithm of that run (algorithm.adv_estimator)"
+                raise ConfigError(f"{folder} has no {name}: {why}, or start over with trainer.resume_mode=disable")
             group.load_checkpoint(str(folder / name))
 
     def drain_stages(self) -> StageReport:

@@ -71,9 +71,8 @@ class RayPPOTrainer(CheckpointedLoop):
         """
         for name, value in (("processor", processor), ("collate_fn", collate_fn)):
             if value is not None:
-                raise ConfigError(
-                    f"{name} is not supported by RayPPOTrainer; remove it, and make rows of your own by data.custom_cls"
-                )
+                how = "remove it, and make rows of your own by data.custom_cls"
+                raise ConfigError(f"{name} is not supported by RayPPOTrainer; {how}")
         if train_dataset is None:
             raise ConfigError("RayPPOTrainer needs a train_dataset")
         run, self.plan = config.trainer, plan_batches(config)

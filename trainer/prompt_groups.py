@@ -126,11 +126,10 @@ class PromptGroups:
         failed, issued, limits = self.window.skipped["failed"], self.window.issued, self._failures
         in_a_row = limits.max_failed_in_a_row
         if self._failed_in_a_row > in_a_row or failed > max(in_a_row, limits.max_failed_share * issued):
-            raise RolloutError(
-                f"generation failed for {self._failed_in_a_row} prompts in a row and {failed} of {issued} in all, more "
-                f"than trainer.max_failed_in_a_row={in_a_row} or trainer.max_failed_share={limits.max_failed_share:g} "
-                f"allows; the last error: {error}"
-            ) from error
+            lost = f"{self._failed_in_a_row} prompts in a row and {failed} of {issued} in all"
+            most = f"trainer.max_failed_in_a_row={in_a_row} or trainer.max_failed_share={limits.max_failed_share:g}"
+            why = f"generation failed for {lost}, more than {most} allows; the last error: {error}"
+            raise RolloutError(why) from error
 
     def take(self) -> DataProto | None:
         """The batch of the next step, or None while it is incomplete."""
@@ -321,9 +320,8 @@ class OpenAnswers:
         self.groups.load(state, folder)
         if self.groups.open and (folder / EPISODES).exists() != self.by_episodes:
             why = "set actor_rollout_ref.rollout.workflow, agent and multi_turn as in the run that is resumed"
-            raise ConfigError(
-                f"{folder} has open prompts {'of' if not self.by_episodes else 'without'} episodes; {why}"
-            )
+            kind = "without" if self.by_episodes else "of"
+            raise ConfigError(f"{folder} has open prompts {kind} episodes; {why}")
 
 
 def _up_to(answer: PartialResponse, max_tokens: float) -> PartialResponse:

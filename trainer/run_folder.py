@@ -152,10 +152,9 @@ def locked(path: Path) -> Iterator[None]:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
-            raise ConfigError(
-                f"trainer.default_local_dir={path.parent}: another job writes there ({file.read().strip()}); wait for "
-                "it, stop it, or set another trainer.default_local_dir or trainer.experiment_name"
-            ) from None
+            why = f"another job writes there ({file.read().strip()})"
+            how = "wait for it, stop it, or set another trainer.default_local_dir or trainer.experiment_name"
+            raise ConfigError(f"trainer.default_local_dir={path.parent}: {why}; {how}") from None
         except OSError as error:
             log.warning("%s cannot be locked (%s): see that no second job writes there", path.parent, error)
         file.truncate(0)
@@ -172,10 +171,9 @@ def _make_root(run: RunConfig) -> Path:
     """
     path = Path(run.default_local_dir)
     if not path.is_absolute() and "/runtime_resources/working_dir_files/" in f"{Path.cwd()}/":
-        raise ConfigError(
-            f"trainer.default_local_dir={path}: relative to {Path.cwd()}, which Ray deletes after the job; set an "
-            f"absolute path, e.g. trainer.default_local_dir={Path.home() / path}"
-        )
+        why = f"relative to {Path.cwd()}, which Ray deletes after the job"
+        how = f"set an absolute path, e.g. trainer.default_local_dir={Path.home() / path}"
+        raise ConfigError(f"trainer.default_local_dir={path}: {why}; {how}")
     with raised_as(ConfigError, f"trainer.default_local_dir={path}: cannot write there", OSError):
         path.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=path) as probe:

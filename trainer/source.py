@@ -93,11 +93,9 @@ class RolloutSource:
 
 def too_few_kept(calls: int, num_kept: int, num_wanted: int) -> str:
     """Why a filter that keeps this few prompts ends the run."""
-    return (
-        f"after {calls} generated batches only {num_kept} of {num_wanted} prompts have samples that differ; raise "
-        "algorithm.filter_groups.max_num_gen_batches or data.gen_batch_size, or choose data that the model "
-        "neither always nor never solves"
-    )
+    why = f"after {calls} generated batches only {num_kept} of {num_wanted} prompts have samples that differ"
+    how = "raise algorithm.filter_groups.max_num_gen_batches or data.gen_batch_size"
+    return f"{why}; {how}, or choose data that the model neither always nor never solves"
 
 
 def reduced(metrics: Mapping[str, Sequence[float]]) -> dict[str, float]:

@@ -111,8 +111,7 @@ def worker_class(name: str) -> Any:
     """The worker class of an engine, or its class of remote engines; ConfigError if no module has registered it."""
     if (worker := rollout_backend(name).worker) is None:
         known = ", ".join(backend.name for backend in rollout_backends())
-        raise ConfigError(
-            f"actor_rollout_ref.rollout.name={name}: unknown rollout engine; choose from {known}, or register it with "
-            "register_rollout_backend in the module of actor_rollout_ref.model.external_lib"
-        )
+        how = "register it with register_rollout_backend in the module of actor_rollout_ref.model.external_lib"
+        why = f"unknown rollout engine; choose from {known}, or {how}"
+        raise ConfigError(f"actor_rollout_ref.rollout.name={name}: {why}")
     return resolve_name(worker)

@@ -171,10 +171,9 @@ def load(path: Path, state: Contents, *, optimizer: str | None = None) -> JsonOb
     manifest = together(lambda: verify(path, part=dist.get_rank(), parts=dist.get_world_size()))
     saved = manifest.get("optimizer") or "AdamW"
     if optimizer is not None and saved != optimizer:
-        raise CheckpointError(
-            f"{path} has the state of {saved}, and this run's optimizer is {optimizer}: continue with the same "
-            "optim.optimizer and number of processes, or without that state by load_contents=[model,extra]"
-        )
+        why = f"{path} has the state of {saved}, and this run's optimizer is {optimizer}"
+        how = "with the same optim.optimizer and number of processes"
+        raise CheckpointError(f"{why}: continue {how}, or without that state by load_contents=[model,extra]")
     together(lambda: _check_same_model(path, state.shapes()))
     together(lambda: state.read(path))
     if "extra" in state.parts:

@@ -44,12 +44,10 @@ class BaseOptimizer(ABC):
     kind = "AdamW"
 
     def __init__(self, optim: OptimConfig, *, grad_clip: float, total_steps: int) -> None:
-        by_ratio = optim.lr_warmup_steps < 0 and optim.lr_warmup_steps_ratio > 0
-        if (optim.lr_scheduler_type != "constant" or by_ratio) and total_steps < 1:
-            raise ConfigError(
-                f"lr_scheduler_type={optim.lr_scheduler_type} with lr_warmup_steps_ratio={optim.lr_warmup_steps_ratio}"
-                " needs the total number of optimizer steps"
-            )
+        kind, ratio = optim.lr_scheduler_type, optim.lr_warmup_steps_ratio
+        if (kind != "constant" or (optim.lr_warmup_steps < 0 and ratio > 0)) and total_steps < 1:
+            schedule = f"lr_scheduler_type={kind} with lr_warmup_steps_ratio={ratio}"
+            raise ConfigError(f"{schedule} needs the total number of optimizer steps")
         self.optim, self.grad_clip, self.total_steps = optim, grad_clip, total_steps
         self.num_steps = 0
 

@@ -133,10 +133,9 @@ def sum_over(x: Tensor, group: ProcessGroup) -> Tensor:
 def kv_repeats(num_heads: int, num_kv_heads: int, group_size: int) -> int:
     """How often each key/value head is repeated so that the heads divide over the group; ConfigError if they cannot."""
     if num_heads % group_size:
-        raise ConfigError(
-            f"sequence parallelism over {group_size} ranks needs a number of attention heads divisible by it, "
-            f"the model has {num_heads}: choose ulysses_sequence_parallel_size among its divisors"
-        )
+        how = "choose ulysses_sequence_parallel_size among its divisors"
+        why = f"needs a number of attention heads divisible by it, the model has {num_heads}: {how}"
+        raise ConfigError(f"sequence parallelism over {group_size} ranks {why}")
     return math.lcm(num_kv_heads, group_size) // num_kv_heads
 
 

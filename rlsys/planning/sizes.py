@@ -204,7 +204,6 @@ def _refusal(what: str, needs: Mapping[str, int], machine: Machine, key: str) ->
     parts = " + ".join(f"{owner} {one / GIB:.1f}" for owner, one in needs.items() if one)
     room = f"tensors have {machine.room_bytes / GIB:.1f} of {machine.device_bytes / GIB:.1f}"
     room += f", a process's share of this machine's memory ({OTHER_GPUS})" if machine.device == "cpu" else ""
-    return ConfigError(
-        f"{what} does not fit: it needs {sum(needs.values()) / GIB:.1f} GiB ({parts}), and {room}; "
-        f"docs/oom.md says what needs less, or set {key} to try it"
-    )
+    how = f"docs/oom.md says what needs less, or set {key} to try it"
+    needed = f"{sum(needs.values()) / GIB:.1f} GiB ({parts})"
+    return ConfigError(f"{what} does not fit: it needs {needed}, and {room}; {how}")

@@ -63,14 +63,10 @@ def check_sources(data_sources: Iterable[str], *, runs_here: bool = True) -> Non
             needs = "they need Landlock and seccomp, that is Linux 5.13 or later and a container that allows them"
             raise ConfigError(f"programs are not run here: {', '.join(lacking)} cannot be restricted; {needs}")
         if ISOLATION not in available:
-            log.warning(
-                "no namespaces in this container: graded programs can see that files outside exist, and the size of "
-                "their folder is only checked now and then"
-            )
+            what = "can see that files outside exist, and the size of their folder is only checked now and then"
+            log.warning("no namespaces in this container: graded programs %s", what)
 
 
 def _no_grader(data_source: str) -> ConfigError:
-    return ConfigError(
-        f"no built-in reward function for data_source {data_source!r}: set reward.custom_reward_function.path to a "
-        f"file with a compute_score, or use one of {', '.join(ROUTES)}"
-    )
+    how = f"set reward.custom_reward_function.path to a file with a compute_score, or use one of {', '.join(ROUTES)}"
+    return ConfigError(f"no built-in reward function for data_source {data_source!r}: {how}")

@@ -153,10 +153,9 @@ def _nd_parts(mesh: str, group: "WorkerGroup", /) -> list[int]:
     dp_size = max(info.dp_rank for info in ranks) + 1
     num_collecting = sum(info.is_collect for info in ranks)
     if sorted(by_dp_rank) != list(range(dp_size)) or num_collecting != dp_size:
-        raise ValueError(
-            f"mesh '{mesh}' of {group.role}: {num_collecting} collecting ranks cover the data-parallel ranks "
-            f"{sorted(by_dp_rank)}; exactly one rank of each of 0..{dp_size - 1} must have is_collect=True"
-        )
+        there = f"{num_collecting} collecting ranks cover the data-parallel ranks {sorted(by_dp_rank)}"
+        wanted = f"exactly one rank of each of 0..{dp_size - 1} must have is_collect=True"
+        raise ValueError(f"mesh '{mesh}' of {group.role}: {there}; {wanted}")
     return [by_dp_rank[dp_rank] for dp_rank in range(dp_size)]
 
 
@@ -184,10 +183,9 @@ def dispatch_all_to_all(group: "WorkerGroup", /, *args: object, **kwargs: object
     if not (lists := [value for value in values if isinstance(value, list)]):
         return SplitArguments(*dispatch_one_to_all(group, *args, **kwargs))
     if len(lists) < len(values) or any(len(value) != group.world_size for value in lists):
-        raise ValueError(
-            f"arguments must be all lists of {group.world_size} (one entry per rank) or none a list; "
-            "register the method with Dispatch.ONE_TO_ALL to send a list to every rank"
-        )
+        why = f"arguments must be all lists of {group.world_size} (one entry per rank) or none a list"
+        how = "register the method with Dispatch.ONE_TO_ALL to send a list to every rank"
+        raise ValueError(f"{why}; {how}")
     return SplitArguments(tuple(lists[: len(args)]), dict(zip(kwargs, lists[len(args) :])))
 
 
@@ -240,9 +238,8 @@ def _split_by_rows(
 
 
 def _forbidden(*_: object, **__: object) -> NoReturn:
-    raise NotImplementedError(
-        "a DIRECT_ROLLOUT_METHOD is called by the rollout engine in its worker, not through the group"
-    )
+    why = "is called by the rollout engine in its worker, not through the group"
+    raise NotImplementedError(f"a DIRECT_ROLLOUT_METHOD {why}")
 
 
 def _first(_: "WorkerGroup", results: list[object]) -> object:

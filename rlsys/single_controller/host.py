@@ -85,10 +85,9 @@ def without_padding(result: object, num_padding: int, method: str) -> object:
     if num_padding == 0:
         return result
     if not is_rows(result) or len(result) < num_padding:
-        raise ValueError(
-            f"{num_padding} rows were repeated to split the batch evenly, but the result of '{method}' has no rows to "
-            "cut off again; pass a batch whose rows divide by the number of data-parallel ranks"
-        )
+        why = f"but the result of '{method}' has no rows to cut off again"
+        how = "pass a batch whose rows divide by the number of data-parallel ranks"
+        raise ValueError(f"{num_padding} rows were repeated to split the batch evenly, {why}; {how}")
     return result[: len(result) - num_padding]
 
 

@@ -90,9 +90,8 @@ def shard_view(tensors: Mapping[str, Tensor], shard: Shard) -> Tensor:
         raise WeightTransferError(f"the layout names a local tensor '{shard.local}' that does not exist")
     view = view_of(tensor, shard.local_start, shard.box.shape)
     if tuple(view.shape) != shard.box.shape:
-        raise WeightTransferError(
-            f"the layout places {shard.box} at {shard.local_start} of '{shard.local}', which is {tuple(tensor.shape)}"
-        )
+        place = f"{shard.local_start} of '{shard.local}', which is {tuple(tensor.shape)}"
+        raise WeightTransferError(f"the layout places {shard.box} at {place}")
     return view
 
 

@@ -139,10 +139,8 @@ class ServerReplica:
             raise ValueError("a prompt is one token id from 0 up, or more")
         check_sampling(request.gconfig)
         if self.logprobs == RAW and request.gconfig.temperature not in (0.0, 1.0):
-            raise ValueError(
-                f"{self.url} gives log-probabilities before temperature {request.gconfig.temperature:g}; start it "
-                "with --logprobs-mode processed_logprobs"
-            )
+            why = f"gives log-probabilities before temperature {request.gconfig.temperature:g}"
+            raise ValueError(f"{self.url} {why}; start it with --logprobs-mode processed_logprobs")
         if request.images and "images" not in self.capabilities:
             raise ValueError(f"{self.url}: {self.engine.backend.kind} {self.version} takes no processed images")
         if request.images and self.normalises:

@@ -261,10 +261,8 @@ def need_packed_delta() -> None:
     if find_spec("tilelang") is None and any(it.version in WRONG_ON_HOPPER for it in distributions(name="triton")):
         lacking.append("tilelang")
     if lacking:
-        raise ConfigError(
-            f"Megatron computes gated delta layers on packed rows with other packages: pip install {' '.join(lacking)}"
-            " on Python 3.12, or set strategy=fsdp and use_remove_padding=false"
-        )
+        how = f"pip install {' '.join(lacking)} on Python 3.12, or set strategy=fsdp and use_remove_padding=false"
+        raise ConfigError(f"Megatron computes gated delta layers on packed rows with other packages: {how}")
 
 
 @cache
@@ -287,20 +285,17 @@ def _rule_shards(rule: Rule, local: str, hf: str, index: ShardIndex, te: bool) -
 def _stage_layers(count: int, sizes: ParallelSizes) -> list[int]:
     """How many layers each pipeline stage holds."""
     if sizes.pp * sizes.vp > count:
-        raise ConfigError(
-            f"{count} layers cannot be split over pipeline_model_parallel_size={sizes.pp} stages"
-            f" of {sizes.vp} chunks each: each needs a layer"
-        )
+        split = f"pipeline_model_parallel_size={sizes.pp} stages of {sizes.vp} chunks each"
+        raise ConfigError(f"{count} layers cannot be split over {split}: each needs a layer")
     given = {stage: n for stage, n in ((0, sizes.first_layers), (sizes.pp - 1, sizes.last_layers)) if n is not None}
     per_stage = (count - sum(given.values())) // max(1, sizes.pp - len(given))
     stages = [given.get(stage, per_stage) for stage in range(sizes.pp)]
     if sum(stages) != count or any(n < 1 or n % sizes.vp for n in stages):
         last = count - (sizes.pp - 1) * sizes.vp * -(-count // (sizes.pp * sizes.vp))
         fits = f"={last}" if last > 0 and last % sizes.vp == 0 else ", or the first one's, so that the rest does"
-        raise ConfigError(
-            f"{count} layers do not split evenly over pipeline_model_parallel_size={sizes.pp} and {sizes.vp} virtual "
-            f"chunks: set override_transformer_config.num_layers_in_last_pipeline_stage{fits}"
-        )
+        split = f"pipeline_model_parallel_size={sizes.pp} and {sizes.vp} virtual chunks"
+        how = f"set override_transformer_config.num_layers_in_last_pipeline_stage{fits}"
+        raise ConfigError(f"{count} layers do not split evenly over {split}: {how}")
     return stages
 
 

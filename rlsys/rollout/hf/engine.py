@@ -194,9 +194,7 @@ def _use_grouped_attention(model: Any, max_model_len: int) -> None:
     if kinds - {"full_attention", "sliding_attention"}:
         raise RolloutError(f"HFRollout has no cache for layers of type {sorted(kinds)}; use another rollout engine")
     if "sliding_attention" in kinds and window and window < max_model_len:
-        raise RolloutError(
-            f"HFRollout has no sliding cache; set max_model_len to at most the model's window of {window}, "
-            "or use another rollout engine"
-        )
+        how = f"set max_model_len to at most the model's window of {window}, or use another rollout engine"
+        raise RolloutError(f"HFRollout has no sliding cache; {how}")
     ours = "eager" if getattr(text, "attn_logit_softcapping", None) or not model._supports_sdpa else ATTENTION
     model.set_attn_implementation({"text_config": ours, "vision_config": "sdpa"} if has_images(model.config) else ours)

@@ -186,10 +186,8 @@ def _check_answers(address: str, deadline_s: float) -> None:
     except (OSError, OverflowError) as error:
         raise ConfigError(f"no Ray cluster listens at {address} ({error}){set_another}") from error
     if "AuthenticationError" in done.stderr:
-        raise ConfigError(
-            f"the Ray cluster at {address} refuses our token: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or "
-            "RAY_AUTH_TOKEN_PATH) as for its head"
-        )
+        how = "set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH) as for its head"
+        raise ConfigError(f"the Ray cluster at {address} refuses our token: {how}")
     if done.returncode:
         why = done.stderr.strip().rpartition("\n")[2]
         raise ConfigError(f"what listens at {address} is not a Ray cluster: {why}{set_another}")

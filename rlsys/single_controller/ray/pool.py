@@ -108,10 +108,8 @@ class RayResourcePool(ResourcePool):
         for slot in self.slots:
             origin = _origin(slot)
             if origin._users[slot] >= self.max_colocate_count:
-                raise ConfigError(
-                    f"pool '{origin.name_prefix}' is shared by {origin._users[slot]} groups already, which is its "
-                    "max_colocate_count; raise it, close a group or use another pool"
-                )
+                why = f"is shared by {origin._users[slot]} groups already, which is its max_colocate_count"
+                raise ConfigError(f"pool '{origin.name_prefix}' {why}; raise it, close a group or use another pool")
             origin._reserve(bin_pack, deadline_s)
         for slot in self.slots:
             _origin(slot)._users[slot] += 1
