@@ -42,6 +42,8 @@ class Reporter:
         self._tracking: Tracking | None = None
         self._stack = ExitStack()
         self._stages = StageRecorder("controller", self._shown)
+        self.stage = self._stages.stage
+        """`with stage("update_actor"):` times a stage, shows it and puts it on the timeline."""
         self.best_effort = BestEffort()
         self._timeline: Timeline | None = None
         self._events: list[Event] = []
@@ -53,11 +55,6 @@ class Reporter:
         self._metrics: dict[str, float] = {}
         self._tokens = (0, 0)
         self._flat_steps = 0
-
-    @property
-    def stage(self) -> compute.StageTimer:
-        """`with stage("update_actor"):` times a stage, shows it and puts it on the timeline."""
-        return self._stages.stage
 
     def count(self, stage: str, counts: Counts) -> None:
         """Show how much of a stage's work is done while it runs; call it before `start`."""
@@ -105,12 +102,8 @@ class Reporter:
             self.add({"critic/score/frac_zero_std": float((~varies).double().mean())})
         self._flat_steps = self._flat_steps + 1 if scores.min() == scores.max() else 0
         if self._flat_steps == FLAT_STEPS:
-            log.warning(
-                "all rewards were %g for %d steps: there is nothing to learn; look at the answers (docs/debug.md) and "
-                "at the reward function",
-                float(scores[0]),
-                FLAT_STEPS,
-            )
+            why = "there is nothing to learn; look at the answers (docs/debug.md) and at the reward function"
+            log.warning("all rewards were %g for %d steps: %s", float(scores[0]), FLAT_STEPS, why)
 
     def token_counts(self, batch: DataProto) -> None:
         """Count prompt and response tokens, for rates."""

@@ -27,6 +27,7 @@ class WorkerGroup:
 
     def __init__(self, backend: Backend, cls: type, *, role: str, target: str | None = None) -> None:
         self.backend, self._cls, self._target, self.role = backend, cls, target, role
+        self.world_size = backend.world_size
         self._meshes: dict[str, list[dispatch.MeshRank]] = {}
         self._views: dict[str, WorkerGroup] = {}
         self._close: Callable[[], None] = backend.close
@@ -39,10 +40,6 @@ class WorkerGroup:
         """Registered methods are attributes of the instance; what arrives here is none of them."""
         methods = dispatch.registered_methods(self.__dict__["_cls"]) if "_cls" in self.__dict__ else ()
         raise AttributeError(f"{type(self).__name__} has no '{name}'; its workers register: {', '.join(methods)}")
-
-    @property
-    def world_size(self) -> int:
-        return self.backend.world_size
 
     @property
     def workers(self) -> list[Any]:
@@ -85,9 +82,8 @@ class WorkerGroup:
         """One group per role of a colocated class, on the same processes."""
         roles: Mapping[str, type] = getattr(self._cls, "roles", {})
         if unknown := sorted(set(prefix_set) - set(roles)):
-            raise ValueError(
-                f"{self.role} has no roles {unknown}; it has {sorted(roles) or 'none: use create_colocated_worker_cls'}"
-            )
+            known = sorted(roles) or "none: use create_colocated_worker_cls"
+            raise ValueError(f"{self.role} has no roles {unknown}; it has {known}")
         for prefix in sorted(set(prefix_set) - set(self._views)):
             self._views[prefix] = self._view(prefix, roles[prefix])
         return {prefix: self._views[prefix] for prefix in prefix_set}  # pyrefly: ignore
