@@ -167,14 +167,12 @@ class RemoteEngine(RolloutFleet):
 
         def update() -> None:
             with self.pushing(meta.version):
-                self.load_weights(meta)
+                self.load_weights(meta, None)
 
         self.connect()
         return self._updates.submit(update)
 
-    def load_weights(
-        self, meta: WeightUpdateMeta, deadline_s: float | None = None, send: SendWeights | None = None
-    ) -> None:
+    def load_weights(self, meta: WeightUpdateMeta, deadline_s: float | None, send: SendWeights | None = None) -> None:
         """As `update_weights`, for a caller that holds the fleet in `pushing`; with `send` without a folder."""
         self.connect()
         self.do(self._update(meta, send), deadline_s, "the external servers", "update_weights")
