@@ -93,13 +93,9 @@ def assemble(
             num_rows = cfg.data.gen_batch_size * rollout.n
             if cfg.trainer.reproducible:  # batches have one size for any number of replicas
                 num_rows = pools.rollout_ranks // rollout.replica_size * rollout.max_replica_seqs
+            deadlines = cfg.trainer.deadlines
             fleet = group_fleet(
-                groups.rollout,
-                rollout,
-                cfg.trainer.deadlines,
-                manager=transfer,
-                num_rows=num_rows,
-                restartable=not pools.colocated,
+                groups.rollout, rollout, deadlines, manager=transfer, num_rows=num_rows, restartable=not pools.colocated
             )
             score = (fleet if isinstance(fleet, ElasticFleet) else groups.rollout).compute_log_prob
         stack.callback(fleet.close)

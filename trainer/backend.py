@@ -57,11 +57,8 @@ def start_backend(run: RunConfig, ray_kwargs: RayKwargsConfig, *, num_ranks: int
         return WorkerBackend(device, LocalWorkerGroup, ClassWithInitArgs, ResourcePoolManager, 1, lambda: None)
     from rlsys.single_controller import ray as on_ray
 
-    cluster = on_ray.connect(
-        ray_kwargs.ray_init.model_dump(exclude_none=True),
-        timeline_json_file=ray_kwargs.timeline_json_file,
-        deadline_s=run.deadlines.start_s,
-    )
+    init = ray_kwargs.ray_init.model_dump(exclude_none=True)
+    cluster = on_ray.connect(init, timeline_json_file=ray_kwargs.timeline_json_file, deadline_s=run.deadlines.start_s)
     cluster.watch_gcs(exit_without_gcs)
     device = _device(run.device, any(node.num_gpus > 0 for node in on_ray.cluster_nodes()))
     node_size = on_ray.node_size(use_gpu=device != "cpu")

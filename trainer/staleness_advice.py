@@ -37,14 +37,11 @@ class StalenessAdvisor:
             self._advise()
 
     def _advise(self) -> None:
-        run = MeasuredRun(
-            self._groups,
-            self._cfg.data.train_batch_size,
-            max(1, int(self._fleet.metrics()["rollout/replicas_ready"])),
-            self._cfg.actor_rollout_ref.rollout.max_replica_seqs,
-            *fitted_pace(list(self._fleet.pace.values())),
-            self._train_s / max(1, sum(map(sum, self._groups))),
-        )
+        num_prompts, num_rows = self._cfg.data.train_batch_size, self._cfg.actor_rollout_ref.rollout.max_replica_seqs
+        replicas = max(1, int(self._fleet.metrics()["rollout/replicas_ready"]))
+        pace = fitted_pace(list(self._fleet.pace.values()))
+        train_s_per_token = self._train_s / max(1, sum(map(sum, self._groups)))
+        run = MeasuredRun(self._groups, num_prompts, replicas, num_rows, *pace, train_s_per_token)
         text = staleness_advice(run, self._cfg.trainer.max_staleness)
         log.info("what max_staleness would give, simulated from the first %d steps:\n%s", NUM_STEPS, text)
         write_whole(Path(self._cfg.trainer.default_local_dir) / "staleness.txt", f"{text}\n".encode())

@@ -44,10 +44,9 @@ class ActorWorker(EngineWorker, WeightSender):
     @register(dispatch_mode=BY_MESH)
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """`old_log_probs`, `entropys` and, for estimators that need it, `sum_pi_squared` (B, R)."""
+        squares = self.algorithm.adv_estimator.endswith("optimal_token_baseline")
         with self.mfu("actor_infer", data) as mfu:
-            columns = self.actor.compute_logp(
-                data, entropy=True, sum_pi_squared=self.algorithm.adv_estimator.endswith("optimal_token_baseline")
-            )
+            columns = self.actor.compute_logp(data, entropy=True, sum_pi_squared=squares)
         return DataProto(columns.batch, meta_info={"metrics": mfu})
 
     @register(dispatch_mode=BY_MESH)

@@ -54,13 +54,11 @@ def token_stats(
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
     rows = (chunk_elements or LOGITS_CHUNK_ELEMENTS.get(hidden.device.type, 1 << 26)) // max(1, weight.shape[0]) or 1
-    wanted = ("entropy" in outputs, "sum_pi_squared" in outputs)
     if topk_ids is None:
         topk_ids = _most_likely(hidden, weight, rows, topk, part)
     columns = torch.cat([targets[:, None], topk_ids], dim=1)
-    log_probs, entropy, squares = _TokenStats.apply(
-        hidden, weight, columns, 1.0 / temperature, softcap, rows, *wanted, part
-    )
+    options = 1.0 / temperature, softcap, rows, "entropy" in outputs, "sum_pi_squared" in outputs, part
+    log_probs, entropy, squares = _TokenStats.apply(hidden, weight, columns, *options)
     stats = {"log_probs": log_probs[:, 0], "entropy": entropy, "sum_pi_squared": squares}
     if "topk_log_probs" in outputs:
         stats |= {"topk_log_probs": log_probs[:, 1:], "topk_ids": topk_ids.to(log_probs)}

@@ -139,10 +139,9 @@ def _no_room(needs: Sequence[PoolNeed], nodes: Sequence[NodeCapacity]) -> str:
     has += f" (at most {max(n.num_cpus for n in nodes):g} and {max(n.num_gpus for n in nodes):g} on one)"
     cpus = sum(sum(need.process_on_nodes) * need.cpus_per_process for need in needs)
     gpus = sum(sum(need.process_on_nodes) * need.gpus_per_process for need in needs)
-    return (
-        f"the cluster has {has}, the plan needs {cpus:g} CPUs and {gpus:g} GPUs ({'; '.join(map(str, needs))}); "
-        "ask for less, add nodes, use trainer.device=cpu without GPUs, or start Ray with ray_kwargs.ray_init.num_cpus"
-    )
+    wanted = f"{cpus:g} CPUs and {gpus:g} GPUs ({'; '.join(map(str, needs))})"
+    how = "add nodes, use trainer.device=cpu without GPUs, or start Ray with ray_kwargs.ray_init.num_cpus"
+    return f"the cluster has {has}, the plan needs {wanted}; ask for less, {how}"
 
 
 @dataclass
@@ -172,9 +171,8 @@ class ResourcePoolManager:
         """Make the pools; a pool has room for as many groups as roles are mapped to it, unless a number is given."""
         for name, process_on_nodes in self.resource_pool_spec.items():
             num_roles = sum(pool == name for pool in self.mapping.values())
-            self.resource_pool_dict[name] = self.make_pool(
-                process_on_nodes, self.max_colocate_count or max(1, num_roles), name
-            )
+            max_groups = self.max_colocate_count or max(1, num_roles)
+            self.resource_pool_dict[name] = self.make_pool(process_on_nodes, max_groups, name)
 
     def get_resource_pool(self, role: Hashable) -> ResourcePool:
         """The pool of a role; KeyError names the roles there are."""
