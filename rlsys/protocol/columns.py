@@ -85,9 +85,8 @@ def concat_tensors(batches: Sequence[TensorDict | None], cuts: Sequence[slice]) 
 
 def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> TensorDict:
     """Put the tensors of the second into the first, in place; AssertionError for another size or a differing key."""
-    assert tensor_dict1.batch_size == tensor_dict2.batch_size, (
-        f"a union needs equal batch sizes, got {tuple(tensor_dict1.batch_size)} and {tuple(tensor_dict2.batch_size)}"
-    )
+    size1, size2 = tuple(tensor_dict1.batch_size), tuple(tensor_dict2.batch_size)
+    assert size1 == size2, f"a union needs equal batch sizes, got {size1} and {size2}"
     held, added = tensors_of(tensor_dict1), tensors_of(tensor_dict2)
     for key in held.keys() & added.keys():
         assert tensors_equal(held[key], added[key]), f"tensors '{key}' differ in a union"

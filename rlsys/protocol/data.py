@@ -96,9 +96,8 @@ class DataProto:
             num_rows = self.batch.batch_size[0]
         for key, array in (self.non_tensor_batch or {}).items():
             assert isinstance(array, np.ndarray), f"non_tensor_batch '{key}' must be an array, got {type(array)}"
-            assert num_rows is None or array.shape[0] == num_rows, (
-                f"key {key} length {len(array)} is not equal to batch size {num_rows}"
-            )
+            is_full = num_rows is None or array.shape[0] == num_rows
+            assert is_full, f"key {key} length {len(array)} is not equal to batch size {num_rows}"
 
     # ---- making one --------------------------------------------------------------------------------------------
 
@@ -272,9 +271,8 @@ class DataProto:
 
     def union(self, other: "DataProto") -> "DataProto":
         """Add the other's columns, in place; AssertionError for another length or a common key with other values."""
-        assert not len(other) or not len(self) or len(self) == len(other), (
-            f"a union needs equally many rows, got {len(self)} and {len(other)}"
-        )
+        size, more = len(self), len(other)
+        assert not size or not more or size == more, f"a union needs equally many rows, got {size} and {more}"
         if self.batch is None:
             self.batch = other.batch
         elif other.batch is not None:
@@ -351,9 +349,8 @@ class DataProto:
 
     def _chunk_bounds(self, num_rows: int, chunks: int, *, even: bool = False) -> list[tuple[int, int]]:
         """First and last + 1 row of each chunk: cut as torch.chunk does (the last ones short or empty) or evenly."""
-        assert self.is_padding_enabled() or num_rows % chunks == 0, (
-            f"only support equal chunk. Got size of DataProto {num_rows} and chunk {chunks}."
-        )
+        divides = self.is_padding_enabled() or num_rows % chunks == 0
+        assert divides, f"only support equal chunk. Got size of DataProto {num_rows} and chunk {chunks}."
         size, longer = divmod(num_rows, chunks)
         if even:
             starts = [i * size + min(i, longer) for i in range(chunks + 1)]
