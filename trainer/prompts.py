@@ -96,9 +96,8 @@ def load_prompts(
     """
     data = config.data
     source = configured_source(data, files, tokenizer=tokenizer, max_samples=max_samples)
-    load = partial(
-        PromptDataset.load, source, tokenizer, data, default_source=default_source(config), processor=processor
-    )
+    name = default_source(config)
+    load = partial(PromptDataset.load, source, tokenizer, data, default_source=name, processor=processor)
     rows = load() if data.custom_cls.path is not None else load(max_samples=max_samples, seed=seed)
     _check_agents(config, rows)
     return rows

@@ -85,11 +85,8 @@ def float8_block(hf_config: Mapping[str, object], rollout: "GenerationConfig", *
     """
     size, tp = decoder_sizes(hf_config).get, rollout.tensor_model_parallel_size
     hidden, heads, expert = size("hidden_size", 0), size("num_attention_heads", 1), size("moe_intermediate_size", 0)
-    mlps = (
-        size("intermediate_size", 0),
-        size("shared_expert_intermediate_size", 0),
-        size("n_shared_experts", 0) * expert,
-    )
+    shared = size("shared_expert_intermediate_size", 0), size("n_shared_experts", 0) * expert
+    mlps = size("intermediate_size", 0), *shared
     widths = [hidden, expert // (1 if rollout.expert_parallel_size > 1 else tp), *(width // tp for width in mlps)]
     if latent := size("kv_lora_rank", 0):
         nope, rope, value = (size(f"{part}_head_dim", 0) for part in ("qk_nope", "qk_rope", "v"))

@@ -30,9 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m rlsys.model_merger", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m rlsys.model_merger", description=__doc__, formatter_class=formatter)
     commands = parser.add_subparsers(required=True)
     folder = {"type": Path, "metavar": "DIR"}
 

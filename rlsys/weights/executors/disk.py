@@ -161,10 +161,9 @@ class DiskExecutor(Executor):
         shards = tuple(whole_shard(name, t.shape, name) for name, t in packed.items())
         plan = make_plan(sources, [WeightLayout(0, "", shards, {name: shapes[name] for name in order}, dtypes)])
         first_bytes = header((name, DTYPES[t.dtype], t.shape, t.num_bytes) for name, t in packed.items())
-        tensors = {
-            name: replace(t, offset=t.offset + len(first_bytes) // element_bytes(t.dtype)) for name, t in packed.items()
-        }
-        self.reader = DiskSpec(str(self.options.disk_root), first_bytes, num_bytes + len(first_bytes), tensors, names)
+        begin = len(first_bytes)
+        tensors = {name: replace(t, offset=t.offset + begin // element_bytes(t.dtype)) for name, t in packed.items()}
+        self.reader = DiskSpec(str(self.options.disk_root), first_bytes, begin + num_bytes, tensors, names)
         self.unused = plan.unused
         giving = plan.moves[:, SOURCE_RANK]
         writers = [
