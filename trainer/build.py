@@ -114,6 +114,8 @@ def _build(run: PreparedRun, backend: WorkerBackend, trainer_cls: type[RayPPOTra
         rollout_n=policy.rollout.n,
         actor_steps=max(1, actor_steps * plan.actor.optimizer_steps),
         critic_steps=run.num_steps * critic.optimizer_steps if critic else -1,
+        actor_updates=plan.actor.optimizer_steps,
+        critic_updates=critic.optimizer_steps if critic else 1,
         offload_on_sleep=not drops_weights_on_sleep(config),
         external_libs=run.external_libs,
     )

@@ -38,7 +38,8 @@ Shard = ShardConfig | MegatronShardConfig
 class EngineRun:
     """Facts of the run that no section of the configuration has.
 
-    `rollout_n` are the rows of each prompt; `actor_steps` and `critic_steps` are optimizer steps of the whole run.
+    `rollout_n` are the rows of each prompt; `actor_steps` and `critic_steps` are optimizer steps of the whole run, and
+    `actor_updates` and `critic_updates` those of one training step.
     """
 
     device: str
@@ -46,6 +47,8 @@ class EngineRun:
     rollout_n: int = 1
     actor_steps: int = -1
     critic_steps: int = -1
+    actor_updates: int = 1
+    critic_updates: int = 1
     offload_on_sleep: bool = True
     """Whether rollout engines keep weights on the host while they sleep; else the next push brings them."""
     external_libs: tuple[tuple[str, str], ...] = ()
@@ -119,8 +122,10 @@ def _models(config: PPOConfig | SupervisedConfig) -> Iterator[tuple[str, ModelCo
         yield f"critic.{section}", critic.model, critic.shard, "scalar"
 
 
-def _trained(role: ActorConfig | CriticConfig, model: ModelConfig, run: EngineRun, **options: object) -> "Engine":
-    options |= {"optim": role.optim, "grad_clip": role.grad_clip}
+def _trained(
+    role: ActorConfig | CriticConfig, model: ModelConfig, run: EngineRun, updates: int, **options: object
+) -> "Engine":
+    options |= {"optim": role.optim.in_updates(updates), "grad_clip": role.grad_clip}
     options |= {"training": role.training, "checkpoint": role.checkpoint}
     return _engine(model, role.shard, run, sp_size=role.ulysses_sequence_parallel_size, **options)
 
@@ -128,12 +133,13 @@ def _trained(role: ActorConfig | CriticConfig, model: ModelConfig, run: EngineRu
 def build_actor_engine(cfg: ActorRolloutRefConfig, run: EngineRun) -> "Engine":
     """The actor's engine with its optimizer."""
     options = {"scoring": cfg.rollout.scoring, "freeze_vision_tower": cfg.actor.freeze_vision_tower}
-    return _trained(cfg.actor, cfg.model, run, total_steps=run.actor_steps, **options)
+    return _trained(cfg.actor, cfg.model, run, run.actor_updates, total_steps=run.actor_steps, **options)
 
 
 def build_critic_engine(cfg: CriticConfig, run: EngineRun) -> "Engine":
     """The critic's engine with its optimizer and a scalar head."""
-    return _trained(cfg, cfg.model, run, scoring=cfg.scoring, total_steps=run.critic_steps, head="scalar")
+    options = {"scoring": cfg.scoring, "total_steps": run.critic_steps}
+    return _trained(cfg, cfg.model, run, run.critic_updates, head="scalar", **options)
 
 
 def build_reference_engine(

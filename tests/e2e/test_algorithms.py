@@ -304,3 +304,11 @@ def test_dapo_filters_and_punishes_long_answers(lab: Lab) -> None:
         assert all(row["overlong_reward"] < 0 for row in punished)
     never = "reward.reward_kwargs.overlong_buffer_cfg.enable=false"
     differs(lab, (never,), sizes)
+
+
+def test_the_steps_of_a_schedule_are_training_steps(lab: Lab) -> None:
+    """Each has all its epochs and mini-batches, here four updates, of which the last is reported."""
+    critic = ("algorithm.adv_estimator=gae", "critic.optim.lr=1e-3", "critic.optim.lr_scheduler_type=linear")
+    run = lab.train(f"{ACTOR}optim.lr_warmup_steps=4", "critic.optim.lr_decay_steps=4", *critic).metrics
+    assert [line["actor/lr"] for line in run] == pytest.approx([3e-3 * 3 / 16, 3e-3 * 7 / 16])
+    assert [line["critic/lr"] for line in run] == pytest.approx([1e-3 * 13 / 16, 1e-3 * 9 / 16])

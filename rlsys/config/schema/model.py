@@ -110,15 +110,20 @@ class OptimConfig(Section):
     eps: t.Positive = 1e-8
     """Added to AdamW's denominator."""
     lr_warmup_steps: t.CountOrOff = -1
-    """Optimizer steps of linear warm-up; -1 uses lr_warmup_steps_ratio."""
+    """Training steps of linear warm-up, each with all its mini-batches; -1 uses lr_warmup_steps_ratio."""
     lr_warmup_steps_ratio: t.Fraction = 0.0
-    """Warm-up as a fraction of all optimizer steps, if lr_warmup_steps is -1."""
+    """Warm-up as a fraction of the run, if lr_warmup_steps is -1."""
     lr_scheduler_type: Scheduler = "constant"
     """Shape after the warm-up."""
     min_lr_ratio: t.Fraction = 0.0
     """Final learning rate of cosine and linear, as a fraction of lr."""
     lr_decay_steps: t.Count | None = None
-    """Optimizer steps after which cosine and linear are at their end; null is the length of the run."""
+    """Training steps after which cosine and linear are at their end; null is the length of the run."""
+
+    def in_updates(self, count: int) -> "OptimConfig":
+        """This with steps of the schedule that are optimizer steps, `count` of which make a training step."""
+        decay = self.lr_decay_steps and self.lr_decay_steps * count
+        return self.model_copy(update={"lr_warmup_steps": self.lr_warmup_steps * count, "lr_decay_steps": decay})
 
 
 class CriticOptimConfig(OptimConfig):
