@@ -174,7 +174,8 @@ def gspo(
 ) -> PolicyLoss:
     """GSPO-token (arXiv:2507.18071): PPO's clip on the geometric mean of a row's ratios, gradient by token.
 
-    `s[t] = sg(s) pi[t] / sg(pi[t])`, `log s = mean_t log r[t]`; meant for seq-mean-token-mean.
+    `s[t] = sg(s) pi[t] / sg(pi[t])`, `log s = mean_t log r[t]`. A job averages it by seq-mean-token-mean
+    unless `loss_agg_mode` is set.
     """
     log_ratio = log_prob - old_log_prob
     log_weight = log_prob - log_prob.detach() + masked_mean(log_ratio, response_mask, dim=1).detach().unsqueeze(1)

@@ -20,6 +20,7 @@ CHOSEN = (_TOKENS, "enable_gradient_checkpointing", "max_num_seqs", "gpu_memory_
 DERIVED = ("from ", "follows ")
 """How the origins of settings begin that follow from others."""
 ESTIMATOR, CORRECTION = "algorithm.adv_estimator", "algorithm.rollout_correction"
+LOSS, AGGREGATION = f"{_POLICY}.actor.policy_loss.loss_mode", f"{_POLICY}.actor.loss_agg_mode"
 MINI_BATCH = "actor_rollout_ref.actor.ppo_mini_batch_size"
 DYNAMIC, GRADER = f"{_POLICY}.actor.use_dynamic_bsz", "reward.reward_model"
 MICRO_BATCHES = {DYNAMIC: f"{_POLICY}.actor.ppo_micro_batch_size_per_gpu"}
@@ -42,6 +43,8 @@ def derived_settings(values: Mapping[str, Any], given: Mapping[str, Given], engi
     longest, budget = values.get("data.max_length", 0), values.get(BUDGET, 0)
     if BUDGET not in given and is_count(longest) and longest > budget:
         settings[BUDGET] = Given(longest, "follows data.max_length", BUDGET)
+    if LOSS in given and AGGREGATION not in given and given[LOSS].pair == (LOSS, "gspo"):
+        settings[AGGREGATION] = Given("seq-mean-token-mean", f"follows {LOSS}", AGGREGATION)
     settings |= _expert_tensor(values, settings) | _micro_batches(values, given)
     settings |= _old_answers(values, given) or _quantised_answers(values, given)
     problems += [
@@ -75,7 +78,7 @@ def _old_answers(values: Mapping[str, object], given: Mapping[str, Given]) -> di
     """
     if any(key.startswith(f"{CORRECTION}.") for key in given) or values.get("trainer.max_staleness", 0) in (0, None):
         return {}
-    uses_own = values[f"{_POLICY}.actor.policy_loss.loss_mode"] != "vanilla" or "baseline" in f"{values[ESTIMATOR]}"
+    uses_own = values[LOSS] != "vanilla" or "baseline" in f"{values[ESTIMATOR]}"
     if uses_own or values[f"{_POLICY}.actor.router_replay.mode"] == "R2" or values["trainer.sync_freq"] != 1:
         return {}
     keys = (f"{CORRECTION}.bypass_mode", f"{_POLICY}.actor.calculate_entropy")

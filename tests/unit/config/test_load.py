@@ -217,6 +217,13 @@ def test_defaults_are_verls(folder: Path) -> None:
     assert {key: value(cfg, key) for key in VERL_DEFAULTS} == VERL_DEFAULTS
 
 
+def test_gspo_is_averaged_by_sequences_unless_a_mode_is_set() -> None:
+    gspo, mode = f"{A}.policy_loss.loss_mode=gspo", f"{A}.loss_agg_mode"
+    assert value(load_config([gspo]), mode) == "seq-mean-token-mean"
+    assert value(load_config([gspo, f"{mode}=token-mean"]), mode) == "token-mean"
+    assert value(load_config(["actor.importance_sampling_level=sequence"]), mode) == "token-mean"
+
+
 def test_a_configuration_is_frozen_and_travels() -> None:
     cfg = load_config([])
     with pytest.raises(ValueError, match="frozen"):
