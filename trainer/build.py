@@ -107,15 +107,14 @@ def prepare(config: PPOConfig) -> PreparedRun:
 def _build(run: PreparedRun, backend: WorkerBackend, trainer_cls: type[RayPPOTrainer] = RayPPOTrainer) -> RayPPOTrainer:
     config, plan, policy = run.config, run.plan, run.config.actor_rollout_ref
     mapping, pools = place_roles(config, plan, backend.node_size)
-    actor_steps, critic = run.num_steps - config.trainer.critic_warmup, plan.critic
     for_workers = EngineRun(
         device=backend.device,
         nccl_timeout_s=policy.nccl_timeout,
         rollout_n=policy.rollout.n,
-        actor_steps=max(1, actor_steps * plan.actor.optimizer_steps),
-        critic_steps=run.num_steps * critic.optimizer_steps if critic else -1,
+        actor_steps=max(1, run.num_steps - config.trainer.critic_warmup),
+        critic_steps=run.num_steps,
         actor_updates=plan.actor.optimizer_steps,
-        critic_updates=critic.optimizer_steps if critic else 1,
+        critic_updates=plan.critic.optimizer_steps if plan.critic else 1,
         offload_on_sleep=not drops_weights_on_sleep(config),
         external_libs=run.external_libs,
     )

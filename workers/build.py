@@ -38,8 +38,8 @@ Shard = ShardConfig | MegatronShardConfig
 class EngineRun:
     """Facts of the run that no section of the configuration has.
 
-    `rollout_n` are the rows of each prompt; `actor_steps` and `critic_steps` are optimizer steps of the whole run, and
-    `actor_updates` and `critic_updates` those of one training step.
+    `rollout_n` are the rows of each prompt; `actor_steps` and `critic_steps` are the training steps of the whole run,
+    `actor_updates` and `critic_updates` the optimizer steps of each.
     """
 
     device: str
@@ -125,7 +125,7 @@ def _models(config: PPOConfig | SupervisedConfig) -> Iterator[tuple[str, ModelCo
 def _trained(
     role: ActorConfig | CriticConfig, model: ModelConfig, run: EngineRun, updates: int, **options: object
 ) -> "Engine":
-    options |= {"optim": role.optim.in_updates(updates), "grad_clip": role.grad_clip}
+    options |= {"optim": role.optim, "grad_clip": role.grad_clip, "updates_per_step": updates}
     options |= {"training": role.training, "checkpoint": role.checkpoint}
     return _engine(model, role.shard, run, sp_size=role.ulysses_sequence_parallel_size, **options)
 

@@ -48,6 +48,7 @@ class TrainEngineOptions:
     """What every engine takes beside its model and how this is sharded.
 
     Without `optim` the engine only computes (reference and reward models); a schedule that decays needs `total_steps`.
+    Steps of a schedule are training steps, each of `updates_per_step` optimizer steps.
     `training` and `scoring` size the micro-batches of forward_backward and forward, `training` both without `scoring`.
     """
 
@@ -56,6 +57,7 @@ class TrainEngineOptions:
     optim: OptimConfig | None = None
     grad_clip: float = 1.0
     total_steps: int = -1
+    updates_per_step: int = 1
     freeze_vision_tower: bool = False
     checkpoint: CheckpointConfig = CheckpointConfig()  # noqa: RUF009
     training: MicroBatches = MicroBatches(rows=1)  # noqa: RUF009
@@ -75,7 +77,7 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
         self.training, self.scoring = options.training, options.scoring or options.training
         self.save_contents = CONTENTS.intersection(options.checkpoint.save_contents)
         self.load_contents = CONTENTS.intersection(options.checkpoint.load_contents)
-        self._count = 0.0
+        self._count, self._step_share = 0.0, 1 / options.updates_per_step
         self._saving: Saving | None = None
         self._offload = HostOffload(self._settle)
 
@@ -134,7 +136,7 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
             raise ValueError("this engine has no optimizer: it only computes")
         self._settle()
         with self._own_groups():
-            report = self.optimizer.step(self._count)
+            report = self.optimizer.step(self._count, self._step_share)
         self._count = 0.0
         return report
 
@@ -157,8 +159,9 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
             self._saving.copied.wait()
 
     def _begin_save(self, path: Path, *, copies: bool = False) -> Saving:
-        num_updates = self.optimizer.num_steps if self.optimizer is not None else 0
-        header = {"num_updates": num_updates, "optimizer": getattr(self.optimizer, "kind", None)}
+        header = {"num_updates": 0, "optimizer": None}
+        if (optimizer := self.optimizer) is not None:
+            header = {"num_updates": optimizer.num_steps, "optimizer": optimizer.kind, "lr_steps": optimizer.lr_steps}
         return Saving(path, self._state(self.save_contents), header, settings=self._write_settings, copies=copies)
 
     def begin_save(self, path: Path) -> Saving:
@@ -188,6 +191,7 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
             header = checkpoint.load(Path(path), self._state(self.load_contents), optimizer=kind)
         if self.optimizer is not None and "optimizer" in self.load_contents:
             self.optimizer.set_num_updates(int(header["num_updates"]))
+            self.optimizer.lr_steps = header.get("lr_steps", header["num_updates"] * self._step_share)
 
     def _own_groups(self) -> AbstractContextManager[None]:
         """Make this engine's process groups the current ones, for libraries that keep them in globals."""

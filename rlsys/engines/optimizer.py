@@ -21,7 +21,7 @@ def num_warmup_steps(optim: OptimConfig, total_steps: int) -> int:
     return int(optim.lr_warmup_steps_ratio * max(total_steps, 0))
 
 
-def lr_at(step: int, optim: OptimConfig, total_steps: int) -> float:
+def lr_at(step: float, optim: OptimConfig, total_steps: int) -> float:
     """Learning rate of the step after `step` steps: a linear warm-up from zero, then constant, cosine or linear to
     `min_lr_ratio`; the same numbers as transformers' and verl's schedules."""
     warmup, floor = num_warmup_steps(optim, total_steps), optim.min_lr_ratio
@@ -38,7 +38,8 @@ def lr_at(step: int, optim: OptimConfig, total_steps: int) -> float:
 class BaseOptimizer(ABC):
     """An optimizer of gradients that are sums: one step divides them by a count. `grad_clip` 0 never clips.
 
-    `kind` is written into checkpoints, which only an optimizer of the same kind loads.
+    `kind` is written into checkpoints, which only an optimizer of the same kind loads. `num_steps` counts its steps,
+    `lr_steps` the training steps that they were, which the schedule follows.
     """
 
     kind = "AdamW"
@@ -47,19 +48,20 @@ class BaseOptimizer(ABC):
         kind, ratio = optim.lr_scheduler_type, optim.lr_warmup_steps_ratio
         if (kind != "constant" or (optim.lr_warmup_steps < 0 and ratio > 0)) and total_steps < 1:
             schedule = f"lr_scheduler_type={kind} with lr_warmup_steps_ratio={ratio}"
-            raise ConfigError(f"{schedule} needs the total number of optimizer steps")
+            raise ConfigError(f"{schedule} needs the total number of training steps")
         self.optim, self.grad_clip, self.total_steps = optim, grad_clip, total_steps
-        self.num_steps = 0
+        self.num_steps, self.lr_steps = 0, 0.0
 
     @torch.no_grad()
-    def step(self, count: float) -> StepReport:
-        """Divide the gradient sums by `count`, clip and step. Without a positive count, or with a norm that is not
-        finite, only the gradients change: they are dropped."""
-        norm, lr = self._gradient_norm(count), lr_at(self.num_steps, self.optim, self.total_steps)
+    def step(self, count: float, share: float = 1.0) -> StepReport:
+        """Divide the gradient sums by `count`, clip and step, which is a `share` of a step of the schedule. Without a
+        positive count, or with a norm that is not finite, only the gradients change: they are dropped."""
+        norm, lr = self._gradient_norm(count), lr_at(self.lr_steps, self.optim, self.total_steps)
         applied = count > 0 and math.isfinite(norm)
         if applied:
             self._update(count, min(1.0, self.grad_clip / (norm + 1e-6)) if self.grad_clip > 0 else 1.0, lr)
             self.num_steps += 1
+            self.lr_steps += share
         self.zero_grad()
         return StepReport(norm, lr, applied=applied)
 
@@ -77,7 +79,7 @@ class BaseOptimizer(ABC):
 
     @abstractmethod
     def set_num_updates(self, count: int) -> None:
-        """Set the optimizer's own step number (Adam's bias correction) and the schedule's."""
+        """Set the optimizer's own step number (Adam's bias correction)."""
 
 
 class HostAdamW(torch.optim.AdamW):

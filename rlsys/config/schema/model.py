@@ -120,11 +120,6 @@ class OptimConfig(Section):
     lr_decay_steps: t.Count | None = None
     """Training steps after which cosine and linear are at their end; null is the length of the run."""
 
-    def in_updates(self, count: int) -> "OptimConfig":
-        """This with steps of the schedule that are optimizer steps, `count` of which make a training step."""
-        decay = self.lr_decay_steps and self.lr_decay_steps * count
-        return self.model_copy(update={"lr_warmup_steps": self.lr_warmup_steps * count, "lr_decay_steps": decay})
-
 
 class CriticOptimConfig(OptimConfig):
     """The optimizer of the critic."""

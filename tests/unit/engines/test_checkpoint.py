@@ -225,6 +225,23 @@ def test_a_run_killed_before_the_rename_leaves_the_old_checkpoint(tmp_path: Path
     assert verify(path)["num_updates"] == 1
 
 
+def learning_rates(path: Path, optim: OptimConfig, updates: int, count: int) -> list[float]:
+    engine = small_engine(optim=optim, total_steps=8, updates_per_step=updates)
+    if path.exists():
+        engine.load(path)
+    rates = [train(engine).lr for _ in range(count)]
+    engine.save(path, "resume")
+    return rates
+
+
+def test_a_run_that_is_resumed_with_other_mini_batches_has_its_place_in_the_schedule(tmp_path: Path) -> None:
+    optim = OptimConfig(lr=1.0, lr_scheduler_type="linear")
+    (first,) = run_ranks(1, learning_rates, tmp_path / "step", optim, 2, 4)
+    (resumed,) = run_ranks(1, learning_rates, tmp_path / "step", optim, 4, 4)
+    assert [1 - rate for rate in first] == pytest.approx([0, 1 / 16, 2 / 16, 3 / 16])
+    assert [1 - rate for rate in resumed] == pytest.approx([8 / 32, 9 / 32, 10 / 32, 11 / 32])
+
+
 def partial(path: Path, contents: list[str]) -> tuple[bool, int, bool]:
     engine = small_engine(checkpoint=CheckpointConfig(load_contents=contents))
     before = whole(engine)

@@ -72,5 +72,5 @@ SCHEDULES = [{"lr_scheduler_type": "cosine"}, {"lr_scheduler_type": "linear"}, {
 @pytest.mark.parametrize("settings", SCHEDULES)
 def test_a_schedule_that_needs_the_total_says_so(settings: dict[str, Any]) -> None:
     for total in ({}, {"total_steps": 0}):
-        with pytest.raises(ConfigError, match="total number of optimizer steps"):
+        with pytest.raises(ConfigError, match="total number of training steps"):
             ShardedOptimizer({}, OptimConfig(**settings), groups=[], **total)
