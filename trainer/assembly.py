@@ -126,7 +126,8 @@ def training_source(cfg: PPOConfig, inputs: Inputs, graded: GradedRollout, fleet
     run, deadlines, per_step = cfg.trainer, cfg.trainer.deadlines, cfg.data.train_batch_size
     prompts = inputs.sampler
     if prompts is None or isinstance(prompts, Sampler):
-        prompts = training_prompts(cfg.data, inputs.train_dataset, prompts, pad_token_id=graded.pad_token_id)
+        pad, restarts = graded.pad_token_id, run.resume_changed
+        prompts = training_prompts(cfg.data, inputs.train_dataset, prompts, pad_token_id=pad, restarts=restarts)
     filters, group_filter = cfg.algorithm.filter_groups, None
     if filters.enable:
         keep = partial(filter_groups, metric=filters.metric or "seq_reward")

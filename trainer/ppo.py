@@ -273,8 +273,8 @@ class RayPPOTrainer(CheckpointedLoop):
         return TrainerState(self.global_step, self.parts.steps.kl_ctrl.state_dict(), self.source.save(folder))
 
     def load_parts(self, folder: Path, state: TrainerState) -> None:
+        self.source.load(state.source, folder)  # first: it refuses other rows
         self.groups.load(folder)
-        self.source.load(state.source, folder)
         self.parts.steps.kl_ctrl.load_state_dict(state.kl_ctrl)
 
     def resume(self) -> None:

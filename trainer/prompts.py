@@ -44,15 +44,16 @@ class CollatedPrompts:
 
 
 def training_prompts(
-    data: DataConfig, dataset: PromptDataset, sampler: Sampler[int] | None = None, *, pad_token_id: int
+    data: DataConfig, dataset: PromptDataset, sampler: Sampler[int] | None = None, *, pad_token_id: int, restarts: bool
 ) -> CollatedPrompts:
-    """Training batches in the order that the data section asks for, or that of a sampler."""
+    """Training batches in the order that the data section asks for, or that of a sampler; `restarts` as in a cursor."""
     if isinstance(dataset, RowStream):
         return CollatedPrompts(dataset, dataset, data.max_prompt_length, pad_token_id)
     make_cursor = Cursor if sampler is None else partial(SamplerCursor, sampler)
     cursor = make_cursor(
         len(dataset), batch_size=data.gen_batch_size, seed=data.seed, shuffle=data.shuffle, dataset=dataset.fingerprint
     )
+    cursor.restarts = restarts
     return CollatedPrompts(cursor, dataset, data.max_prompt_length, pad_token_id)
 
 

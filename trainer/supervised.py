@@ -58,6 +58,7 @@ class SupervisedTrainer(CheckpointedLoop):
         else:
             dataset = fingerprint(rows)
             self.cursor = Cursor(num_rows, batch_size=size, seed=data.seed, shuffle=data.shuffle, dataset=dataset)
+            self.cursor.restarts = run.resume_changed
         self.steps_per_epoch = num_rows // size
         self.total_steps = total_steps(num_rows, size, run.total_epochs, run.total_training_steps)
         self.dp_size = num_ranks // shared_by(config.engine)
@@ -126,8 +127,8 @@ class SupervisedTrainer(CheckpointedLoop):
         return TrainerState(self.global_step, source={"cursor": self.cursor.state_dict()})
 
     def load_parts(self, folder: Path, state: TrainerState) -> None:
-        self.workers.load_checkpoint(str(folder / "model"))
         self.cursor.load_state_dict(state.source["cursor"])
+        self.workers.load_checkpoint(str(folder / "model"))
 
     def close(self) -> None:
         """End the workers; safe to call twice."""

@@ -30,10 +30,13 @@ class BatchRows:
 
 
 class Cursor:
-    """An endless iterator over batches. `dataset` identifies the rows: a resume with other rows is refused.
+    """An endless iterator over batches. `dataset` identifies the rows: a resume with other rows is refused, or with
+    `restarts` begins a new epoch of them.
 
     Raises ConfigError if the dataset is smaller than a batch.
     """
+
+    restarts = False
 
     def __init__(
         self, num_rows: int, *, batch_size: int, seed: int = 1, shuffle: bool = True, dataset: str = ""
@@ -61,16 +64,20 @@ class Cursor:
         return {"seed": self._seed, "shuffle": self._shuffle, "num_rows": self._num_rows, "dataset": self._dataset}
 
     def load_state_dict(self, state: State) -> None:
-        """Continue where a cursor over the same rows was. ConfigError for another dataset, seed or order."""
+        """Continue where a cursor over the same rows was. ConfigError for another dataset, seed or order, unless it
+        `restarts`."""
         if state.keys() != self.state_dict().keys():
             raise CheckpointError(f"the checkpoint has no data position: it holds {', '.join(state)}")
         for name, new in self._order().items():
             if (old := state[name]) != new:
+                if self.restarts:
+                    self._epoch, self._position = state["epoch"] + 1, 0
+                    return
                 is_setting = name in ("seed", "shuffle")
                 what = f"data.{name} is {new}" if is_setting else f"the training rows have changed: {name} is {new}"
                 back = f"set data.{name}={old}" if is_setting else "train on the same rows"
-                start_over = "or start over with trainer.resume_mode=disable"
-                raise ConfigError(f"{what}, but the checkpoint was saved with {old}; {back}, {start_over}")
+                others = "set trainer.resume_changed=true for a new epoch, or trainer.resume_mode=disable to start over"
+                raise ConfigError(f"{what}, but the checkpoint was saved with {old}; {back}, {others}")
         if not (0 <= state["position"] <= self._num_rows and state["epoch"] >= 0):
             raise CheckpointError(f"the checkpoint's data position is out of range: {dict(state)}")
         self._epoch, self._position = state["epoch"], state["position"]

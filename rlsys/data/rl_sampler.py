@@ -77,7 +77,7 @@ class SamplerCursor(Cursor):
         """Continue where a cursor over the same rows with such a sampler was."""
         super().load_state_dict(state)
         done, self._pass = self._position, None
-        if hasattr(self._sampler, "load_state_dict"):
+        if done and hasattr(self._sampler, "load_state_dict"):
             self._sampler.load_state_dict(state["sampler"])
             return
         self._position = 0

@@ -90,7 +90,8 @@ class TrainingConfig(RunConfig):
     resume_from_path: t.LocalPath | None = None
     """Folder global_step_N to resume from, if resume_mode=resume_path."""
     resume_changed: t.Flag = False
-    """Resume a checkpoint although the model, algorithm or reward differs from that of the run that saved it."""
+    """Resume a checkpoint although the model, algorithm, reward or rows differ from those of the run that saved it; of
+    other rows a new epoch begins."""
 
 
 class SupervisedRunConfig(TrainingConfig):

@@ -1,6 +1,7 @@
 """The cursor: exact order, exact resume, epochs as verl's loader makes them."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ def test_a_dataset_smaller_than_a_batch_is_a_config_error_that_names_both() -> N
     [
         ({"num_rows": 7}, "the training rows have changed: num_rows is 6, but the checkpoint was saved with 7"),
         ({"dataset": "other"}, "dataset is d, but the checkpoint was saved with other"),
-        ({"seed": 9}, "data.seed is 1, but the checkpoint was saved with 9; set data.seed=9, or start over"),
+        ({"seed": 9}, "data.seed is 1, but the checkpoint was saved with 9; set data.seed=9, set trainer.resume"),
         ({"shuffle": False}, "data.shuffle is True, but the checkpoint was saved with False"),
         ({"position": 99}, "out of range"),
         ({"epoch": -1}, "out of range"),
@@ -90,6 +91,22 @@ def test_a_position_in_other_data_is_refused(change: dict[str, Any], message: st
     with pytest.raises(kind, match=message):
         cursor.load_state_dict({**cursor.state_dict(), **change})
     assert cursor.next().epoch == 0
+
+
+@pytest.mark.parametrize("kind", [Cursor, partial(SamplerCursor, RandomSampler(range(9)))])
+def test_other_rows_begin_a_new_epoch_where_they_may(kind: Any) -> None:
+    cursor = kind(9, batch_size=2, dataset="other")
+    state = cursor.state_dict() | {"num_rows": 6, "dataset": "d", "position": 2}
+    with pytest.raises(ConfigError, match=r"set trainer\.resume_changed=true for a new epoch"):
+        cursor.load_state_dict(state)
+    cursor.restarts = True
+    cursor.load_state_dict(state)
+    batches = [cursor.next() for _ in range(4)]
+    assert {batch.epoch for batch in batches} == {1}
+    assert len({row for batch in batches for row in batch.rows}) == 8
+    here = cursor.state_dict()
+    cursor.load_state_dict(here)
+    assert cursor.state_dict() == here
 
 
 class Squares(AbstractSampler):
