@@ -139,8 +139,9 @@ class WorkerGroups:
         """Read the trained roles' parts of a checkpoint."""
         for name, group in self.trained.items():
             if not (folder / name).is_dir():
-                why = "it was saved by a run without one; set the algorithm of that run (algorithm.adv_estimator)"
-                raise ConfigError(f"{folder} has no {name}: {why}, or start over with trainer.resume_mode=disable")
+                why = f"trainer.max_{name}_ckpt_to_keep removed it, or its run had none"
+                how = "resume from another step, or set algorithm.adv_estimator as in that run"
+                raise ConfigError(f"{folder} has no {name}: {why}; {how}")
             group.load_checkpoint(str(folder / name))
 
     def drain_stages(self) -> StageReport:

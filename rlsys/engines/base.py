@@ -159,9 +159,8 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
             self._saving.copied.wait()
 
     def _begin_save(self, path: Path, *, copies: bool = False) -> Saving:
-        header = {"num_updates": 0, "optimizer": None}
-        if (optimizer := self.optimizer) is not None:
-            header = {"num_updates": optimizer.num_steps, "optimizer": optimizer.kind, "lr_steps": optimizer.lr_steps}
+        names = {"num_updates": "num_steps", "optimizer": "kind", "lr_steps": "lr_steps"}
+        header = {key: getattr(self.optimizer, name, None) for key, name in names.items()}
         return Saving(path, self._state(self.save_contents), header, settings=self._write_settings, copies=copies)
 
     def begin_save(self, path: Path) -> Saving:

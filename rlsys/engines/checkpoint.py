@@ -174,11 +174,19 @@ def load(path: Path, state: Contents, *, optimizer: str | None = None) -> JsonOb
         why = f"{path} has the state of {saved}, and this run's optimizer is {optimizer}"
         how = "with the same optim.optimizer and number of processes"
         raise CheckpointError(f"{why}: continue {how}, or without that state by load_contents=[model,extra]")
+    together(lambda: _check_parts(path, state.parts))
     together(lambda: _check_same_model(path, state.shapes()))
     together(lambda: state.read(path))
     if "extra" in state.parts:
         together(lambda: _restore_rng(path, manifest["world_size"]))
     return manifest
+
+
+def _check_parts(path: Path, wanted: frozenset[str]) -> None:
+    files = {"model": "model_*", "optimizer": "optim_*", "extra": "extra_state_*"}
+    there = [part for part, name in files.items() if any(path.glob(name))]
+    if missing := ", ".join(sorted(wanted.difference(there))):
+        raise CheckpointError(f"{path} was saved without {missing}; set checkpoint.load_contents=[{','.join(there)}]")
 
 
 def _check_same_model(path: Path, shapes: Mapping[str, Sequence[int]]) -> None:

@@ -9,6 +9,7 @@ from rlsys.config.schema.trainer import DeadlinesConfig
 from rlsys.single_controller.base import ClassWithInitArgs
 from rlsys.single_controller.resource_pool import ResourcePoolManager
 from rlsys.telemetry.recorder import StageReport
+from rlsys.utils.errors import ConfigError
 from trainer.groups import Role, WorkerGroups, stage_deadlines, start_groups
 
 
@@ -98,6 +99,11 @@ def test_only_trained_roles_are_saved_and_all_are_closed(tmp_path: Path) -> None
         "close rollout",
         "close critic",
     ]
+
+
+def test_a_checkpoint_without_a_role_names_what_may_have_removed_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no actor: trainer\.max_actor_ckpt_to_keep removed it"):
+        start().load(tmp_path)
 
 
 def test_stages_have_the_deadline_of_their_kind() -> None:
