@@ -107,7 +107,7 @@ class GenerationHyperparameters(SamplingParams):
 @dataclass(frozen=True)
 class ModelRequest:
     """A prompt to complete: token ids in, and the ImageInputs whose placeholders are among them. `session` keeps the
-    turns of one episode on one server.
+    turns of one episode on one server. `num_drawn` of the tokens were drawn in its earlier turns.
 
     `tokenizer` and `metadata` are arguments of AReaL's and not kept: tokens are neither decoded nor encoded.
     """
@@ -117,6 +117,7 @@ class ModelRequest:
     rid: str = field(default_factory=lambda: uuid4().hex)
     session: str = ""
     images: tuple[Any, ...] = ()
+    num_drawn: int = 0
     tokenizer: InitVar[object] = None
     metadata: InitVar[object] = None
 

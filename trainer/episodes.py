@@ -145,12 +145,11 @@ class OpenEpisodes(OpenAnswers):
     def submit(self, groups: Sequence[PromptGroup], limits: Mapping[PromptGroup, float] | None = None) -> None:
         for group in groups:
             self._starts[group] = episode_starts(group.rows, self._saved, name=f"{group.number:09d}")
-        rooms = None
+        by_name = None
         if limits is not None:
-            every = ((group, start) for group, starts in self._starts.items() for start in starts)
-            rooms = {start.name: limits.get(group, 0) - start.log.num_drawn for group, start in every}
+            by_name = {start.name: limits.get(group, 0) for group, starts in self._starts.items() for start in starts}
         starts = [start for group in groups for start in self._starts[group]]
-        futures = iter(self._rollout.runner.submit(starts, self._rollout.sampling, rooms))
+        futures = iter(self._rollout.runner.submit(starts, self._rollout.sampling, by_name))
         for group in groups:
             self.running[group] = {row: next(futures) for row in range(len(self._starts[group]))}
 

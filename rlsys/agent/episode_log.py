@@ -47,11 +47,6 @@ class EpisodeLog:
         """Whether there are results that the workflow has not asked for."""
         return any(row["result"] is not None for rows in self._unread.values() for row in rows)
 
-    @property
-    def num_drawn(self) -> int:
-        """The tokens of all draws."""
-        return sum(len((row["result"] or {}).get("output_tokens", ())) for row in tuple(self._rows))
-
     async def result(self, request: JsonObject, make: Callable[[], Awaitable[R]], read: Callable[..., R]) -> R:
         """The recorded result of a request, from its fields by `read`, or the one that is made now."""
         recorded = self._unread.get(_key(request))

@@ -2,7 +2,7 @@
 
 Draws may be in rounds: when every open episode waits for the model, all their requests are completed in one batch. What
 is drawn then follows from seeds, tokens and tool results alone, not from the time that a tool takes: the same run gives
-the same tokens. In an epoch an episode only takes part while it has room for tokens.
+the same tokens. In an epoch a conversation only takes part while it is below the limit of its episode in drawn tokens.
 """
 
 import asyncio
@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import SupportsFloat
 
 from rlsys.agent.episode_log import EpisodeEnd, EpisodeLog
@@ -76,8 +77,8 @@ class Rounds:
     """`sample` for episodes that run at most `max_concurrent` at once; belongs to one event loop.
 
     `generate` blocks and runs in a thread. `add` says how many more episodes there are, of which the last `num_spare`
-    are cancelled, `end` that one has ended. With `rooms` an epoch begins: these episodes only draw while they have room
-    in tokens.
+    are cancelled, `end` that one has ended. With `limits` an epoch begins: a conversation of these episodes, by name,
+    only draws while fewer of its tokens were drawn, whatever those that are parallel to it have.
     """
 
     def __init__(self, generate: Generate, *, max_concurrent: int) -> None:
@@ -85,19 +86,19 @@ class Rounds:
         self._num_left = self._num_spare = 0
         self._waiting: list[tuple[ModelRequest, asyncio.Future[ModelResponse]]] = []
         self._running: asyncio.Task[None] | None = None
-        self._rooms: dict[str, float] = {}
+        self._limits: dict[str, float] = {}
         self._epoch: asyncio.Future[None] | None = None
 
-    def add(self, num_episodes: int, rooms: Mapping[str, float] | None = None, num_spare: int = 0) -> None:
+    def add(self, num_episodes: int, limits: Mapping[str, float] | None = None, num_spare: int = 0) -> None:
         self._num_left, self._num_spare = self._num_left + num_episodes, num_spare
-        self._rooms = self._rooms if rooms is None else dict(rooms)
+        self._limits = self._limits if limits is None else dict(limits)
 
     def end(self) -> None:
         self._num_left -= 1
         self._start()
 
     async def end_epoch(self) -> None:
-        """Until all episodes have ended or wait without room."""
+        """Until all episodes have ended or wait at their limits."""
         self._epoch = asyncio.get_running_loop().create_future()
         self._start()
         await self._epoch
@@ -106,7 +107,7 @@ class Rounds:
         """Complete a prompt with the next round; the order of sessions is that of the batch."""
         response: asyncio.Future[ModelResponse] = asyncio.get_running_loop().create_future()
         self._waiting.append((request, response))
-        self._start()
+        asyncio.get_running_loop().call_soon(self._start)  # behind what the episode asks for at once
         try:
             return await response
         except asyncio.CancelledError:  # an episode that is given up ends with its round, behind which engines idle
@@ -123,21 +124,19 @@ class Rounds:
             for _, response in self._waiting:
                 response.cancel("over_sampled")
             return
-        round_ = [draw for draw in self._waiting if self._rooms.get(draw[0].session, 1) > 0]
+        round_ = [draw for draw in self._waiting if draw[0].num_drawn < self._limits.get(draw[0].session, inf)]
         if round_:
             self._running = asyncio.get_running_loop().create_task(self._run(round_))
         elif self._epoch is not None and not self._epoch.done():
             self._epoch.set_result(None)
 
     async def _run(self, round_: list[tuple[ModelRequest, asyncio.Future[ModelResponse]]]) -> None:
-        round_.sort(key=lambda draw: draw[0].session)
+        round_.sort(key=lambda draw: (draw[0].session, draw[0].input_ids, draw[0].gconfig.seed))
         self._waiting = [draw for draw in self._waiting if draw not in round_]
         requests = [replace(request, rid=f"{n}", session="") for n, (request, _) in enumerate(round_)]
         try:
             responses = await asyncio.to_thread(self._generate, requests)
-            for (request, future), response in zip(round_, responses, strict=True):
-                if request.session in self._rooms:
-                    self._rooms[request.session] -= len(response.output_tokens)
+            for (_, future), response in zip(round_, responses, strict=True):
                 if not future.done():
                     future.set_result(response)
         except BaseException as error:
@@ -178,24 +177,25 @@ class EpisodeRunner:
         self,
         starts: Sequence[EpisodeStart],
         sampling: SamplingParams,
-        rooms: Mapping[str, float] | None = None,
+        limits: Mapping[str, float] | None = None,
         *,
         num_spare: int = 0,
     ) -> list[Future[EpisodeResult]]:
         """Start episodes, each once there is room for it; cancelling a future ends its episode.
 
-        With `rooms` an epoch begins, in which each of these episodes draws while it has room in tokens, in whole turns.
+        With `limits` an epoch begins, in which conversations of these episodes draw, in whole turns, while fewer of
+        their tokens were drawn.
         In rounds, the last `num_spare` that are still open are cancelled.
         """
         if self._rounds is not None:
-            self._thread.loop.call_soon_threadsafe(self._rounds.add, len(starts), rooms, num_spare)
+            self._thread.loop.call_soon_threadsafe(self._rounds.add, len(starts), limits, num_spare)
         futures = [self._thread.start(self._run(start, sampling)) for start in starts]
         for future in futures:
             future.add_done_callback(self._ended)
         return futures
 
     def end_epoch(self) -> Future[None]:
-        """Done when all open episodes have ended or wait for the room of another epoch."""
+        """Done when all open episodes have ended or wait for the limits of another epoch."""
         assert self._rounds is not None
         return self._thread.start(self._rounds.end_epoch())
 

@@ -211,8 +211,9 @@ class Session:
         self._num_draws[id(parent)] += 1
         params = replace(sampling, max_new_tokens=most, seed=seed)
         request = {"num_prompt_tokens": len(ids), **asdict(params)}
-        draw = partial(settings.sample, ModelRequest(ids, params, session=self.name, images=parent.all_images))
-        return await self.log.result(request, draw, partial(_response, ids))
+        drawn = sum(len(span.ids) for span in parent.path if span.is_drawn)
+        asked = ModelRequest(ids, params, session=self.name, images=parent.all_images, num_drawn=drawn)
+        return await self.log.result(request, partial(settings.sample, asked), partial(_response, ids))
 
     def _answer(self, span: Span) -> Answer:
         tokenizer = self.settings.template.tokenizer

@@ -116,15 +116,16 @@ class Trace:
     def rows(self, reward: float = 0.0, turn_rewards: Sequence[float] | None = None) -> list[TraceRow]:
         """One row for every path that ends in a drawn span without drawn spans behind it.
 
-        A drawn span counts in the first row that contains it. `reward` is put on the last drawn token of each row, of
-        weight 1/rows; `turn_rewards`, one for each draw in the order of the draws, go to the last tokens of their turns
-        instead, in rows of weight 1.
+        They are sorted by their token ids, as parallel conversations are drawn in the order of their requests, which is
+        not the same in each run. A drawn span counts in the first row that contains it. `reward` is put on the last
+        drawn token of each row, of weight 1/rows; `turn_rewards`, one for each draw in the order of the draws, go to
+        the last tokens of their turns instead, in rows of weight 1.
         """
         drawn = [span for span in self.spans if span.is_drawn and span.ids]
         if turn_rewards is not None and len(turn_rewards) != self.num_turns:
             raise ValueError(f"{len(turn_rewards)} rewards for {self.num_turns} turns")
         inner = {id(before) for span in drawn for before in span.path[:-1]}
-        leaves = [span for span in drawn if id(span) not in inner]
+        leaves = sorted((span for span in drawn if id(span) not in inner), key=lambda span: span.context)
         by_turn = dict(zip([id(span) for span in self.spans if span.is_drawn], turn_rewards or ()))
         trained: set[int] = set()
         rows = []

@@ -493,7 +493,13 @@ def test_rounds_are_the_same_however_long_tools_take(pool, max_concurrent):
     assert max(map(len, seen[0][1])) == min(13, max_concurrent)
 
 
-def test_in_an_epoch_episodes_draw_while_they_have_room_however_long_tools_take(pool):
+def tokens_drawn(starts):
+    """How many each episode has drawn so far."""
+    results = [[row["result"] or {} for row in start.log.rows()] for start in starts]
+    return [sum(len(result.get("output_tokens", ())) for result in of_episode) for of_episode in results]
+
+
+def test_in_an_epoch_episodes_draw_up_to_its_limit_however_long_tools_take(pool):
     engine = RandomEngine(TOKENIZER)
     seen = []
     for _ in range(2):
@@ -509,15 +515,73 @@ def test_in_an_epoch_episodes_draw_while_they_have_room_however_long_tools_take(
         starts = [EpisodeStart(ROW, seed, f"{seed:03d}") for seed in range(13)]
         futures, sizes = [], []
         for limit in (1, 1, 8, math.inf):
-            before = [start.log.num_drawn for start in starts]
-            rooms = {start.name: limit - drawn for start, drawn in zip(starts, before)}
-            futures += runner.submit([] if futures else starts, SamplingParams(64), rooms)
+            before, limits = tokens_drawn(starts), {start.name: limit for start in starts}
+            futures += runner.submit([] if futures else starts, SamplingParams(64), limits)
             runner.end_epoch().result(scaled_s(20.0))
-            drawn = [start.log.num_drawn - was for start, was in zip(starts, before)]
+            drawn = [now - was for now, was in zip(tokens_drawn(starts), before)]
             assert all(was < limit or not now for was, now in zip(before, drawn))
             sizes.append(sum(map(bool, drawn)))
-        assert sizes[:2] == [13, 0], "the room of the first epoch is used up by one turn"
+        assert sizes[:2] == [13, 0], "the limit of the first epoch is reached by one turn"
         assert all(future.done() for future in futures)
         seen.append(([future.result().rows for future in futures], batches))
         runner.close()
     assert seen[0] == seen[1]
+
+
+def test_parallel_conversations_are_the_same_in_whatever_order_they_ask(pool):
+    """As those of a program, whose requests arrive in any order: in rounds, and as rows to train on."""
+    engine, seen = RandomEngine(TOKENIZER), []
+
+    def generate(requests):
+        batches.append([request.input_ids for request in requests])
+        return [asyncio.run(engine.sample(r)) for r in requests]
+
+    for order in (1, -1):
+        batches = []
+
+        async def talks(session, text):
+            prompt = {"role": "user", "content": text}
+            answer = await session.draw([prompt])
+            return await session.draw([prompt, answer.message, {"role": "user", "content": "and then?"}])
+
+        async def asks_at_once(row, session, order=order):
+            await asyncio.gather(*(talks(session, text) for text in ["one", "two", "three"][::order]))
+            return 1.0
+
+        rounds = Rounds(generate, max_concurrent=1)
+        settings = replace(settings_for(engine, TEMPLATE), sample=rounds.sample)
+        runner = EpisodeRunner(settings, load_workflow(asks_at_once), pool, rounds=rounds, max_concurrent=1)
+        result = runner.submit([EpisodeStart(ROW, 1)], SamplingParams(64))[0].result(scaled_s(20.0))
+        seen.append((result.rows, batches))
+        runner.close()
+    assert len(seen[0][0]) == 3
+    assert seen[0] == seen[1]
+
+
+def test_parallel_conversations_reach_the_limit_of_an_epoch_each_on_its_own(pool):
+    """A round may begin with the first request of a program's two: the second must not wait for other weights."""
+    engine = RandomEngine(TOKENIZER)
+
+    def generate(requests):
+        time.sleep(0.1)
+        return [asyncio.run(engine.sample(r)) for r in requests]
+
+    async def asks(session, text, later_s):
+        await asyncio.sleep(later_s)
+        answer = await session.draw([{"role": "user", "content": text}])
+        await session.draw([{"role": "user", "content": text}, answer.message, {"role": "user", "content": "more"}])
+
+    async def asks_at_once(row, session):
+        await asyncio.gather(asks(session, "one", 0.0), asks(session, "two", 0.02))
+        return 1.0
+
+    rounds = Rounds(generate, max_concurrent=100)
+    settings = replace(settings_for(engine, TEMPLATE), sample=rounds.sample)
+    runner = EpisodeRunner(settings, load_workflow(asks_at_once), pool, rounds=rounds, max_concurrent=100)
+    starts = [EpisodeStart(ROW, seed, f"{seed:03d}") for seed in range(3)]
+    futures = runner.submit(starts, SamplingParams(64), dict.fromkeys(("000", "001", "002"), 1))
+    runner.end_epoch().result(scaled_s(20.0))
+    drawn = [sum(row["result"] is not None for row in start.log.rows()) for start in starts]
+    assert drawn == [2, 2, 2], "each conversation has reached its limit by one turn"
+    wait(futures, scaled_s(20.0))
+    runner.close()
