@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from torch.utils.data import Sampler
@@ -101,6 +101,8 @@ def assemble(
         stack.callback(fleet.close)
         reporter.count("gen", lambda: (fleet.counts["answered"], fleet.counts["issued"]))
         graded = graded_rollout(cfg, fleet, inputs.tokenizer, pool, stack, reporter.stage)
+        if isinstance(graded, EpisodeRollout):
+            graded = replace(graded, best_effort=reporter.best_effort)
         source = training_source(cfg, inputs, graded, fleet)
         stack.callback(source.close)
         weights = WeightPush(transfer, fleet, rollout.validate_weight)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TypedDict, TypeVar
@@ -39,6 +39,7 @@ from rlsys.rewards.pool.pool import RewardItem, RewardPool
 from rlsys.rollout.batch import SEEDS, with_request_seeds
 from rlsys.telemetry.jsonl import JsonObject
 from rlsys.telemetry.metrics import StageTimer
+from rlsys.telemetry.trackers import BestEffort
 from rlsys.types import GenerationHyperparameters, SamplingParams
 from rlsys.utils.errors import ConfigError, DataError, RolloutError, result_within
 from trainer.generation import GradedRollout, fleet_generate, meta_of_all_calls, training_sampling, validation_sampling
@@ -72,6 +73,7 @@ class EpisodeRollout(GradedRollout):
 
     runner: EpisodeRunner
     cfg: GradedJob
+    best_effort: BestEffort = field(default_factory=BestEffort)
 
     @property
     def deadline_s(self) -> float:
@@ -121,10 +123,11 @@ class EpisodeRollout(GradedRollout):
         )
 
     def keep(self, starts: Sequence[EpisodeStart], sampling: SamplingParams, step: int) -> None:
-        """Write the logs of training episodes."""
+        """Write the logs of training episodes; a disk that takes none does not stop the run."""
         if (cfg := self._run_of(sampling)) is not None and cfg.trainer.rollout_data_dir is not None:
             path = Path(cfg.trainer.rollout_data_dir) / "episodes" / f"{step}.jsonl"
-            write_episodes(path, (start.to_dict() for start in starts), max_mb=cfg.trainer.rollout_data_max_mb)
+            episodes, most = (start.to_dict() for start in starts), cfg.trainer.rollout_data_max_mb
+            self.best_effort("rollouts", partial(write_episodes, path, episodes, max_mb=most))
 
 
 class OpenEpisodes(OpenAnswers):
@@ -145,9 +148,8 @@ class OpenEpisodes(OpenAnswers):
     def submit(self, groups: Sequence[PromptGroup], limits: Mapping[PromptGroup, float] | None = None) -> None:
         for group in groups:
             self._starts[group] = episode_starts(group.rows, self._saved, name=f"{group.number:09d}")
-        by_name = None
-        if limits is not None:
-            by_name = {start.name: limits.get(group, 0) for group, starts in self._starts.items() for start in starts}
+        of_group = limits or {}
+        by_name = {start.name: of_group.get(group, 0) for group, starts in self._starts.items() for start in starts}
         starts = [start for group in groups for start in self._starts[group]]
         futures = iter(self._rollout.runner.submit(starts, self._rollout.sampling, by_name))
         for group in groups:

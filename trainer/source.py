@@ -25,14 +25,11 @@ class Prompts(Protocol):
     def load_state_dict(self, state: State) -> None: ...
 
 
-Keep = Callable[[DataProto], tuple[DataProto, dict[str, float]]]
-
-
 @dataclass(frozen=True)
 class GroupFilter:
     """DAPO's dynamic sampling: keep prompts whose samples differ in `metric`."""
 
-    keep: Keep
+    keep: Callable[[DataProto], tuple[DataProto, dict[str, float]]]
     max_calls: int
 
 
@@ -43,8 +40,7 @@ class RolloutSource:
         self, prompts: Prompts, rollout: GradedRollout, *, prompts_per_step: int, group_filter: GroupFilter | None
     ) -> None:
         self._prompts, self._rollout, self._prompts_per_step = prompts, rollout, prompts_per_step
-        self._filter = group_filter
-        self._step = 0
+        self._filter, self._step = group_filter, 0
 
     def next(self) -> DataProto:
         """The graded batch of the next step."""
@@ -64,8 +60,7 @@ class RolloutSource:
             num_kept += len(batch)
             if self._filter is not None and num_kept < num_rows and 0 < self._filter.max_calls <= call:
                 raise ConfigError(too_few_kept(call, num_kept // self._rollout.num_answers, self._prompts_per_step))
-        whole = kept[0] if len(kept) == 1 else joined(kept)
-        whole = whole[:num_rows]
+        whole = (kept[0] if len(kept) == 1 else joined(kept))[:num_rows]
         whole.meta_info["source_metrics"] = {**reduced(metrics), "rollout/num_gen_batches": float(call)}
         return whole
 

@@ -158,6 +158,19 @@ def test_the_last_episodes_of_a_step_are_not_waited_for(toy: Toy, agent: Path, t
     assert step["agent/end/over_sampled"] + step["agent/end/stop"] == 32.0
 
 
+def test_logs_of_episodes_that_the_disk_does_not_take_do_not_stop_the_run(
+    toy: Toy, agent: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "rollouts" / "episodes").write_text("a file where the folder belongs")
+    argv = [*arguments(toy, tmp_path, agent, "Parrot"), f"trainer.rollout_data_dir={tmp_path}/rollouts"]
+    assert main_ppo.main(argv) == 0
+    steps = [record for record in read_jsonl(tmp_path / "metrics.jsonl") if "agent/rows" in record]
+    assert [step["training/tracker_errors"] for step in steps] == [1.0, 2.0]
+    output = capsys.readouterr()
+    assert (output.out + output.err).count("rollouts failed, its record is incomplete: FileExistsError") == 1
+
+
 def test_an_environment_class_trains_and_evaluates(toy: Toy, agent: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     argv = [*arguments(toy, out, agent, "Parrot"), f"trainer.rollout_data_dir={out}/rollouts"]
