@@ -27,7 +27,8 @@ def collate_episodes(
 
     Row i belongs to row i of `prompts`, whose columns it keeps. Of an episode with branches it is the one with most
     drawn tokens; the column `branches` has the others, for `with_branches`. An episode without rows gets one that
-    counts nothing (mask 0) in a group of its own.
+    counts nothing (mask 0) in a group of its own. Of numbers that others got an episode has 0, but no `acc` where its
+    workflow scored it without the grader.
     """
     ranked = [sorted(result.rows, key=lambda row: -sum(row.mask)) or [_empty_row(pad_token_id)] for result in results]
     rows = [first for first, *_ in ranked]
@@ -45,10 +46,11 @@ def collate_episodes(
     if IMAGES in columns:
         columns[IMAGES] = object_array([row.images for row in rows])
     extra: dict[str, object] = {}
+    scored = [result.end == "stop" and not result.counts.get("ungraded") for result in results]
     for name in dict.fromkeys(name for result in results for name in result.extra):
-        values = [result.extra.get(name, 0.0) for result in results]
-        if all(isinstance(value, int | float) for value in values):
-            extra[name] = object_array([float(value) for value in values])
+        values = [one.extra.get(name, None if name == "acc" and own else 0.0) for one, own in zip(results, scored)]
+        if all(isinstance(value, int | float | None) for value in values):
+            extra[name] = object_array([None if value is None else float(value) for value in values])
     return DataProto.from_dict(tensors, columns | extra, {**prompts.meta_info, "reward_extra_keys": sorted(extra)})
 
 

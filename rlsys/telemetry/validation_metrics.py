@@ -27,14 +27,16 @@ def validation_metrics(
     of `infos` (reward, acc, ..., pred). Non-numeric values are left out. Per prompt with N responses: `mean@N`; for
     N > 1 `std@N`, and for n = 2, 4, ..., N over NUM_BOOTSTRAP draws with replacement `best@n/{mean,std}`,
     `worst@n/{mean,std}` and, where `pred` is given, `maj@n/{mean,std}`; then the mean over prompts. The core variable
-    (acc, else reward) also gets `pass@n`, a response being correct when its value is at least CORRECT_AT.
+    (acc where all responses of a source have one, else reward) also gets `pass@n`, a response being correct when its
+    value is at least CORRECT_AT.
     Raises ValueError when the columns differ in length.
     """
     for name, column in {"uids": uids, **infos}.items():
         if len(column) != len(data_sources):
             raise ValueError(f"'{name}' has {len(column)} values for {len(data_sources)} rows")
-    graded = {source for source, acc in zip(data_sources, infos.get("acc", ())) if isinstance(acc, Real | np.bool_)}
-    core = {source: "acc" if source in graded else "reward" for source in data_sources}
+    accs = infos.get("acc", [None] * len(data_sources))
+    ungraded = {source for source, acc in zip(data_sources, accs) if not isinstance(acc, Real | np.bool_)}
+    core = {source: "reward" if source in ungraded else "acc" for source in data_sources}
     by_metric: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     for (source, _), rows in group_by(range(len(uids)), lambda row: (data_sources[row], uids[row])).items():
         for variable, column in infos.items():

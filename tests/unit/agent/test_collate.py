@@ -83,6 +83,19 @@ def test_the_columns_of_an_episode_of_two_turns() -> None:
     }
 
 
+def test_an_episode_that_its_workflow_scores_has_no_accuracy_and_one_without_a_score_has_0() -> None:
+    graded, own, cut, lost = (episode(1, reward) for reward in (1.0, 0.9, 0.0, 0.0))
+    results = [
+        replace(graded, extra={"acc": 1.0, "tool_reward": 0.5}),
+        own,
+        replace(cut, end="length"),
+        replace(lost, counts={"ungraded": 1}, extra={"reward_error": "no answer"}),
+    ]
+    columns = batch_of(results).non_tensor_batch
+    assert list(columns["acc"]) == [1.0, None, 0.0, 0.0]
+    assert list(columns["tool_reward"]) == [0.5, 0.0, 0.0, 0.0]
+
+
 def test_a_batch_without_branches_is_left_alone_and_too_many_rows_are_counted() -> None:
     single = batch_of([episode(1, 1.0), episode(0, 0.0)])
     assert with_branches(single, max_rows=8) is single

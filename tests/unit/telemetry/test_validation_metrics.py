@@ -74,6 +74,12 @@ def test_core_variable_is_chosen_per_data_source() -> None:
     assert not [name for name in metrics if name.endswith("code/acc/mean@1")]
 
 
+def test_an_accuracy_that_some_answers_of_a_source_lack_is_not_its_core_variable() -> None:
+    metrics = validation_metrics(["math"] * 3, [0, 1, 2], {"reward": [1.0, 0.9, 0.9], "acc": [1.0, None, None]})
+    assert metrics["val-core/math/reward/mean@1"] == pytest.approx(2.8 / 3)
+    assert metrics["val-aux/math/acc/mean@1"] == 1.0, "of the graded answers"
+
+
 def test_same_uid_in_two_data_sources_is_two_prompts() -> None:
     metrics = validation_metrics(["a", "b"], ["x", "x"], {"reward": [1.0, 0.0]})
     assert metrics["val-core/a/reward/mean@1"] == 1.0
