@@ -75,7 +75,7 @@ class AsyncSource:
             if (batch := self._groups.take()) is None:
                 left_s = self._last_progress_s + self._deadline_s - time.monotonic()
                 if left_s <= 0:
-                    raise DeadlineError(self._unfinished(), "generate and grade", self._deadline_s)
+                    raise DeadlineError(self._unfinished(), "generate and grade", self._deadline_s, self._answers.hint)
                 with self._meter.waiting():
                     self._change.wait(min(left_s, POLL_S))
                 return None

@@ -51,7 +51,9 @@ AGENTS = {"single_turn_agent": "RLVRWorkflow", "tool_agent": "ToolWorkflow"}
 """verl's names of its agents -> ours."""
 ONE_DRAW = {"workflow": None, "agent.default_agent_loop": "single_turn_agent", "agent.agent_loop_config_path": None}
 """Settings of a rollout that answers each prompt by one draw."""
-BLOCKED = "an async workflow that blocks, e.g. by time.sleep, holds all of them up; else raise agent.episode_timeout_s"
+BLOCKED = (
+    "a workflow that blocks, as by time.sleep, or never ends holds all of them up; else raise agent.episode_timeout_s"
+)
 HINTS = {
     "context": "the prompts with their tools have more than data.max_prompt_length tokens",
     "length": "raise data.max_response_length, which counts all turns of an episode",
@@ -136,7 +138,7 @@ class OpenEpisodes(OpenAnswers):
     In an epoch they draw in rounds, each turn as a whole.
     """
 
-    by_episodes = True
+    by_episodes, hint = True, BLOCKED
 
     def __init__(self, groups: PromptGroups, fleet: RolloutFleet, rollout: EpisodeRollout) -> None:
         super().__init__(groups, fleet)
@@ -148,8 +150,9 @@ class OpenEpisodes(OpenAnswers):
     def submit(self, groups: Sequence[PromptGroup], limits: Mapping[PromptGroup, float] | None = None) -> None:
         for group in groups:
             self._starts[group] = episode_starts(group.rows, self._saved, name=f"{group.number:09d}")
-        of_group = limits or {}
-        by_name = {start.name: of_group.get(group, 0) for group, starts in self._starts.items() for start in starts}
+        by_name = None
+        if limits is not None:
+            by_name = {start.name: limits.get(group, 0) for group, starts in self._starts.items() for start in starts}
         starts = [start for group in groups for start in self._starts[group]]
         futures = iter(self._rollout.runner.submit(starts, self._rollout.sampling, by_name))
         for group in groups:

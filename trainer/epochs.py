@@ -95,7 +95,8 @@ class EpochSource:
         """The thread ends when the fleet is closed, or with the process."""
 
     def _await(self, running: Future[None]) -> None:
-        result_within(running, self._deadline_s, who="the rollout fleet", stage="generate an epoch")
+        who, hint = "the episodes" if self._answers.by_episodes else "the rollout fleet", self._answers.hint
+        result_within(running, self._deadline_s, who=who, stage="generate an epoch", hint=hint)
 
     def _advance(self, limits: Mapping[PromptGroup, float]) -> None:
         """Continue the groups' answers up to a number of tokens each, and grade the groups that are complete then."""

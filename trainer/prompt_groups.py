@@ -24,7 +24,7 @@ from rlsys.rollout.partial import PartialResponse
 from rlsys.types import Finish, ModelRequest, ModelResponse
 from rlsys.utils.errors import CheckpointError, ConfigError, RolloutError, raised_as
 from trainer.generation import GradedRollout, meta_of_all_calls
-from trainer.source import GroupFilter, Prompts, is_time, joined, reduced, too_few_kept
+from trainer.source import GroupFilter, Prompts, is_time, joined, reduced
 from trainer.staleness_window import StalenessWindow
 
 OPEN, WAITING, NUMBER, EPISODES = "open_prompts.dp", "waiting_groups.dp", "group_number", "open_episodes.jsonl"
@@ -113,9 +113,9 @@ class PromptGroups:
             if not len(kept):
                 self._skip(group, "filtered")
                 self._filtered += 1
-                per_step, calls = self.window.groups_per_step, self._filter.max_calls
-                if 0 < calls * per_step < self._filtered:
-                    raise ConfigError(too_few_kept(calls, len(self.window.open), per_step))
+                num_batches, rest = divmod(self._filtered, self.window.groups_per_step)
+                if not rest:
+                    self._filter.check(num_batches, len(self.window.finished), self.window.groups_per_step)
                 return
         self.window.finish(group.number)
 
@@ -247,7 +247,7 @@ class OpenAnswers:
     What calls it holds a lock if it has threads, but for `grade`.
     """
 
-    by_episodes = False
+    by_episodes, hint = False, ""
 
     def __init__(self, groups: PromptGroups, fleet: RolloutFleet) -> None:
         self.groups, self.fleet = groups, fleet

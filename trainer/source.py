@@ -13,8 +13,13 @@ from typing import Protocol
 
 from rlsys.interfaces import State
 from rlsys.protocol import DataProto, object_array
+from rlsys.telemetry.log import get_logger
 from rlsys.utils.errors import ConfigError
 from trainer.generation import LEVELS, GradedRollout
+
+log = get_logger(__name__)
+WARN_EVERY = 10
+"""Generated batches of a step after which a filter that keeps too few prompts is reported."""
 
 
 class Prompts(Protocol):
@@ -31,6 +36,16 @@ class GroupFilter:
 
     keep: Callable[[DataProto], tuple[DataProto, dict[str, float]]]
     max_calls: int
+
+    def check(self, num_batches: int, num_kept: int, num_wanted: int) -> None:
+        """ConfigError after `max_calls` generated batches that were too few, else a warning after each WARN_EVERY."""
+        why = f"after {num_batches} generated batches only {num_kept} of {num_wanted} prompts have samples that differ"
+        how = "change algorithm.filter_groups.max_num_gen_batches (0 is no limit) or data.gen_batch_size"
+        why = f"{why}; {how}, or choose data that the model neither always nor never solves"
+        if 0 < self.max_calls <= num_batches:
+            raise ConfigError(why)
+        if num_batches % WARN_EVERY == 0:
+            log.warning(why)
 
 
 class RolloutSource:
@@ -58,8 +73,8 @@ class RolloutSource:
                 metrics.setdefault(name, []).append(value)
             kept.append(batch)
             num_kept += len(batch)
-            if self._filter is not None and num_kept < num_rows and 0 < self._filter.max_calls <= call:
-                raise ConfigError(too_few_kept(call, num_kept // self._rollout.num_answers, self._prompts_per_step))
+            if self._filter is not None and num_kept < num_rows:
+                self._filter.check(call, num_kept // self._rollout.num_answers, self._prompts_per_step)
         whole = (kept[0] if len(kept) == 1 else joined(kept))[:num_rows]
         whole.meta_info["source_metrics"] = {**reduced(metrics), "rollout/num_gen_batches": float(call)}
         return whole
@@ -84,13 +99,6 @@ class RolloutSource:
 
     def close(self) -> None:
         """There is nothing to close."""
-
-
-def too_few_kept(calls: int, num_kept: int, num_wanted: int) -> str:
-    """Why a filter that keeps this few prompts ends the run."""
-    why = f"after {calls} generated batches only {num_kept} of {num_wanted} prompts have samples that differ"
-    how = "raise algorithm.filter_groups.max_num_gen_batches or data.gen_batch_size"
-    return f"{why}; {how}, or choose data that the model neither always nor never solves"
 
 
 def reduced(metrics: Mapping[str, Sequence[float]]) -> dict[str, float]:

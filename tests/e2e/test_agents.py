@@ -73,6 +73,12 @@ async def waits_for_a_checkpoint(row, session):
     return 0.5 + session.seed % 2
 
 
+async def never_ends(row, session):
+    session.add(*row["prompt"])
+    await session.draw(max_new_tokens=2)
+    await asyncio.Event().wait()
+
+
 async def fails(row, session):
     raise KeyError("no such column")
 
@@ -337,3 +343,16 @@ def test_the_python_agent_learns_to_write_programs(tmp_path: Path) -> None:
     rewards = rewards_of(tmp_path / "k0-seed1")
     assert len(rewards) == 24
     assert fmean(rewards[-5:]) > fmean(rewards[:3]) + 0.5
+
+
+def test_an_episode_without_end_ends_a_reproducible_run_with_what_to_do(
+    toy: Toy, agent: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    limits = ["trainer.deadlines.generate_s=1", f"{ROLLOUT}agent.episode_timeout_s=1", "trainer.val_before_train=false"]
+    ahead = ["trainer.max_staleness=1", "trainer.reproducible=true", "trainer.device=cpu"]
+    assert main_ppo.main([*arguments(toy, tmp_path / "out", agent, "never_ends"), *limits, *ahead]) != 0
+    output = capsys.readouterr()
+    lines = (output.out + output.err).splitlines()
+    (error,) = (line for line in lines if "did not answer within 2 s at stage 'generate an epoch'" in line)
+    assert error.startswith("rlsys: DeadlineError: the episodes")
+    assert "never ends holds all of them up; else raise agent.episode_timeout_s" in error

@@ -192,7 +192,7 @@ def test_a_filter_that_keeps_too_few_ends_the_run() -> None:
     window = StalenessWindow(groups_per_step=2, max_staleness=1)
     with running(window, lambda n: 5, group_filter=GroupFilter(keep_long, 3)) as run:
         run.publish(0)
-        with pytest.raises(ConfigError, match="after 3 generated batches only"):
+        with pytest.raises(ConfigError, match="after 3 generated batches only 0 of 2 prompts"):
             run.step()
 
 

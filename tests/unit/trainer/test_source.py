@@ -89,6 +89,18 @@ def test_too_few_rows_after_the_allowed_calls_are_a_config_error(max_calls: int,
         source.next()
 
 
+def test_a_filter_without_a_limit_says_that_it_keeps_too_few(caplog: pytest.LogCaptureFixture) -> None:
+    calls = iter(range(25))
+
+    def keep_the_last(batch: DataProto) -> tuple[DataProto, dict[str, float]]:
+        return batch[: 2 if next(calls) == 24 else 0], {}
+
+    with caplog.at_level("WARNING"):
+        make(group_filter=GroupFilter(keep_the_last, max_calls=0)).next()
+    messages = [record.getMessage().partition(" generated")[0] for record in caplog.records]
+    assert messages == ["after 10", "after 20"]
+
+
 def graded(status: list[str] | None = None, **extra: list[object]) -> DataProto:
     """Rows with what their grader returned, and whether it did."""
     columns = {name: object_array(values) for name, values in extra.items()}
