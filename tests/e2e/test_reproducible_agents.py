@@ -36,11 +36,11 @@ def slow_add(a: int, line: str) -> int:
 
 async def turns(row, session):
     session.add(*row["prompt"])
-    answer = await session.draw(max_new_tokens=4)
+    answer = await session.draw(max_new_tokens=6)
     for n in range(session.seed % 4):
         await asyncio.sleep(time.time_ns() % 50 / 1000)
         session.add(await session.call("slow_add", a=len(answer.text), line=f"{session.name}/{n}"))
-        answer = await session.draw(max_new_tokens=4)
+        answer = await session.draw(max_new_tokens=6)
     if session.seed % 5 == 0:
         answer = await session.draw([{"role": "user", "content": "again"}], max_new_tokens=2)
     return (sum(answer.text.encode()) % 7) / 6
@@ -71,7 +71,7 @@ def overrides(folder: Path) -> tuple[str, ...]:
     agent.write_text(AGENT)
     return (
         *(f"{ROLLOUT}.workflow={agent}:turns", f"{ROLLOUT}.multi_turn.function_tool_path={agent}"),
-        *(f"{ROLLOUT}.agent.num_workers=2", "data.max_response_length=32", "data.train_batch_size=4"),
+        *(f"{ROLLOUT}.agent.num_workers=2", "data.max_response_length=36", "data.train_batch_size=4"),
         *("trainer.max_staleness=2", "trainer.reproducible=true", "trainer.device=cpu"),
         "trainer.total_training_steps=4",
     )
