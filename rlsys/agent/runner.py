@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import inf
 from typing import SupportsFloat
 
@@ -77,8 +78,9 @@ class Rounds:
     """`sample` for episodes that run at most `max_concurrent` at once; belongs to one event loop.
 
     `generate` blocks and runs in a thread. `add` says how many more episodes there are, of which the last `num_spare`
-    are cancelled, `end` that one has ended. With `limits` an epoch begins: a conversation of these episodes, by name,
-    only draws while fewer of its tokens were drawn, whatever those that are parallel to it have.
+    are cancelled, `end` that one has ended, whose other requests are given up. With `limits` an epoch begins: a
+    conversation of these episodes, by name, only draws while fewer of its tokens were drawn, whatever those that are
+    parallel to it have.
     """
 
     def __init__(self, generate: Generate, *, max_concurrent: int) -> None:
@@ -93,8 +95,11 @@ class Rounds:
         self._num_left, self._num_spare = self._num_left + num_episodes, num_spare
         self._limits = self._limits if limits is None else dict(limits)
 
-    def end(self) -> None:
+    def end(self, session: str) -> None:
         self._num_left -= 1
+        for request, response in self._waiting:
+            if request.session == session:
+                response.cancel()
         self._start()
 
     async def end_epoch(self) -> None:
@@ -190,8 +195,8 @@ class EpisodeRunner:
         if self._rounds is not None:
             self._thread.loop.call_soon_threadsafe(self._rounds.add, len(starts), limits, num_spare)
         futures = [self._thread.start(self._run(start, sampling)) for start in starts]
-        for future in futures:
-            future.add_done_callback(self._ended)
+        for start, future in zip(starts, futures):
+            future.add_done_callback(partial(self._ended, start.name))
         return futures
 
     def end_epoch(self) -> Future[None]:
@@ -199,9 +204,9 @@ class EpisodeRunner:
         assert self._rounds is not None
         return self._thread.start(self._rounds.end_epoch())
 
-    def _ended(self, _: Future[EpisodeResult]) -> None:
+    def _ended(self, name: str, _: Future[EpisodeResult]) -> None:
         if self._rounds is not None and not self._thread.loop.is_closed():
-            self._thread.loop.call_soon_threadsafe(self._rounds.end)
+            self._thread.loop.call_soon_threadsafe(self._rounds.end, name)
 
     def close(self) -> None:
         """End all episodes and the thread."""
@@ -238,6 +243,7 @@ class EpisodeRunner:
         try:
             return await self._result(workflow, row, session)
         finally:
+            session.is_over = True
             with suppress(Exception):
                 await tools.close()
 

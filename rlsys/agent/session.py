@@ -69,6 +69,8 @@ class Answer:
 class Session:
     """An episode under way; `trace` has its tokens, `messages` the conversation, `counts` what happened in it.
 
+    Once it `is_over`, what its workflow left behind is cancelled where it draws.
+
     Draws are functions of `seed` and the tokens before them, so the same calls give the same episode. What `log` has
     of them is not drawn again.
     """
@@ -81,7 +83,7 @@ class Session:
         self.tools: EpisodeTools | None = None
         self.counts: Counter[str] = Counter()
         self.tool_s = self.tool_reward = 0.0
-        self.end = ""
+        self.end, self.is_over = "", False
         self._drawn: dict[str, Span] = {}
         self._given: dict[tuple[int, str], Span] = {}
         self._num_draws: Counter[int] = Counter()
@@ -197,6 +199,8 @@ class Session:
 
     async def _sample(self, parent: Span, changes: Mapping[str, Any]) -> ModelResponse:
         settings = self.settings
+        if self.is_over:
+            raise asyncio.CancelledError
         if parent.next_turn >= settings.turns.max_turns:
             raise self._ended("turns")
         num_prompt = next((s.parent.num_tokens for s in parent.path if s.is_drawn and s.parent), parent.num_tokens)

@@ -585,3 +585,33 @@ def test_parallel_conversations_reach_the_limit_of_an_epoch_each_on_its_own(pool
     assert drawn == [2, 2, 2], "each conversation has reached its limit by one turn"
     wait(futures, scaled_s(20.0))
     runner.close()
+
+
+@pytest.mark.parametrize("in_rounds", [True, False])
+def test_what_an_episode_leaves_behind_draws_no_more_once_it_has_ended(pool, in_rounds):
+    """As the other conversations of a gather in which one has raised: an engine may sleep or get weights by then."""
+    engine = RandomEngine(TOKENIZER)
+
+    async def leaves_one_behind(row, session):
+        async def draws_on():
+            while True:
+                await session.draw([{"role": "user", "content": f"{len(session.trace.spans)}"}])
+                await asyncio.sleep(0.01)
+
+        left.append(asyncio.ensure_future(draws_on()))
+        await session.draw(row["prompt"])
+        return 1.0
+
+    left: list[asyncio.Future] = []
+    rounds = Rounds(lambda rs: [asyncio.run(engine.sample(r)) for r in rs], max_concurrent=5) if in_rounds else None
+    settings = settings_for(engine, TEMPLATE)
+    settings = replace(settings, sample=rounds.sample) if rounds is not None else settings
+    runner = EpisodeRunner(settings, load_workflow(leaves_one_behind), pool, rounds=rounds, max_concurrent=5)
+    futures = runner.submit([EpisodeStart(ROW, seed, f"{seed}") for seed in range(2)], SamplingParams(64))
+    assert [future.result(scaled_s(20.0)).end for future in futures] == ["stop", "stop"]
+    time.sleep(0.1)
+    num_draws = len(engine.draws)
+    time.sleep(0.3)
+    assert len(engine.draws) == num_draws
+    assert all(one.cancelled() for one in left)
+    runner.close()
