@@ -59,7 +59,7 @@ def _run_task(receiver: Connection) -> None:
 
     gc.enable()
     environment, target, args = receiver.recv()
-    os.environ.update(environment)
+    os.environ.update(environment.items() - os.environ.items())  # setproctitle fails where all of them have moved
     target(*args)
 
 
