@@ -33,6 +33,18 @@ from rlsys.models.vision import feature_numbers
 from rlsys.types import HFConfig
 from rlsys.utils.errors import ConfigError, raised_as
 
+DECIDED = (
+    *("sequence_parallel", "params_dtype", "pipeline_dtype", "bf16", "fp16", "calculate_per_token_loss"),
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+    *("pipeline_model_parallel_layout", "mtp_num_layers", "moe_router_enable_expert_bias", "moe_layer_freq"),
+)
+"""Settings of Megatron that follow from the megatron section, the model and the engine, like sizes."""
+TUNABLE = (
+    *("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_router_bias_update_rate", "moe_router_dtype"),
+    "hidden_dropout",
+)
+"""Those among the settings of a family that may differ from config.json."""
+
 
 def transformer_config(
     family: Family, hf_config: HFConfig, megatron: MegatronShardConfig, *, dtype: torch.dtype, recompute: bool
@@ -76,8 +88,13 @@ def transformer_config(
         "moe_permute_fusion": fused and moe,
         "fp8": fp8,
     }
-    if recompute:
+    if recompute and "recompute_granularity" not in overrides:
         settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    decided = {*own, *sizes.arguments(), *DECIDED}.difference(TUNABLE)
+    changed = [name for name, value in overrides.items() if (value or None) != (settings.get(name) or None)]
+    if wrong := ", ".join(sorted(decided.intersection(changed))):
+        how = "set sizes, dtype and the layers of stages by keys of their own, what config.json says in override_config"
+        raise ConfigError(f"override_transformer_config does not take {wrong}: remove it; {how}")
     kind = MLATransformerConfig if family.mla else TransformerConfig
     with raised_as(ConfigError, "Megatron refuses this configuration", TypeError, ValueError, AssertionError):
         config = kind(**settings | overrides)

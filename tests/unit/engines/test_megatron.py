@@ -70,6 +70,25 @@ def whole(engine: MegatronEngine) -> dict[str, Tensor]:
         (MODEL, 1, {"section": {"override_transformer_config": {"fp8_param": True}}}, "remove fp8_param"),
         (MODEL, 1, {"lora_rank": 2, "target_modules": ("nothing",)}, "it has down_proj, gate_proj"),
         (MODEL, 1, {"section": {"override_transformer_config": {"no_such_setting": 1}}}, "no_such_setting"),
+        (MODEL, 1, {"section": {"override_transformer_config": {"calculate_per_token_loss": False}}}, "remove it"),
+        (MODEL, 1, {"section": {"override_transformer_config": {"mtp_num_layers": 1}}}, "does not take mtp_num_layers"),
+        (MODEL, 1, {"section": {"override_transformer_config": {"attention_dropout": 0.5}}}, "in override_config"),
+        (MODEL, 1, {"section": {"override_transformer_config": {"tensor_model_parallel_size": 2}}}, "set sizes"),
+        (
+            MODELS["qwen3-moe"],
+            1,
+            {"section": {"override_transformer_config": {"moe_router_enable_expert_bias": True}}},
+            "moe_router_enable_expert_bias",
+        ),
+        (
+            MODEL,
+            2,
+            {
+                "sizes": ParallelSizes(pp=2),
+                "section": {"override_transformer_config": {"pipeline_model_parallel_layout": "Et|tL"}},
+            },
+            "the layers of stages by keys of their own",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_in_words(model: Any, world: int, options: dict[str, Any], says: str) -> None:
@@ -82,6 +101,19 @@ def refused(model: Any, options: dict[str, Any]) -> str:
     with pytest.raises(ConfigError) as error:
         megatron(random_model(model, **adapters), **own)
     return str(error.value)
+
+
+def test_selective_recomputation_takes_the_place_of_that_of_whole_layers() -> None:
+    overrides = {"recompute_granularity": "selective"}
+    ((plain,), (selective,)) = (run_ranks(1, losses_of_two_steps, given) for given in ({}, overrides))
+    assert selective == pytest.approx(plain)
+
+
+def losses_of_two_steps(overrides: dict[str, Any]) -> list[float]:
+    engine = megatron(
+        random_model(enable_gradient_checkpointing=True), section={"override_transformer_config": overrides}
+    )
+    return [(engine.forward_backward(small_rows(), nll)["loss"], engine.optim_step())[0] for _ in range(2)]
 
 
 def test_adapters_refuse_settings_that_reach_past_them() -> None:
