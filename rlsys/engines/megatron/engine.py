@@ -24,13 +24,13 @@ from rlsys.engines.base import BaseTrainEngine, Counted, TrainEngineOptions, Vis
 from rlsys.engines.megatron.groups import MegatronRanks, current, make_ranks
 from rlsys.engines.megatron.optim import MegatronAdamW
 from rlsys.engines.megatron.weights import MegatronState, ModelShards
-from rlsys.engines.mesh import max_over_ranks
+from rlsys.engines.mesh import gather_json, max_over_ranks, sum_over_ranks
 from rlsys.engines.micro_batches import MicroBatches, Pack, packs_of, split_rows
-from rlsys.interfaces import Output, Part
+from rlsys.interfaces import LossFn, Output, Part
 from rlsys.models.context import pack_multiple
 from rlsys.models.hf import TensorSource, build, check_names, dtype_name, open_weights, read_whole
 from rlsys.models.megatron.adapters import adapters_off, add_adapters
-from rlsys.models.megatron.build import TokenGPT, build_chunks, packed_arguments
+from rlsys.models.megatron.build import TokenGPT, build_chunks, packed_arguments, weigh_router_losses
 from rlsys.models.megatron.family import decoder_family
 from rlsys.models.megatron.image_tower import ImageTower
 from rlsys.models.megatron.parallel import ParallelSizes
@@ -100,6 +100,7 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
                 )
                 self._state().fill("master", weights)
         self._recorder: RouterReplay | None = None
+        self._router_losses = self.chunks[0].config.moe_aux_loss_coeff, self.chunks[0].config.moe_z_loss_coeff
         self._carried = base if model.path is not None else {}
 
     @property
@@ -126,6 +127,20 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
                 return {**results, "routed_experts": self._recorder.recorded().to(batch.tensors.device or "cpu")}
         finally:
             self._recorder = None
+
+    def forward_backward(
+        self, batch: DataProto, loss_fn: LossFn, *, outputs: Sequence[Output] = ("log_probs",), temperature: float = 1.0
+    ) -> dict[str, float]:
+        """As TrainEngine's; losses of routers are means over all tokens, whatever the loss is divided by."""
+        aux, z = self._router_losses
+        if aux or z:
+            nothing = torch.zeros_like(batch.tensors["responses"], dtype=torch.float32)
+            given = {str(name): nothing[..., None] if "topk" in name else nothing for name in outputs}
+            count = float(loss_fn(given, batch.tensors).count)
+            tokens = sum(pack.tokens.num_tokens for pack in self._packs(batch, self.training))
+            ((count, tokens),) = sum_over_ranks(gather_json({"": (count, tokens)})).values()
+            weigh_router_losses(self.chunks[0].config, aux, z, count / max(tokens, 1))
+        return super().forward_backward(batch, loss_fn, outputs=outputs, temperature=temperature)
 
     def _run(self, batch: DataProto, size: MicroBatches, visit: Visit, *, backward: bool) -> Counted:
         chunks = self.optimizer.chunks if backward and self.optimizer is not None else self.chunks

@@ -97,18 +97,16 @@ def transformer_config(
         raise ConfigError(f"override_transformer_config does not take {wrong}: remove it; {how}")
     kind = MLATransformerConfig if family.mla else TransformerConfig
     with raised_as(ConfigError, "Megatron refuses this configuration", TypeError, ValueError, AssertionError):
-        config = kind(**settings | overrides)
+        return kind(**settings | overrides)
+
+
+def weigh_router_losses(config: TransformerConfig, aux: Any, z: float | None, weight: float) -> None:
+    """Give the routers' own losses, of coefficients `aux` and `z`, this weight per token on any number of ranks:
+    Megatron-Core 0.16 divides them by the number of ranks that share tokens once too often."""
     if __version__.startswith("0.16."):
-        _weigh_router_losses(config, sizes.cp * (sizes.tp if config.sequence_parallel else 1))
-    return config
-
-
-def _weigh_router_losses(config: TransformerConfig, sharing: int) -> None:
-    """Give the routers' own losses (off unless asked for) the weight they have on one rank: Megatron-Core 0.16 divides
-    them by the number of ranks that share tokens once too often."""
-    aux, z = config.moe_aux_loss_coeff, config.moe_z_loss_coeff
-    config.moe_aux_loss_coeff = [x * sharing for x in aux] if isinstance(aux, list) else aux * sharing
-    config.moe_z_loss_coeff = None if z is None else z * sharing
+        weight *= config.context_parallel_size * (config.tensor_model_parallel_size if config.sequence_parallel else 1)
+    config.moe_aux_loss_coeff = [x * weight for x in aux] if isinstance(aux, list) else aux * weight
+    config.moe_z_loss_coeff = None if z is None else z * weight
 
 
 def build_chunks(

@@ -177,6 +177,33 @@ def test_losses_of_routers_weigh_the_same_however_tokens_are_shared(overrides: d
                 torch.testing.assert_close(shared[name], gradient, rtol=1e-4, atol=1e-5)
 
 
+def router_loss(place: Path, count_rows: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Gradients of the engine's z-loss of its routers, and of the mean of their squared logsumexp by transformers."""
+    overrides = {"moe_z_loss_coeff": 0.1}
+    engine = megatron(random_model(MODELS["qwen3-moe"]), section={"override_transformer_config": overrides})
+    engine.save(place, "export")
+    rows = small_rows()
+
+    def loss(outputs: Any, micro_rows: Any) -> LossSum:
+        none = no_loss(outputs, micro_rows)
+        return LossSum(none.total, float(len(micro_rows))) if count_rows else none
+
+    engine.forward_backward(rows, loss)
+    model = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
+    logits = model(rows.tensors["input_ids"], output_router_logits=True).router_logits
+    (0.1 * sum(layer.float().logsumexp(dim=-1).square().mean() for layer in logits)).backward()
+    named = {name: p.grad for name, p in model.named_parameters() if name.endswith("gate.weight")}
+    return gradients(engine), {name: gradient for name, gradient in named.items() if gradient is not None}
+
+
+@pytest.mark.parametrize("count_rows", [False, True])
+def test_losses_of_routers_are_means_over_tokens_whatever_is_counted(tmp_path: Path, count_rows: bool) -> None:
+    ((ours, theirs),) = run_ranks(1, router_loss, tmp_path / "model", count_rows)
+    assert len(theirs) == 2
+    for name, gradient in theirs.items():
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-6)
+
+
 def two_layouts() -> tuple[list[float], list[float]]:
     """An actor of two stages and a critic of two tensor-parallel ranks in the same processes, taking turns."""
     actor = megatron(sizes=ParallelSizes(pp=2))
