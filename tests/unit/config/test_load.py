@@ -244,6 +244,7 @@ SAME = [
     ("critic.model.fsdp_config.param_offload=true", "critic.fsdp.param_offload", True),
     ("critic.optim.clip_grad=2.0", "critic.grad_clip", 2.0),
     (f"{A}.optim.clip_grad=2.0", f"{A}.grad_clip", 2.0),
+    (f"{M}.override_config.model_config.rope_theta=5", f"{M}.override_config", {"rope_theta": 5}),
     (f"{A}.optim.warmup_style=cosine", f"{A}.optim.lr_scheduler_type", "cosine"),
     (f"{A}.ppo_micro_batch_size=4", f"{A}.ppo_micro_batch_size_per_gpu", 4),
     (f"{A}.fsdp_config.mixed_precision.param_dtype=bf16", f"{A}.fsdp_config.dtype", "bfloat16"),

@@ -423,6 +423,8 @@ FOREIGN = [
     bad("reward.sandbox_fusion.url=sandbox:8080", "reward.sandbox_fusion.url", "http"),
     bad("ray_kwargs.ray_init.num_gpus=8", "num_gpus", "CUDA_VISIBLE_DEVICES"),
     bad(f"{M}.lora.dropout=0.1", f"{M}.lora.dropout", "no dropout"),
+    bad(f"{M}.override_config.moe_config.freeze_moe_router=true", "freeze_moe_router", "routers are trained"),
+    bad(f"{M}.override_config={{moe_config: {{freeze_moe_router: true}}}}", "moe_config", "routers are trained"),
     bad(f"{A}.optim.total_training_steps=100", "optim.total_training_steps", "trainer.total_training_steps"),
     bad("trainer.v1.trainer_mode=colocate_async", "trainer.v1.trainer_mode", "trainer_mode=separate_async"),
     bad(f"{A}.megatron.use_megatron_fsdp=true", "use_megatron_fsdp", "strategy=fsdp"),
