@@ -418,6 +418,12 @@ def test_steps_and_ranks_that_a_run_does_not_have_are_not_profiled_and_noted(set
     assert (note in printed) if note else not printed
 
 
+def test_settings_of_fsdp_are_noted_in_a_job_on_megatron() -> None:
+    setting = f"{A}.fsdp_config.param_offload=true"
+    assert f"ignored: {A}.fsdp_config.param_offload (only used with" in notes([setting, f"{A}.strategy=megatron"])
+    assert "ignored" not in notes([setting])
+
+
 @pytest.mark.parametrize(
     ("setting", "asks_for_it"),
     [

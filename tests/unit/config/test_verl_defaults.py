@@ -11,6 +11,7 @@ from rlsys.config import PPOConfig
 from rlsys.config.arguments import Arguments
 from rlsys.config.load import load
 from rlsys.config.overrides import Override
+from rlsys.config.schema.jobs import SFTConfig
 from rlsys.utils.errors import ConfigError
 
 FILE = Path(__file__).parents[2] / "golden" / "verl_defaults.json"
@@ -71,6 +72,14 @@ def test_each_default_of_verl_is_accepted_on_its_own(file: str, count: int, base
 def test_all_defaults_of_verl_are_accepted_together(base: tuple[Override, ...]) -> None:
     values = {key: value for key, value in defaults("ppo_trainer").items() if key not in (*REFUSED, *TWO_NAMES)}
     assert refusal(*base, *(Override(key, value) for key, value in values.items())) == ""
+
+
+def test_defaults_of_verls_megatron_section_are_accepted_in_sft() -> None:
+    section = "actor_rollout_ref.actor.megatron."
+    values = {k: v for k, v in defaults("ppo_megatron_trainer").items() if k.startswith(section)}
+    settings = [Override(key.replace(section, "engine."), value) for key, value in values.items()]
+    loaded = load(Arguments(overrides=(Override("engine.strategy", "megatron"), *settings)), SFTConfig)
+    assert loaded.config.engine.megatron.override_transformer_config["attention_backend"] == "flash"
 
 
 def test_a_default_of_verl_that_needs_more_says_so(base: tuple[Override, ...]) -> None:
