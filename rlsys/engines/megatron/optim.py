@@ -57,7 +57,6 @@ class MegatronAdamW(BaseOptimizer):
             adam_beta1=optim.betas[0],
             adam_beta2=optim.betas[1],
             adam_eps=optim.eps,
-            clip_grad=grad_clip,
             bf16=self.config.bf16,
             params_dtype=self.config.params_dtype,
             use_distributed_optimizer=True,

@@ -70,8 +70,6 @@ def transformer_config(
         **own,
         **sizes.arguments(),
         "sequence_parallel": sizes.sequence_parallel and sizes.tp > 1,
-        "num_layers_in_first_pipeline_stage": sizes.first_layers,
-        "num_layers_in_last_pipeline_stage": sizes.last_layers,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
