@@ -35,7 +35,7 @@ from rlsys.utils.errors import ConfigError, raised_as
 
 DECIDED = (
     *("sequence_parallel", "params_dtype", "pipeline_dtype", "bf16", "fp16", "calculate_per_token_loss"),
-    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "qk_clip", "softmax_type"),
     *("pipeline_model_parallel_layout", "mtp_num_layers", "moe_router_enable_expert_bias", "moe_layer_freq"),
 )
 """Settings of Megatron that follow from the megatron section, the model and the engine, like sizes."""

@@ -72,6 +72,7 @@ def whole(engine: MegatronEngine) -> dict[str, Tensor]:
         (MODEL, 1, {"section": {"override_transformer_config": {"no_such_setting": 1}}}, "no_such_setting"),
         (MODEL, 1, {"section": {"override_transformer_config": {"calculate_per_token_loss": False}}}, "remove it"),
         (MODEL, 1, {"section": {"override_transformer_config": {"mtp_num_layers": 1}}}, "does not take mtp_num_layers"),
+        (MODEL, 1, {"section": {"override_transformer_config": {"qk_clip": True}}}, "does not take qk_clip"),
         (MODEL, 1, {"section": {"override_transformer_config": {"attention_dropout": 0.5}}}, "in override_config"),
         (MODEL, 1, {"section": {"override_transformer_config": {"tensor_model_parallel_size": 2}}}, "set sizes"),
         (
