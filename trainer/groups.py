@@ -140,7 +140,7 @@ class WorkerGroups:
         for name, group in self.trained.items():
             if not (folder / name).is_dir():
                 why = f"trainer.max_{name}_ckpt_to_keep removed it, or its run had none"
-                how = "resume from another step, or set algorithm.adv_estimator as in that run"
+                how = "resume another step, set its algorithm.adv_estimator, or set trainer.resume_mode=disable"
                 raise ConfigError(f"{folder} has no {name}: {why}; {how}")
             group.load_checkpoint(str(folder / name))
 

@@ -114,7 +114,7 @@ class PromptGroups:
                 self._skip(group, "filtered")
                 self._filtered += 1
                 num_batches, rest = divmod(self._filtered, self.window.groups_per_step)
-                if not rest:
+                if not rest and len(self.window.finished) < self.window.groups_per_step:
                     self._filter.check(num_batches, len(self.window.finished), self.window.groups_per_step)
                 return
         self.window.finish(group.number)
@@ -168,6 +168,11 @@ class PromptGroups:
     def load(self, state: State, folder: Path) -> None:
         """Take up what `save` wrote, or the state of a synchronous run; ConfigError if they do not fit."""
         self._prompts.load_state_dict(state["prompts"])
+        used, here = state.get("used"), self._prompts.state_dict()
+        if here.get("epoch") != state["prompts"].get("epoch"):
+            # other rows: they begin behind the epochs of all open prompts
+            used = 0
+            self._prompts.load_state_dict(state.get("prompts_now", state["prompts"]))
         self._prompts_before = self._prompts.state_dict()
         if "window" not in state:
             self._num_batches = state["step"]
@@ -182,10 +187,10 @@ class PromptGroups:
             why = f"set trainer.max_staleness={least} or more"
             raise ConfigError(f"{folder} has prompts that started under older weights; {why}")
         self.window.load_state_dict(saved)
-        self._num_batches = state["batches"] - bool(state["used"])
-        if state["used"]:
+        self._num_batches = state["batches"] - bool(used)
+        if used:
             self._draw()
-            self._num_used = state["used"]
+            self._num_used = used
             if state.get("prompts_now", now := self._prompts.state_dict()) != now:
                 self._prompts.load_state_dict(state["prompts_now"])
         self._metrics = {name: list(values) for name, values in state["metrics"].items()}

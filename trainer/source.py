@@ -115,7 +115,7 @@ def is_time(name: str) -> bool:
 
 def joined(parts: Sequence[DataProto]) -> DataProto:
     """The rows of batches that were graded apart: what a grader returned for some is None for the others, but as in one
-    batch 0 for answers without a score, and for episodes, where others have numbers.
+    batch 0 for answers without a score, and for episodes, where others have numbers, but no `acc` for one that ended.
 
     Routes of experts, which only complete answers have, are -1 for the others.
     """
@@ -124,13 +124,14 @@ def joined(parts: Sequence[DataProto]) -> DataProto:
         if "routed_experts" not in part.tensors:
             part.tensors["routed_experts"] = routes[0].new_full((len(part), *routes[0].shape[1:]), -1)
     names = sorted({name for part in parts for name in part.meta_info.get("reward_extra_keys", ())})
-    given = [(name, value) for part in parts for name in names for value in part.non_tensor_batch.get(name, ())[:1]]
+    given = [(name, value) for part in parts for name in names for value in part.non_tensor_batch.get(name, ())]
     numbers, filled = {name for name, value in given if isinstance(value, float)}, list[DataProto]()
     for part in parts:
         columns = dict(part.non_tensor_batch)
         status = columns.get("reward_status", columns.get("episode_end", ["ok"] * len(part)))
         for name in (name for name in names if name not in columns):
-            columns[name] = object_array([0.0 if name in numbers and one != "ok" else None for one in status])
+            given_none = ("ok", "stop") if name == "acc" else ("ok",)  # episodes that their workflow scored
+            columns[name] = object_array([0.0 if name in numbers and one not in given_none else None for one in status])
         meta = part.meta_info | ({"reward_extra_keys": names} if names else {})
         filled.append(DataProto(part.batch, columns, meta))
     return DataProto.concat(filled)

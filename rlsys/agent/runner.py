@@ -97,9 +97,8 @@ class Rounds:
 
     def end(self, session: str) -> None:
         self._num_left -= 1
-        for request, response in self._waiting:
-            if request.session == session:
-                response.cancel()
+        for response in [response for request, response in self._waiting if request.session == session]:
+            response.cancel()
         self._start()
 
     async def end_epoch(self) -> None:
@@ -133,6 +132,8 @@ class Rounds:
         if round_:
             self._running = asyncio.get_running_loop().create_task(self._run(round_))
         elif self._epoch is not None and not self._epoch.done():
+            # until the next epoch nothing draws: weights are pushed meanwhile
+            self._limits = dict.fromkeys(self._limits, 0.0)
             self._epoch.set_result(None)
 
     async def _run(self, round_: list[tuple[ModelRequest, asyncio.Future[ModelResponse]]]) -> None:
@@ -150,7 +151,7 @@ class Rounds:
                     future.set_exception(error)
         finally:
             self._running = None
-            self._start()
+            asyncio.get_running_loop().call_soon(self._start)  # behind what those that have answers now ask for
 
 
 class EpisodeRunner:

@@ -4,6 +4,7 @@ Every epoch is a permutation of the rows that depends only on seed and epoch. As
 when it has no full batch left; the remaining rows are shuffled into the next one.
 """
 
+import logging
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -71,6 +72,7 @@ class Cursor:
         for name, new in self._order().items():
             if (old := state[name]) != new:
                 if self.restarts:
+                    logging.getLogger(__name__).warning("another %s begins a new epoch: %s, was %s", name, new, old)
                     self._epoch, self._position = state["epoch"] + 1, 0
                     return
                 is_setting = name in ("seed", "shuffle")

@@ -184,7 +184,7 @@ def load(path: Path, state: Contents, *, optimizer: str | None = None) -> JsonOb
 
 def _check_parts(path: Path, wanted: frozenset[str]) -> None:
     files = {"model": "model_*", "optimizer": "optim_*", "extra": "extra_state_*"}
-    there = [part for part, name in files.items() if any(path.glob(name))]
+    there = [part for part, name in files.items() if part in wanted and any(path.glob(name))]
     if missing := ", ".join(sorted(wanted.difference(there))):
         raise CheckpointError(f"{path} was saved without {missing}; set checkpoint.load_contents=[{','.join(there)}]")
 

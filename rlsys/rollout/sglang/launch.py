@@ -152,6 +152,15 @@ def _start(arguments: dict[str, Any], settings: SchedulerSettings) -> Any:
         settings = replace(settings, replica_arguments=arguments)
         arguments = {name: value for name, value in arguments.items() if name not in REPLICA_ARGUMENTS}
     scheduler = SchedulerProcess(arguments["device"])
+    atexit.register(scheduler.kill)  # before multiprocessing waits for it
+    try:
+        return _engine(arguments, settings, scheduler)
+    except BaseException:
+        scheduler.kill()
+        raise
+
+
+def _engine(arguments: dict[str, Any], settings: SchedulerSettings, scheduler: SchedulerProcess) -> Any:
     from sglang.srt.entrypoints import engine as theirs
 
     class RolloutEngine(theirs.Engine):
@@ -163,13 +172,9 @@ def _start(arguments: dict[str, Any], settings: SchedulerSettings) -> Any:
         def _launch_detokenizer_subprocesses(cls, *args: object, **kwargs: object) -> tuple[list[object], list[str]]:
             return [], []
 
-    try:
-        take_given_images()
-        with patch.object(theirs, "mp", SimpleNamespace(**vars(multiprocessing) | {"Process": scheduler.with_task})):
-            engine = RolloutEngine(**arguments)
-    except BaseException:
-        scheduler.kill()
-        raise
+    take_given_images()
+    with patch.object(theirs, "mp", SimpleNamespace(**vars(multiprocessing) | {"Process": scheduler.with_task})):
+        engine = RolloutEngine(**arguments)
     atexit.unregister(engine.shutdown)  # it kills all children of this process, including the reward pool's
     watchdog = getattr(engine.tokenizer_manager, "_subprocess_watchdog", None)
     if watchdog is not None:  # it would kill this process by a signal; `check_alive` raises instead

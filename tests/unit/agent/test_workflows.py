@@ -9,6 +9,7 @@ import threading
 import time
 from concurrent.futures import wait
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -585,6 +586,37 @@ def test_parallel_conversations_reach_the_limit_of_an_epoch_each_on_its_own(pool
     assert drawn == [2, 2, 2], "each conversation has reached its limit by one turn"
     wait(futures, scaled_s(20.0))
     runner.close()
+
+
+def test_nothing_draws_between_the_end_of_an_epoch_and_the_next():
+    """Weights are pushed there: a conversation at its limit must not end the epoch for one that is about to draw."""
+    events = []
+
+    def generate(requests):
+        events.append([request.input_ids[0] for request in requests])
+        return [SimpleNamespace(output_tokens=(0,) * (4 if one.input_ids == (1,) else 1)) for one in requests]
+
+    async def talks(rounds, number):
+        drawn = 0
+        while drawn < 8:
+            request = ModelRequest((number,), SamplingParams(4), session="an episode", num_drawn=drawn)
+            drawn += len((await rounds.sample(request)).output_tokens)
+
+    async def two_epochs():
+        rounds = Rounds(generate, max_concurrent=1)
+        rounds.add(1, {"an episode": 4})
+        both = asyncio.gather(talks(rounds, 1), talks(rounds, 2))
+        await rounds.end_epoch()
+        events.append("pushes")
+        await asyncio.sleep(0.1)
+        rounds.add(0, {"an episode": 8})
+        ending = asyncio.ensure_future(rounds.end_epoch())
+        await asyncio.wait_for(both, scaled_s(5.0))
+        ending.cancel()
+
+    asyncio.run(two_epochs())
+    assert events[:5] == [[1, 2], [2], [2], [2], "pushes"]
+    assert events[5:] == [[1, 2], [2], [2], [2]]
 
 
 @pytest.mark.parametrize("in_rounds", [True, False])

@@ -196,6 +196,18 @@ def test_a_filter_that_keeps_too_few_ends_the_run() -> None:
             run.step()
 
 
+def test_a_filter_does_not_end_a_run_that_has_enough_prompts() -> None:
+    """They wait for the trainer, while prompts of later steps are filtered and replaced."""
+    window = StalenessWindow(groups_per_step=1, max_staleness=3)
+    length_of = lambda n: 20 if n == 0 else 5  # noqa: E731
+    with running(window, length_of, group_filter=GroupFilter(keep_long, 3)) as run:
+        run.publish(0)
+        wait_until(lambda: window.skipped["filtered"] >= 8, 10.0)
+        assert numbers_of(run.step()) == [0]
+        with pytest.raises(ConfigError, match="generated batches only 0 of 1 prompts"):
+            run.step()
+
+
 def test_the_age_of_a_step_is_that_of_its_oldest_branch() -> None:
     window = StalenessWindow(groups_per_step=1, max_staleness=3)
     groups = prompt_groups(window, max_tokens=8)
@@ -332,6 +344,45 @@ def test_the_deadline_of_the_first_step_begins_when_its_prompts_start(monkeypatc
         run.publish(0)
         threading.Timer(0.1, lambda: setattr(run.replica, "limit", 9)).start()
         assert numbers_of(run.source.next()) == [0, 1]
+
+
+class EpochPrompts(CountedPrompts):
+    """Prompts of a dataset in epochs of 8; other rows begin a new one, as those of a cursor that `restarts`."""
+
+    def __init__(self, dataset: str) -> None:
+        super().__init__()
+        self.dataset, self.epoch = dataset, 0
+
+    def next(self) -> DataProto:
+        if self.position == 8:
+            self.epoch, self.position = self.epoch + 1, 0
+        rows = super().next()
+        named = [f"{self.epoch}-{uid}" for uid in rows.non_tensor_batch["uid"]]
+        return DataProto(rows.batch, {"uid": object_array(named)})
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"dataset": self.dataset, "epoch": self.epoch, "position": self.position}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        changed = state["dataset"] != self.dataset
+        self.epoch, self.position = (state["epoch"] + 1, 0) if changed else (state["epoch"], state["position"])
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3])
+@pytest.mark.parametrize("dataset", ["same", "other"])
+def test_a_resume_with_other_rows_has_each_prompt_once(dataset: str, num_steps: int, tmp_path: Path) -> None:
+    def groups_over(prompts: EpochPrompts) -> PromptGroups:
+        window = StalenessWindow(groups_per_step=3, max_staleness=num_steps)
+        return prompt_groups(window, max_tokens=8, prompts=prompts)
+
+    saved, loaded = groups_over(EpochPrompts("same")), groups_over(EpochPrompts(dataset))
+    saved.start()
+    loaded.load(json.loads(json.dumps(saved.save(tmp_path))), tmp_path)
+    before = [group.rows.non_tensor_batch["uid"][0] for group in loaded.open]
+    more = [loaded._next_rows().non_tensor_batch["uid"][0] for _ in range(8)]
+    assert len({*before, *more}) == len(before) + 8
+    if dataset == "other":
+        assert more == [f"{int(before[-1][0]) + 1}-p{number}" for number in range(8)]
 
 
 class LearningPrompts(CountedPrompts):

@@ -123,3 +123,10 @@ def test_answers_without_a_score_have_0_where_others_have_numbers() -> None:
     assert list(other.non_tensor_batch["judge"]) == [1.0, 0.5, None, 0.0]
     episodes = joined([ended(["context", "length"]), ended(["stop", "stop"], acc=[1.0, 0.0])])
     assert list(episodes.non_tensor_batch["acc"]) == [0.0, 0.0, 1.0, 0.0]
+
+
+def test_episodes_that_their_workflow_scored_have_no_accuracy_beside_graded_ones() -> None:
+    parts = [ended(["stop", "length"]), ended(["stop", "stop"], acc=[None, 1.0], judge=[0.5, 1.0])]
+    columns = joined(parts).non_tensor_batch
+    assert list(columns["acc"]) == [None, 0.0, None, 1.0]
+    assert list(columns["judge"]) == [0.0, 0.0, 0.5, 1.0]
