@@ -37,6 +37,7 @@ from tests.contracts.train_engine import (
 )
 from tests.engine_gradients import gradients
 from tests.ranks import Answers, params_beside, run_cases, run_ranks
+from tests.router_losses import LOSSES, router_gradients
 
 HAS_MEGATRON = importlib.util.find_spec("megatron") is not None
 pytestmark = [
@@ -340,6 +341,36 @@ def test_loss_and_gradients_are_near_the_float64_reference(name: str, head: str)
     assert rank["metrics"]["loss"] == pytest.approx(loss, rel=0.5, abs=0.05)
     flat = [torch.cat([tensors[n].flatten() for n in gradients]) for tensors in (rank["gradients"], gradients)]
     assert distance(*flat) < 0.1
+
+
+ROUTED: list[Any] = [
+    pytest.param(ParallelSizes(), 1, id="one"),
+    pytest.param(ParallelSizes(ep=2), 2, id="ep2", marks=needs(2)),
+    pytest.param(ParallelSizes(tp=2, sequence_parallel=True), 2, id="tp2", marks=needs(2)),
+    pytest.param(ParallelSizes(tp=2, ep=2, etp=1, sequence_parallel=True), 2, id="tp2ep2", marks=needs(2)),
+]
+
+
+def of_routers(sizes: ParallelSizes, loss: str, place: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    model = {**SPARSE, **VOCABULARY}
+    engine = megatron(model, case=Case(max_tokens=4096, megatron=sizes), override_transformer_config=LOSSES[loss])
+    return router_gradients(engine, place, loss)
+
+
+@pytest.mark.parametrize(("sizes", "world"), ROUTED)
+def test_losses_of_routers_have_the_gradients_of_the_float64_reference(
+    sizes: ParallelSizes, world: int, tmp_path: Path
+) -> None:
+    """Which is a mean over all tokens: within the rounding to bfloat16, by which a token may change its expert."""
+    answers = run_cases(
+        world, {loss: partial(of_routers, sizes, loss, tmp_path / loss) for loss in LOSSES}, backend=BACKEND
+    )
+    for loss in LOSSES:
+        for ours, theirs in answers[loss]:
+            far = {name: distance(ours[name], gradient) for name, gradient in theirs.items()}
+            print(loss, far)
+            assert len(far) == SPARSE["num_hidden_layers"]
+            assert max(far.values()) < 0.15
 
 
 def with_fusion(model: dict[str, Any], case: Case, on: bool) -> dict[str, Any]:

@@ -25,11 +25,11 @@ from rlsys.models import host_offload
 from rlsys.models.host_offload import HostOffload
 from rlsys.models.megatron.adapters import LayerAdapters, add_adapters
 from rlsys.models.megatron.parallel import ParallelSizes
-from rlsys.protocol import DataProto
 from rlsys.utils.errors import CheckpointError, ConfigError
-from tests.contracts.train_engine import MODELS, megatron_section
+from tests.contracts.train_engine import MODELS, TP2_EP2, megatron_section
 from tests.engine_gradients import gradients
 from tests.ranks import run_ranks
+from tests.router_losses import LOSSES, no_loss, router_gradients, unpadded_rows
 from tests.unit.engines.common import MODEL, nll, random_model, same, small_rows
 
 
@@ -39,10 +39,11 @@ def megatron(
     sizes: ParallelSizes = ParallelSizes(),  # noqa: B008
     section: Mapping[str, Any] | None = None,
     head: Any = "lm",
+    rows: int = 2,
 ) -> MegatronEngine:
     return MegatronEngine(
         model or random_model(),
-        TrainEngineOptions(head=head, optim=OptimConfig(lr=1e-2), training=MicroBatches(rows=2)),
+        TrainEngineOptions(head=head, optim=OptimConfig(lr=1e-2), training=MicroBatches(rows=rows)),
         megatron=megatron_section(sizes, **{"seed": 1, **(section or {})}),
     )
 
@@ -146,19 +147,10 @@ def test_an_export_is_what_transformers_loads(tmp_path: Path) -> None:
     assert same(weights, dict(loaded.named_parameters()))
 
 
-def no_loss(outputs: Any, rows: Any) -> LossSum:
-    return LossSum(sum(values.sum() for values in outputs.values()) * 0.0, float(rows["response_mask"].sum()))
-
-
-def router_gradients(sizes: ParallelSizes, overrides: dict[str, Any]) -> dict[str, Tensor]:
-    """Of rows whose lengths need no padding: padding too goes through routers."""
+def shared_router_gradients(sizes: ParallelSizes, overrides: dict[str, Any]) -> dict[str, Tensor]:
     section = {"override_transformer_config": overrides}
     engine = megatron(random_model(MODELS["qwen3-moe"]), sizes=sizes, section=section)
-    ids = torch.arange(1, 33).view(4, 8)
-    ones = torch.ones_like(ids)
-    rows = {"prompts": ids[:, :4], "responses": ids[:, 4:], "input_ids": ids, "attention_mask": ones}
-    rows |= {"position_ids": ones.cumsum(1) - 1, "response_mask": ones[:, 4:]}
-    engine.forward_backward(DataProto.from_dict(rows), no_loss)
+    engine.forward_backward(unpadded_rows(33, num=4, prompt=4, response=4), no_loss)
     return gradients(engine)
 
 
@@ -170,10 +162,10 @@ def router_gradients(sizes: ParallelSizes, overrides: dict[str, Any]) -> dict[st
     ],
 )
 def test_losses_of_routers_weigh_the_same_however_tokens_are_shared(overrides: dict[str, Any]) -> None:
-    (alone,) = run_ranks(1, router_gradients, ParallelSizes(), overrides)
+    (alone,) = run_ranks(1, shared_router_gradients, ParallelSizes(), overrides)
     assert any(gradient.norm() > 0.1 for gradient in alone.values())
     for sizes in (ParallelSizes(cp=2), ParallelSizes(tp=2, sequence_parallel=True)):
-        for shared in run_ranks(2, router_gradients, sizes, overrides):
+        for shared in run_ranks(2, shared_router_gradients, sizes, overrides):
             for name, gradient in alone.items():
                 torch.testing.assert_close(shared[name], gradient, rtol=1e-4, atol=1e-5)
 
@@ -203,6 +195,23 @@ def test_losses_of_routers_are_means_over_tokens_whatever_is_counted(tmp_path: P
     assert len(theirs) == 2
     for name, gradient in theirs.items():
         torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+def of_routers(sizes: ParallelSizes, loss: str, place: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    section = {"override_transformer_config": LOSSES[loss]}
+    engine = megatron(random_model(MODELS["qwen3-moe"]), sizes=sizes, section=section, rows=8)
+    return router_gradients(engine, place, loss)
+
+
+@pytest.mark.parametrize("loss", list(LOSSES))
+@pytest.mark.parametrize("sizes", [ParallelSizes(), ParallelSizes(ep=2), TP2_EP2], ids=["one", "ep2", "tp2ep2"])
+def test_losses_of_routers_have_the_gradients_of_the_float64_reference(
+    sizes: ParallelSizes, loss: str, tmp_path: Path
+) -> None:
+    for ours, theirs in run_ranks(max(sizes.ep, sizes.tp), of_routers, sizes, loss, tmp_path):
+        assert len(theirs) == 2
+        for name, gradient in theirs.items():
+            torch.testing.assert_close(ours[name].double(), gradient, rtol=1e-4, atol=1e-6)
 
 
 def two_layouts() -> tuple[list[float], list[float]]:
