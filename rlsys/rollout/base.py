@@ -269,13 +269,14 @@ class BaseRolloutEngine(ABC):
     def _report(self, *, stops: bool = False) -> None:
         """Deliver what was sampled since the last report.
 
-        The end of a request is left to `_end`, which the engine calls when it has noticed it, unless it `stops` now.
+        Unless the engine `stops` now, the last token of each is kept back: one that is ahead of its own outputs may
+        drop it and draw again, and the end of a request is left to `_end`, which is called when it has noticed it.
         """
         running, deltas = list(self._running.values()), []
         samples = self._take_samples([one.number for one in running], [len(one.delivered) for one in running])
         for one, new in zip(running, by_request(*samples), strict=True):
             sampled, end = until_end(new, one)
-            if end is not None and not stops:  # keep the last token back for `_end`
+            if not stops:
                 sampled, end = sampled[:-1], None
             if len(sampled):
                 deltas.append(delta := self._delta(one, sampled, end))

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
+from rlsys.rollout.base import EngineContext
+from tests.contracts.rollout_engine import tiny_model
 from tests.e2e.conftest import Toy
+from tests.retraction import check_retracted
 from trainer.main_ppo import main
 
 pytestmark = [pytest.mark.sglang, pytest.mark.skipif(find_spec("sglang") is None, reason="needs SGLang")]
@@ -60,3 +63,8 @@ def test_megatron_tp2_trains_and_sglang_serves_in_processes_of_their_own(toy: To
     )
     lines = run(toy, tmp_path, "--config-name=ppo_megatron_trainer", "trainer.backend=ray", *sizes)
     check(lines, tmp_path / "weights")
+
+
+def test_tokens_of_requests_that_sglang_retracts_are_those_that_it_returns(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path)
+    check_retracted(tmp_path, EngineContext(), wait_s=60.0)

@@ -1,4 +1,4 @@
-"""SGLang in two pipeline stages on two GPUs."""
+"""SGLang in two pipeline stages on two GPUs, and with a small cache on one."""
 
 import importlib.util
 import json
@@ -6,8 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from rlsys.rollout.base import EngineContext
+from tests.contracts.rollout_engine import EOS, VOCABULARY
 from tests.e2e.conftest import Toy, toy, two_stages  # noqa: F401
+from tests.retraction import check_retracted
 from trainer.main_ppo import main
 
 HAS_SGLANG = importlib.util.find_spec("sglang") is not None
@@ -25,3 +29,13 @@ def test_a_run_serves_in_two_stages(enforce_eager: bool, on_update: str, toy: To
     assert main(argv) == 0
     lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert [line["weights/version"] for line in lines if "weights/version" in line][-1] == lines[-1]["step"]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("wait_s", [0.05, 60.0])
+def test_tokens_of_requests_that_sglang_retracts_are_those_that_it_returns(wait_s: float, tmp_path: Path) -> None:
+    """A step runs ahead of the outputs here: SGLang drops the token of a request that it retracts meanwhile."""
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+    shape = Qwen3Config(vocab_size=VOCABULARY, num_hidden_layers=2, head_dim=64, eos_token_id=EOS, **sizes)
+    Qwen3ForCausalLM(shape).bfloat16().save_pretrained(tmp_path)
+    check_retracted(tmp_path, EngineContext("cuda"), wait_s=wait_s)

@@ -82,6 +82,16 @@ class SampleLog:
             self._free += freed
         return taken
 
+    def cut(self, number: int, length: int) -> None:
+        """Forget a request's tokens from an index on, which the engine has dropped; waits for steps on their way."""
+        for step in self._steps:
+            if step.arrived is not None:
+                step.arrived.synchronize()
+        self._store_arrived()
+        if (slot := self._slots.get(number)) is not None:
+            self._table[slot, length:] = np.nan
+            self._lengths[slot] = min(self._lengths[slot], length)
+
     def _store_arrived(self) -> None:
         """Move the steps that have arrived on the host into the table."""
         arrived: list[_Step] = []

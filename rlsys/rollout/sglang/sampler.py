@@ -35,13 +35,13 @@ class SchedulerSampler:
     """Samples the batches of one scheduler process; only the first rank of a replica keeps a log.
 
     `samples`: those of the last batch, None if it was not ours. `temperature`: that of the log-probabilities which the
-    running batch asks for.
+    running batch asks for. `half_read`: the id of the request of which that batch reads a part; SGLang drops its token.
     """
 
     def __init__(self, seed: int, device: torch.device, *, logged: bool) -> None:
         self.rows = RowSampler(seed, device, logged=logged)
         self.samples: Tensor | None = None
-        self.temperature = 1.0
+        self.temperature, self.half_read = 1.0, ""
         self._rids: Sequence[str] = ()
         self._lock = threading.Lock()
 
@@ -54,7 +54,10 @@ class SchedulerSampler:
                     return
                 self.rows.set_rows(rows)
                 self._rids = rids
-            self.samples = self.rows.force(logits, last_positions + 1)
+            positions = last_positions + 1
+            if self.half_read and self.half_read in rids:
+                positions[rids.index(self.half_read)] = -1
+            self.samples = self.rows.force(logits, positions)
 
     def add(self, rids: Sequence[str], samples: Tensor) -> None:
         """Log the samples (N, 5) of `RowSampler.force` that the last pipeline stage made for these requests."""
@@ -66,6 +69,11 @@ class SchedulerSampler:
         """As `SampleLog.take`: numbers of tokens (K,), and the tokens (T, 4): token, full, sampled, finite."""
         with self._lock:
             return self.rows.log.take(numbers, starts)
+
+    def cut(self, rid: str, length: int) -> None:
+        """As `SampleLog.cut`, of a request that SGLang will continue from that many tokens."""
+        with self._lock:
+            self.rows.log.cut(int(rid.partition(SEPARATOR)[0]), length)
 
     def clear(self) -> None:
         """Drop samples that were made after their request had ended."""

@@ -165,10 +165,16 @@ def _exit_with(parent: int) -> None:
 
 
 def _hook_scheduler(scheduler_cls: Any, engines: list[SchedulerEngine], settings: SchedulerSettings) -> None:
-    """Start the RpcServer before the event loop; on an error exit without SGLang's signal to the worker."""
+    """Start the RpcServer before the event loop; on an error exit without SGLang's signal to the worker.
+
+    The sampler learns which tokens SGLang drops: those of prompts read in part, and the last ones of requests that it
+    retracts for lack of cache, which it draws again later.
+    """
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager as Memory
 
-    begin, run = scheduler_cls.__init__, scheduler_cls.run_event_loop
+    begin, run, run_one = scheduler_cls.__init__, scheduler_cls.run_event_loop, scheduler_cls.run_batch
+    retract = Req.reset_for_retract
 
     def __init__(self: object, *args: object, **kwargs: object) -> None:
         _or_exit(lambda: begin(self, *args, **kwargs))
@@ -181,6 +187,17 @@ def _hook_scheduler(scheduler_cls: Any, engines: list[SchedulerEngine], settings
 
         _or_exit(loop)
 
+    def run_batch(self: object, batch: ScheduleBatch, *args: object, **kwargs: object) -> object:
+        reads = batch.forward_mode.is_extend() and batch.chunked_req is not None
+        for engine in engines:
+            engine.sampler.half_read = batch.chunked_req.rid if reads else ""
+        return run_one(self, batch, *args, **kwargs)
+
+    def reset_for_retract(self: Req) -> None:
+        retract(self)
+        for engine in engines:
+            engine.sampler.cut(self.rid, len(self.output_ids))
+
     def counted(method: Callable[..., object], count: str = "num_stops") -> Callable[..., object]:
         def call(self: object, *args: object, **kwargs: object) -> object:
             done = method(self, *args, **kwargs)
@@ -191,6 +208,7 @@ def _hook_scheduler(scheduler_cls: Any, engines: list[SchedulerEngine], settings
         return call
 
     scheduler_cls.__init__, scheduler_cls.run_event_loop = __init__, run_event_loop
+    scheduler_cls.run_batch, Req.reset_for_retract = run_batch, reset_for_retract
     scheduler_cls.flush_cache = counted(scheduler_cls.flush_cache)
     scheduler_cls.pause_generation = counted(scheduler_cls.pause_generation)
     Memory.release_memory_occupation = counted(Memory.release_memory_occupation, "num_releases")

@@ -1,0 +1,50 @@
+"""An SGLang whose cache is too small for its requests, so that it retracts some and reads them again in pieces."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlsys.config.schema.rollout import GenerationConfig
+from rlsys.ipc.rpc import Method
+from rlsys.rollout.base import EngineContext
+from rlsys.types import SamplingParams
+from tests.contracts.rollout_engine import Driver, requests_of
+
+
+def shaken(engine: Any) -> Mapping[str, Method]:
+    """Logits differ each time they are computed, and by much more than a GPU's; retractions are counted."""
+    force, cut, cuts = engine.sampler.force, engine.sampler.cut, list[object]()
+
+    def shake(logits: Tensor, *args: Any) -> None:
+        force(logits.add_(torch.randn_like(logits)), *args)
+
+    def count(*args: Any) -> None:
+        cuts.append(args)
+        cut(*args)
+
+    engine.sampler.force, engine.sampler.cut = shake, count
+    return {"num_cuts": lambda: len(cuts)}
+
+
+def check_retracted(model: Path, context: EngineContext, *, wait_s: float) -> None:
+    """14 requests, of which the cache holds 6 at their longest, are answered with what was sampled.
+
+    What is sampled is reported every `wait_s`.
+    """
+    from rlsys.rollout.sglang.engine import SGLangRollout
+
+    options = {"max_total_tokens": 400, "schedule_conservativeness": 0.02}
+    sizes = {"max_num_seqs": 32, "max_num_batched_tokens": 64, "max_model_len": 128, "enforce_eager": True}
+    config = GenerationConfig(seed=11, engine_kwargs={"sglang": options}, **sizes)
+    engine = SGLangRollout(model, config, context, methods=shaken)
+    try:
+        driver = Driver(engine)
+        driver.exchange(requests_of(14, SamplingParams(60, min_new_tokens=58), shortest=20), wait_s=wait_s)
+        responses = driver.finish(wait_s=wait_s)
+        assert engine.remote.call("num_cuts", deadline_s=30.0) > 0
+        assert all(59 <= len(response.output_tokens) <= 60 for response in responses)
+    finally:
+        engine.close()
