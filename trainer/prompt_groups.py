@@ -80,15 +80,12 @@ class PromptGroups:
         """The groups that are neither trained on nor skipped, in the order of the data."""
         return [self._groups[number] for number in self.window.open]
 
-    def start(self) -> list[PromptGroup]:
-        """The groups that may start now, without answers yet."""
-        started = []
+    def start(self) -> None:
+        """Start the groups that may start now; they have no answers yet."""
         while self.window.room:
             rows, number = self._next_rows(), self.window.start()
             drafts = [PartialResponse(request) for request in self._requests(number, rows)]
             self._groups[number] = PromptGroup(number, rows, drafts)
-            started.append(self._groups[number])
-        return started
 
     def grade(self, groups: Sequence[PromptGroup]) -> dict[str, float]:
         """Grade complete groups and return metrics for `add`; the only method that may run beside the others."""

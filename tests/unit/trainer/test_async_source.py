@@ -212,7 +212,8 @@ def test_the_age_of_a_step_is_that_of_its_oldest_branch() -> None:
     window = StalenessWindow(groups_per_step=1, max_staleness=3)
     groups = prompt_groups(window, max_tokens=8)
     window.issued = window.trained = window.version = 3
-    group = groups.start()[0]
+    groups.start()
+    group = groups.open[0]
     group.answers[0].add(ResponseDelta("", (5,), (0.0,), (0.0,), (3,), Finish.STOP))
     groups.grade([group])
     assert group.graded is not None
@@ -281,7 +282,8 @@ def test_an_answer_that_ends_while_a_checkpoint_is_written_is_kept_whole(tmp_pat
 def test_a_checkpoint_takes_answers_with_and_without_routes_of_experts(tmp_path: Path) -> None:
     window = StalenessWindow(groups_per_step=2, max_staleness=1)
     saved, loaded = (prompt_groups(window, max_tokens=8, num_answers=2) for _ in range(2))
-    (ended, _), _ = (group.answers for group in saved.start()[:2])
+    saved.start()
+    ended = saved.open[0].answers[0]
     ended.add(ResponseDelta("", (5,), (0.0,), (0.0,), (0,), Finish.STOP, np.ones((2, 1, 2), np.int16)))
     loaded.load(json.loads(json.dumps(saved.save(tmp_path))), tmp_path)
     routes = [answer.routed_experts for group in loaded.open for answer in group.answers]

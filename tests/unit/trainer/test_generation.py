@@ -55,7 +55,8 @@ def test_a_reward_function_cannot_regroup_answers() -> None:
             return replace(super().grade(data), extra={"uid": np.array(["one"] * len(data), dtype=object)})
 
     groups = prompt_groups(StalenessWindow(groups_per_step=1, max_staleness=1), max_tokens=8, manager=Renaming())
-    (group,) = groups.start()[:1]
+    groups.start()
+    group = groups.open[0]
     with pytest.raises(ConfigError, match="'uid', by which answers are grouped: give it another name"):
         groups.grade([group])
 
