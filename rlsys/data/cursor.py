@@ -71,15 +71,16 @@ class Cursor:
             raise CheckpointError(f"the checkpoint has no data position: it holds {', '.join(state)}")
         for name, new in self._order().items():
             if (old := state[name]) != new:
-                if self.restarts:
-                    logging.getLogger(__name__).warning("another %s begins a new epoch: %s, was %s", name, new, old)
-                    self._epoch, self._position = state["epoch"] + 1, 0
-                    return
                 is_setting = name in ("seed", "shuffle")
                 what = f"data.{name} is {new}" if is_setting else f"the training rows have changed: {name} is {new}"
+                what = f"{what}, but the checkpoint was saved with {old}"
+                if self.restarts:
+                    logging.getLogger(__name__).warning("%s; trainer.resume_changed=true: a new epoch begins", what)
+                    self._epoch, self._position = state["epoch"] + 1, 0
+                    return
                 back = f"set data.{name}={old}" if is_setting else "train on the same rows"
                 others = "set trainer.resume_changed=true for a new epoch, or trainer.resume_mode=disable to start over"
-                raise ConfigError(f"{what}, but the checkpoint was saved with {old}; {back}, {others}")
+                raise ConfigError(f"{what}; {back}, {others}")
         if not (0 <= state["position"] <= self._num_rows and state["epoch"] >= 0):
             raise CheckpointError(f"the checkpoint's data position is out of range: {dict(state)}")
         self._epoch, self._position = state["epoch"], state["position"]

@@ -94,13 +94,14 @@ def test_a_position_in_other_data_is_refused(change: dict[str, Any], message: st
 
 
 @pytest.mark.parametrize("kind", [Cursor, partial(SamplerCursor, RandomSampler(range(9)))])
-def test_other_rows_begin_a_new_epoch_where_they_may(kind: Any) -> None:
+def test_other_rows_begin_a_new_epoch_where_they_may(kind: Any, caplog: pytest.LogCaptureFixture) -> None:
     cursor = kind(9, batch_size=2, dataset="other")
     state = cursor.state_dict() | {"num_rows": 6, "dataset": "d", "position": 2}
     with pytest.raises(ConfigError, match=r"set trainer\.resume_changed=true for a new epoch"):
         cursor.load_state_dict(state)
     cursor.restarts = True
     cursor.load_state_dict(state)
+    assert "num_rows is 9, but the checkpoint was saved with 6; trainer.resume_changed=true" in caplog.text
     batches = [cursor.next() for _ in range(4)]
     assert {batch.epoch for batch in batches} == {1}
     assert len({row for batch in batches for row in batch.rows}) == 8
