@@ -159,8 +159,7 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
             self._saving.copied.wait()
 
     def _begin_save(self, path: Path, *, copies: bool = False) -> Saving:
-        names = {"num_updates": "num_steps", "optimizer": "kind", "lr_steps": "lr_steps"}
-        header = {key: getattr(self.optimizer, name, None) for key, name in names.items()}
+        header = {} if self.optimizer is None else self.optimizer.header()
         return Saving(path, self._state(self.save_contents), header, settings=self._write_settings, copies=copies)
 
     def begin_save(self, path: Path) -> Saving:

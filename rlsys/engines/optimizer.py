@@ -77,6 +77,10 @@ class BaseOptimizer(ABC):
     def zero_grad(self) -> None:
         """Drop all gradients."""
 
+    def header(self) -> dict[str, float | str]:
+        """What a checkpoint records of it beside the moments."""
+        return {"num_updates": self.num_steps, "lr_steps": self.lr_steps, "optimizer": self.kind}
+
     @abstractmethod
     def set_num_updates(self, count: int) -> None:
         """Set the optimizer's own step number (Adam's bias correction)."""
