@@ -157,17 +157,20 @@ class MegatronRole:
     def model(self) -> fp.Decoder:
         return fp.decoder_of(self.hf_config, head=self.head)
 
+    @property
+    def place(self) -> RankPlace:
+        return RankPlace(self.sizes, pp_rank=self.pp_rank)
+
     @cached_property
     def held_here(self) -> fp.Held:
-        held = fp.held_at(self.hf_config, RankPlace(self.sizes, pp_rank=self.pp_rank), head=self.head)
+        held = fp.held_at(self.hf_config, self.place, head=self.head)
         return held if self.pp_rank else replace(held, dense=held.dense + self.model.encoder.parameters)
 
     @cached_property
     def adapters(self) -> fp.Held | None:
         if self.lora is None:
             return None
-        place = RankPlace(self.sizes, pp_rank=self.pp_rank)
-        return fp.adapters_at(self.hf_config, place, self.lora, head=self.head, te=self.fused)
+        return fp.adapters_at(self.hf_config, self.place, self.lora, head=self.head, te=self.fused)
 
     @property
     def dp(self) -> int:
@@ -201,7 +204,7 @@ class MegatronRole:
         inside = fp.layer_passing_bytes(self.model, size.tokens, c=self.how.c, tp=self.sizes.tp, backward=False)
         images, encoding = self._images(size, trained=False)
         inside = images + max(encoding, inside + self._merged(1))
-        if not self._last:
+        if not self.place.is_last_stage:
             return {ACTIVATIONS: inside}
         head = images + fp.head_hidden_bytes(self.model, size.tokens, size.responses, c=self.how.c, backward=False)
         return _higher({ACTIVATIONS: inside}, {ACTIVATIONS: head, LOGITS: _logits(self, size, backward=False)})
@@ -216,7 +219,7 @@ class MegatronRole:
         kept += images * min(size.count, self.sizes.pp)
         extra = self._merged(3 if self.fused else 2) + (saved if self.how.recompute else 0)
         extra = max(encoding, extra + fp.layer_passing_bytes(d, size.tokens, c=c, tp=sizes.tp, backward=True))
-        if not self._last:
+        if not self.place.is_last_stage:
             return {ACTIVATIONS: kept + extra}
         head = fp.head_hidden_bytes(d, size.tokens, size.responses, c=c, backward=True)
         in_head = {ACTIVATIONS: kept + head, LOGITS: _logits(self, size, backward=True)}
@@ -235,10 +238,6 @@ class MegatronRole:
     def _merged(self, times: int) -> int:
         """Merged weights of a layer with adapters, and their gradient."""
         return times * self.how.c * self.adapters.merged if self.adapters else 0
-
-    @property
-    def _last(self) -> bool:
-        return self.pp_rank == self.sizes.pp - 1
 
     def _layers_in_flight(self, count: int) -> int:
         """Layers of all micro-batches that wait for their backward pass (1F1B, or interleaved)."""
