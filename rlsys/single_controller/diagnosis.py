@@ -14,7 +14,7 @@ from rlsys.utils.polling import poll_until
 
 TAIL_LINES = 20
 TAIL_BYTES = 8192
-STACK_SIGNAL, POLL_S = signal.SIGUSR2, 0.02
+STACK_SIGNAL, STACK_WAIT_S, STACK_LINES, POLL_S = signal.SIGUSR2, 1.0, 12, 0.02
 SAME_START_S = 2.0
 """Start times of one process differ by this much at most, where the clock was set in the meantime."""
 STATES = {
@@ -51,9 +51,9 @@ def here(node_id: str, address: str, port: int) -> ProcessInfo:
     return ProcessInfo(pid, started_s, socket.gethostname(), node_id, address, port, leads_group, logs)
 
 
-def log_tail(info: ProcessInfo, num_lines: int = TAIL_LINES) -> str:
+def log_tail(info: ProcessInfo) -> str:
     """The last lines a process wrote, its standard output before its standard error; empty if they cannot be read."""
-    return "\n".join(line for path in info.logs for line in _last_lines(Path(path), num_lines))
+    return "\n".join(line for path in info.logs for line in _last_lines(Path(path)))
 
 
 def diagnose(info: ProcessInfo) -> str:
@@ -101,14 +101,14 @@ def _lines_from(path: Path, start: int) -> list[str]:
         return file.read(65536).decode(errors="replace").splitlines()
 
 
-def _last_lines(path: Path, num_lines: int) -> list[str]:
+def _last_lines(path: Path) -> list[str]:
     with suppress(OSError):
         lines = _lines_from(path, max(0, path.stat().st_size - TAIL_BYTES))
-        return [line for line in lines if line.strip() and not line.startswith(":")][-num_lines:]
+        return [line for line in lines if line.strip() and not line.startswith(":")][-TAIL_LINES:]
     return []
 
 
-def _stack(info: ProcessInfo, timeout_s: float = 1.0, max_lines: int = 12) -> str:
+def _stack(info: ProcessInfo) -> str:
     """The main thread's stack, requested by a signal and read from its log; empty if it does not write one."""
     if not info.logs:
         return ""
@@ -116,10 +116,10 @@ def _stack(info: ProcessInfo, timeout_s: float = 1.0, max_lines: int = 12) -> st
     try:
         before = log.stat().st_size
         os.kill(info.pid, STACK_SIGNAL)
-        poll_until(lambda: log.stat().st_size != before, timeout_s, every_s=POLL_S)
+        poll_until(lambda: log.stat().st_size != before, STACK_WAIT_S, every_s=POLL_S)
         time.sleep(POLL_S)
         lines = _lines_from(log, before)
     except OSError:
         return ""
     start = next((i for i, line in enumerate(lines) if line.startswith("Current thread")), 0)
-    return "\n".join(lines[start + 1 : start + 1 + max_lines])
+    return "\n".join(lines[start + 1 : start + 1 + STACK_LINES])
