@@ -142,7 +142,9 @@ def _init(address: str, env: dict[str, Any], options: Mapping[str, Any]) -> Any:
         with patch.object(ray_utils, "set_sigterm_handler"):
             return ray.init(address=address, runtime_env=RuntimeEnv(**env), **options)
     except (ValueError, TypeError, RuntimeError, ConnectionError, ray_exceptions.RayError) as error:
-        raise ConfigError(f"ray_kwargs.ray_init (address {address}): {str(error).strip().splitlines()[0]}") from error
+        first, *rest = str(error).strip().splitlines()
+        why = " ".join([first, *map(str.strip, rest)]) if first.startswith("Version mismatch") else first
+        raise ConfigError(f"ray_kwargs.ray_init (address {address}): {why}") from error
 
 
 def _exit_now(code: int) -> None:

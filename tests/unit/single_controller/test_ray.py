@@ -274,6 +274,27 @@ def test_a_cluster_that_does_not_answer_and_wrong_arguments_are_refused_in_one_l
     assert "/no/such/folder is not a valid path" in missing
 
 
+OTHER_VERSION = """
+from ray._private import utils
+from ray.cluster_utils import Cluster
+from rlsys.single_controller.ray import connect
+from rlsys.utils.errors import ConfigError
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+utils.compute_version_info = lambda: ("0.1", "3.4")
+try:
+    connect({"address": cluster.address})
+except ConfigError as error:
+    print(error, flush=True)
+"""
+
+
+def test_a_cluster_of_another_version_is_refused_with_both_versions() -> None:
+    done = subprocess.run([sys.executable, "-c", OTHER_VERSION], capture_output=True, text=True, timeout=scaled_s(60))
+    (line,) = done.stdout.splitlines()
+    assert "Version mismatch: The cluster was started with: Ray: " in line
+    assert line.endswith(" was started with: Ray: 0.1 Python: 3.4")
+
+
 def test_threads_and_variables_are_set_before_the_worker_is_built() -> None:
     group = RayWorkerGroup(
         _pool([1]),
