@@ -213,7 +213,7 @@ def plan_transfer() -> None:
 
 
 def plan_job() -> None:
-    """The tables of `--job`; exit code 1 where a stage does not fit."""
+    """The tables of `--job`; exit code 1 where a stage does not fit, or no layout does."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--job", "--memory", metavar="CONFIG", required=True, help="preset or YAML file")
     parser.add_argument("--model", help="a known shape or a config.json instead of actor_rollout_ref.model.path")
@@ -237,7 +237,10 @@ def plan_job() -> None:
     try:
         with raised_as(ConfigError, "this config.json cannot be planned, it lacks or has a wrong", KeyError, TypeError):
             if args.gpus or args.layouts:
-                print(layouts_table(args))
+                text, fits = layouts_table(args)
+                print(text)
+                if not fits:
+                    raise SystemExit(1)
             else:
                 print_job(args)
     except ConfigError as error:
@@ -415,8 +418,9 @@ def planned_run(
     return MeasuredRun(groups, plan.samples // rollout.n, copies, rollout.max_replica_seqs, decode_s, answer_s, train_s)
 
 
-def layouts_table(args: argparse.Namespace) -> str:
-    """A line for each of the fastest layouts, on the job's own number of GPUs or on those of `--gpus`."""
+def layouts_table(args: argparse.Namespace) -> tuple[str, bool]:
+    """A line for each of the fastest layouts, on the job's own number of GPUs or on those of `--gpus`; and whether any
+    fits."""
     lines = [["GPUs", "layout", "step s", "rollout", "log-probs", "update", "GiB", "tokens/s a GPU"]]
     notes = list[str]()
     for number in args.gpus or [None]:
@@ -443,7 +447,9 @@ def layouts_table(args: argparse.Namespace) -> str:
             lines.append([str(gpus), "none fits", *[""] * 6])
         if proposals and args.layouts:
             notes.append(f"{gpus} GPUs, the first: {proposals[0].words(cfg)}")
-    return "\n".join([aligned(lines), *notes])
+    fits_none = all(line[1] == "none fits" for line in lines[1:])
+    notes += ["use more GPUs, or rollout processes of their own (trainer.rollout_workers)"] if fits_none else []
+    return "\n".join([aligned(lines), *notes]), not fits_none
 
 
 if __name__ == "__main__":

@@ -14,12 +14,13 @@ from rlsys.models.megatron.family import find_family
 from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
 from rlsys.planning import footprint as fp
 from rlsys.planning.memory import Lengths, Machine, PlanInputs, device_roles, plan_memory
-from rlsys.planning.sizes import ROLLOUT, choose_sizes, compiled_roles
+from rlsys.planning.sizes import ACTOR_BUDGET, CRITIC_BUDGET, MODEL, MOST_TOKENS, ROLLOUT, choose_sizes, compiled_roles
 from rlsys.planning.step_time import GpuCluster, Phase, plan_step, rollout_phase, step_seconds, training_phases
 from rlsys.utils.errors import ConfigError
 
 Settings = dict[str, Any]
 ACTOR, REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
+RECOMPUTED = [f"{model}.enable_gradient_checkpointing" for model in (MODEL, "critic.model")]
 ROLES = {ACTOR: "fsdp_config", REF: "fsdp_config", "critic": "fsdp"}
 COUNTS = ("trainer.n_gpus_per_node", "trainer.rollout_workers")
 SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -32,6 +33,8 @@ SIMPLER = 1.02
 """What a further size must gain."""
 BEST = {f"{ROLLOUT}.gpu_memory_utilization": 0.85, f"{ROLLOUT}.max_num_seqs": 1024}
 """What an engine has at most; layouts are tried in the order of what they could then reach."""
+LARGEST = dict.fromkeys((ACTOR_BUDGET, CRITIC_BUDGET), MOST_TOKENS["cuda"]) | dict.fromkeys(RECOMPUTED, False)
+"""What a trainer has at most, in the same way."""
 MOST_TRIED, SPARE = 200, 4
 """Layouts whose memory is planned, the fastest first, and how many more must fit than are asked for."""
 
@@ -70,7 +73,7 @@ def propose_layouts(
     for name, settings in _training_layouts(cfg, machine, cluster):
         works = compiled_roles(replaced(cfg, settings), machine)
         settings |= {key: one and key not in is_off for key, one in works.items()}
-        job = PlanInputs(replaced(cfg, settings), machine, lengths)
+        job = PlanInputs(replaced(cfg, settings | LARGEST), machine, lengths)
         roles = device_roles(job)
         if (held := sum(sum(one.role.held().values()) for one in roles)) <= machine.room_bytes:
             seconds = sum(phase.total for phase in training_phases(job, roles, cluster))

@@ -394,6 +394,17 @@ def test_wrong_arguments_of_the_script_are_refused_with_what_to_write(
     assert says in f"{left.value}{capsys.readouterr().err}"
 
 
+def test_the_script_fails_where_no_layout_fits(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = "plan.py --job gsm8k_grpo --model 32B --gpu H100"
+    monkeypatch.setattr(sys, "argv", [*job.split(), "--layouts", "3", "trainer.n_gpus_per_node=2"])
+    with pytest.raises(SystemExit, match="1"):
+        plan_job()
+    assert "none fits" in (printed := capsys.readouterr().out)
+    assert "use more GPUs, or rollout processes of their own" in printed
+
+
 def test_what_the_script_tries_leaves_no_notes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

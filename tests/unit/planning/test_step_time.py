@@ -280,7 +280,7 @@ def test_layouts_are_those_of_the_job_that_is_given_them() -> None:
     for asked, works in (((), True), ((f"{off}=false",), False), (own, True)):
         cfg = config(*sizes, *asked)
         cfg = cfg if asked else replaced(cfg, {off: True})
-        proposals = propose_layouts(cfg, machine("7B"), H100, lengths=lengths, most=40)
+        proposals = propose_layouts(cfg, machine("7B"), H100, lengths=lengths, most=100)
         kinds = [one.name.partition(",")[0].partition(";")[0] for one in proposals]
         assert {"FSDP8", "Megatron"} <= {*kinds}
         for one, kind in zip(proposals, kinds, strict=True):
@@ -346,6 +346,16 @@ def test_stages_are_proposed_where_tensor_parallelism_leaves_no_room() -> None:
     best = propose_layouts(cfg, small, H100, lengths=Lengths.longest(cfg), most=1)[0]
     assert best.name == "FSDP64; rollout TP1, PP2 x DP4"
     assert best.settings[f"{ROLLOUT}.pipeline_model_parallel_size"] == 2
+
+
+def test_the_fastest_layout_is_the_first_however_many_are_asked_for() -> None:
+    """Layouts are tried in the order of what they reach with token budgets of their own, not with those of the job."""
+    rows = ("data.train_batch_size=512", f"{ACTOR}.ppo_mini_batch_size=512", f"{ROLLOUT}.n=16")
+    cfg = config("trainer.n_gpus_per_node=8", "data.max_response_length=8192", *rows)
+    one, more = (
+        propose_layouts(cfg, machine("7B"), H100, lengths=Lengths.longest(cfg), most=number)[0] for number in (1, 40)
+    )
+    assert one == more
 
 
 @pytest.mark.parametrize("num_gpus", [2, 8])
