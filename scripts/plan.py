@@ -77,7 +77,8 @@ def positive(kind: Callable[[str], float]) -> Callable[[str], float]:
         with suppress(ValueError):
             if 0 < (number := kind(text)) < inf:
                 return number
-        raise argparse.ArgumentTypeError(f"'{text}' must be a {'whole ' * (kind is int)}number above 0")
+        before = "; write key=value before the options" if "=" in text else ""
+        raise argparse.ArgumentTypeError(f"'{text}' must be a {'whole ' * (kind is int)}number above 0{before}")
 
     return read
 

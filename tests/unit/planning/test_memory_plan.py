@@ -367,6 +367,7 @@ def test_the_script_plans_the_start_model_where_none_is_named(
         ("--layouts 3", "--gpus and --layouts need the type of the GPUs, e.g. --gpu H100"),
         ("--gpu H100 --gpus 12", "--gpus 12: nodes have 8; write a multiple, or at most 8"),
         ("--gpu H100 --layouts -3", "'-3' must be a whole number above 0"),
+        ("--gpu H100 --gpus 64 trainer.rollout_workers=8", "above 0; write key=value before the options"),
         ("--mean-response 0", "'0' must be a whole number above 0"),
         ("--gpu H100 --mean-response 300000", "--mean-response 300000 is more than data.max_response_length=1024"),
         ("--gpu H100 --mean-response 40 --sigma -1", "--sigma -1: must be 0 or more"),
