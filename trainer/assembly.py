@@ -32,6 +32,7 @@ from trainer.evaluation import OnValidation, Validation
 from trainer.generation import GradedRollout
 from trainer.groups import EngineGroup, Role, RolloutGroup, WorkerGroups
 from trainer.local_files import load_tokenizer
+from trainer.overlap import OverlapMeter
 from trainer.parity import ParityProbe
 from trainer.prompt_groups import OpenAnswers, PromptGroups
 from trainer.prompts import num_steps, training_prompts
@@ -135,7 +136,8 @@ def training_source(cfg: PPOConfig, inputs: Inputs, graded: GradedRollout, fleet
         keep = partial(filter_groups, metric=filters.metric or "seq_reward")
         group_filter = GroupFilter(keep, filters.max_num_gen_batches)
     if not generates_ahead(cfg):
-        return RolloutSource(prompts, graded, prompts_per_step=per_step, group_filter=group_filter)
+        counted = OverlapMeter(fleet).new_counts
+        return RolloutSource(prompts, graded, prompts_per_step=per_step, group_filter=group_filter, counted=counted)
     steps = num_steps(cfg, inputs.train_dataset)
     window = StalenessWindow(
         groups_per_step=per_step, max_staleness=run.max_staleness, lookahead=run.lookahead, num_steps=steps

@@ -21,11 +21,11 @@ from rlsys.protocol import DataProto
 from rlsys.types import ModelRequest, SamplingParams
 from rlsys.utils.daemon_threads import in_daemon_thread
 from rlsys.utils.errors import ConfigError, result_within
+from trainer.generation import REQUESTS
 from trainer.overlap import OverlapMeter
 from trainer.prompt_groups import OpenAnswers, PromptGroup
 
 NUM_ROWS, NUM_TOKENS, MAX_PROMPT_TOKENS = 16, 8, 16
-REQUESTS = ("rollout/issued", "rollout/answered")
 
 
 class EpochSource:

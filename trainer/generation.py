@@ -20,6 +20,8 @@ Generate = Callable[[DataProto], tuple[DataProto, dict[str, float]]]
 VALIDATION_SEED = 1 << 40
 LEVELS = ("replicas_ready", "pending")
 """Metrics of a fleet that say what is now; the others count what was since its start."""
+REQUESTS = ("rollout/issued", "rollout/answered")
+"""Counts of which a step has only those of its own answers."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from rlsys.interfaces import State
 from rlsys.protocol import DataProto, object_array
 from rlsys.telemetry.log import get_logger
 from rlsys.utils.errors import ConfigError
-from trainer.generation import LEVELS, GradedRollout
+from trainer.generation import LEVELS, REQUESTS, GradedRollout
 
 log = get_logger(__name__)
 WARN_EVERY = 10
@@ -49,13 +49,22 @@ class GroupFilter:
 
 
 class RolloutSource:
-    """Makes one training batch a step, in step order, each a function of the data order, seeds and weights only."""
+    """Makes one training batch a step, in step order, each a function of the data order, seeds and weights only.
+
+    `counted` has what the fleet has counted since its last call, in pushes and validations too.
+    """
 
     def __init__(
-        self, prompts: Prompts, rollout: GradedRollout, *, prompts_per_step: int, group_filter: GroupFilter | None
+        self,
+        prompts: Prompts,
+        rollout: GradedRollout,
+        *,
+        prompts_per_step: int,
+        group_filter: GroupFilter | None,
+        counted: Callable[[], dict[str, float]] = dict,
     ) -> None:
         self._prompts, self._rollout, self._prompts_per_step = prompts, rollout, prompts_per_step
-        self._filter, self._step = group_filter, 0
+        self._filter, self._step, self._counted = group_filter, 0, counted
 
     def next(self) -> DataProto:
         """The graded batch of the next step."""
@@ -76,7 +85,8 @@ class RolloutSource:
             if self._filter is not None and num_kept < num_rows:
                 self._filter.check(call, num_kept // self._rollout.num_answers, self._prompts_per_step)
         whole = (kept[0] if len(kept) == 1 else joined(kept))[:num_rows]
-        whole.meta_info["source_metrics"] = {**reduced(metrics), "rollout/num_gen_batches": float(call)}
+        counts = {name: float(count) for name, count in self._counted().items() if name not in REQUESTS}
+        whole.meta_info["source_metrics"] = {**reduced(metrics), **counts, "rollout/num_gen_batches": float(call)}
         return whole
 
     def published(self, version: int) -> None:

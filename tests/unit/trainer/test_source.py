@@ -11,6 +11,7 @@ import torch
 
 from rlsys.protocol import DataProto, object_array
 from rlsys.utils.errors import ConfigError
+from trainer.overlap import OverlapMeter
 from trainer.source import GroupFilter, RolloutSource, joined
 
 
@@ -77,6 +78,20 @@ def test_filtered_batches_are_filled_by_further_calls() -> None:
     assert batch.tensors["answers"].flatten().tolist() == [402, 402]
     counts = {"rollout/num_gen_batches": 2.0, "rollout/issued": 4.0, "rollout/pending": 1.0, "filter/even": 1.0}
     assert batch.meta_info["source_metrics"] == counts
+
+
+def test_a_step_has_what_the_fleet_counted_in_the_push_and_the_validation_before_it() -> None:
+    now: dict[str, float] = {}
+    fleet: Any = SimpleNamespace(metrics=lambda: {f"rollout/{name}": number for name, number in now.items()})
+    rollout: Any = SimpleNamespace(make=answer, num_answers=1)
+    meter = OverlapMeter(fleet)
+    source = RolloutSource(Counted(), rollout, prompts_per_step=2, group_filter=None, counted=meter.new_counts)
+    steps = []
+    for came, left, issued, ready in ((1, 0, 50, 2), (1, 1, 100, 1), (1, 1, 150, 1)):
+        now |= {"joined": came, "left": left, "issued": issued, "replicas_ready": ready}
+        counts = source.next().meta_info["source_metrics"]
+        steps.append([counts[f"rollout/{name}"] for name in ("joined", "left", "issued", "replicas_ready")])
+    assert steps == [[1, 0, 2, 2], [0, 1, 2, 1], [0, 0, 2, 1]]
 
 
 @pytest.mark.parametrize(("max_calls", "refused"), [(1, True), (0, False), (2, False)])
