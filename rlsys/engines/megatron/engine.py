@@ -101,6 +101,7 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
                 self._state().fill("master", weights)
         self._recorder: RouterReplay | None = None
         self._router_losses = self.chunks[0].config.moe_aux_loss_coeff, self.chunks[0].config.moe_z_loss_coeff
+        self._counted = 0.0
         self._carried = base if model.path is not None else {}
 
     @property
@@ -132,14 +133,10 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
         self, batch: DataProto, loss_fn: LossFn, *, outputs: Sequence[Output] = ("log_probs",), temperature: float = 1.0
     ) -> dict[str, float]:
         """As TrainEngine's; losses of routers are means over all tokens, whatever the loss is divided by."""
-        aux, z = self._router_losses
-        if aux or z:
+        if any(self._router_losses):
             nothing = torch.zeros_like(batch.tensors["responses"], dtype=torch.float32)
             given = {str(name): nothing[..., None] if "topk" in name else nothing for name in outputs}
-            count = float(loss_fn(given, batch.tensors).count)
-            tokens = sum(pack.tokens.num_tokens for pack in self._packs(batch, self.training))
-            ((count, tokens),) = sum_over_ranks(gather_json({"": (count, tokens)})).values()
-            weigh_router_losses(self.chunks[0].config, aux, z, count / max(tokens, 1))
+            self._counted = float(loss_fn(given, batch.tensors).count)
         return super().forward_backward(batch, loss_fn, outputs=outputs, temperature=temperature)
 
     def _run(self, batch: DataProto, size: MicroBatches, visit: Visit, *, backward: bool) -> Counted:
@@ -148,6 +145,10 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
             chunk.train(backward)
 
         packs = self._packs(batch, size)
+        if backward and any(self._router_losses):
+            tokens = sum(pack.tokens.num_tokens for pack in packs)
+            ((count, tokens),) = sum_over_ranks(gather_json({"": (self._counted, tokens)})).values()
+            weigh_router_losses(self.chunks[0].config, *self._router_losses, count / max(tokens, 1))
         routes = batch.tensors.get("routed_experts", None)
         replay = self._recorder if routes is None else RouterReplay(chunks, routes)
         with nullcontext() if replay is None else replay.installed():

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from rlsys.config.schema.model import ModelConfig, OptimConfig
 from rlsys.engines.base import TrainEngineOptions
 from rlsys.engines.megatron.engine import MegatronEngine
 from rlsys.engines.megatron.weights import flat_boxes
-from rlsys.engines.micro_batches import MicroBatches
+from rlsys.engines.micro_batches import MicroBatches, packs_of
 from rlsys.interfaces import LossSum
 from rlsys.models import host_offload
 from rlsys.models.host_offload import HostOffload
@@ -195,6 +196,18 @@ def test_losses_of_routers_are_means_over_tokens_whatever_is_counted(tmp_path: P
     assert len(theirs) == 2
     for name, gradient in theirs.items():
         torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+def packings() -> int:
+    section = {"override_transformer_config": LOSSES["z"]}
+    engine = megatron(random_model(MODELS["qwen3-moe"]), section=section)
+    with patch("rlsys.engines.megatron.engine.packs_of", wraps=packs_of) as packing:
+        engine.forward_backward(small_rows(), nll)
+    return packing.call_count
+
+
+def test_losses_of_routers_count_tokens_without_packing_rows_again() -> None:
+    assert run_ranks(1, packings) == [1]
 
 
 def of_routers(sizes: ParallelSizes, loss: str, place: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
