@@ -89,6 +89,7 @@ def check_model(key: str, model: ModelConfig, section: Shard, *, head: Head = "l
             if family.linear:
                 need_packed_delta()
             family.check(hf_config, RankPlace(ParallelSizes.from_config(section)))
+            family.free_overrides(section, family.transformer_config(hf_config))
         else:
             config, packed = read_config(model), model.use_remove_padding
             built = build(config, head=head, packed=packed, trust_remote_code=model.trust_remote_code)

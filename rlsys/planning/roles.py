@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from rlsys.config.schema.model import OptimConfig
+from rlsys.models.megatron.blocks import Settings
 from rlsys.models.megatron.family import Head
 from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
 from rlsys.planning import footprint as fp
@@ -152,6 +153,8 @@ class MegatronRole:
     lora: "LoraSettings | None" = None
     moments: int = 2
     """How many moments of a parameter are on the device."""
+    recompute: Settings = field(default_factory=dict)
+    """Megatron's recompute_* settings."""
 
     @cached_property
     def model(self) -> fp.Decoder:
@@ -211,13 +214,10 @@ class MegatronRole:
 
     def training(self, size: Pass) -> Bytes:
         d, c, sizes = self.model, self.how.c, self.sizes
-        shared = sizes.sequence_parallel and sizes.tp > 1
-        saved = self.layer_saved_bytes(size)
-        point = fp.checkpoint_bytes(d, size.tokens, c=c) // (sizes.tp if shared else 1)
         images, encoding = self._images(size, trained=not d.encoder.frozen)
-        kept = self._layers_in_flight(size.count) * (point if self.how.recompute else saved)
-        kept += images * min(size.count, self.sizes.pp)
-        extra = self._merged(3 if self.fused else 2) + (saved if self.how.recompute else 0)
+        layers, again = self._chunk_bytes(size)
+        kept = self._chunks_in_flight(size.count) * layers + images * min(size.count, self.sizes.pp)
+        extra = self._merged(3 if self.fused else 2) + again
         extra = max(encoding, extra + fp.layer_passing_bytes(d, size.tokens, c=c, tp=sizes.tp, backward=True))
         if not self.place.is_last_stage:
             return {ACTIVATIONS: kept + extra}
@@ -225,11 +225,34 @@ class MegatronRole:
         in_head = {ACTIVATIONS: kept + head, LOGITS: _logits(self, size, backward=True)}
         return _higher({ACTIVATIONS: kept + extra}, in_head)
 
-    def layer_saved_bytes(self, size: Pass) -> int:
-        """What a layer keeps for its backward pass."""
-        s, how = self.sizes, self.how
-        shared, sharing = s.sequence_parallel and s.tp > 1, {"tp": s.tp, "routed_tp": max(1, s.tp // s.expert_tp)}
-        return fp.layer_saved_bytes(self.model, size.tokens, c=how.c, fused=self.fused, shared_norms=shared, **sharing)
+    def layer_saved_bytes(self, size: Pass, model: fp.Decoder | None = None) -> int:
+        """What a layer, of this model or another, keeps for its backward pass."""
+        s, d, c = self.sizes, model or self.model, self.how.c
+        sharing = {"tp": s.tp, "routed_tp": max(1, s.tp // s.expert_tp)}
+        return fp.layer_saved_bytes(d, size.tokens, c=c, fused=self.fused, shared_norms=s.sequence_parallel, **sharing)
+
+    def _chunk_bytes(self, size: Pass) -> tuple[int, int]:
+        """What the layers of a chunk keep of one micro-batch, and what recomputing some adds to that at its highest."""
+        s, layers, saved = self.sizes, self.held_here.num_layers // self.sizes.vp, self.layer_saved_bytes(size)
+        point = fp.checkpoint_bytes(self.model, size.tokens, c=self.how.c) // (s.tp if s.sequence_parallel else 1)
+        granularity, number = self.recompute.get("recompute_granularity"), self.recompute.get("recompute_num_layers")
+        number = min(number or 1, layers)
+        if granularity == "full" and self.recompute.get("recompute_method") == "block":  # the first ones, each alone
+            return number * point + (layers - number) * saved, saved if number == layers else 0
+        if granularity == "full":  # groups of so many layers
+            return -(-layers // number) * point, number * saved
+        kept = self.layer_saved_bytes(size, self._not_recomputed()) if granularity == "selective" else saved
+        return layers * kept, saved - kept
+
+    def _not_recomputed(self) -> fp.Decoder:
+        """The model without the parts that selective recomputation drops; attention by kernels keeps nothing that
+        products beside it do not keep too."""
+        d, modules = self.model, self.recompute.get("recompute_modules") or ()
+        if "mla_up_proj" in modules and "kv_lora_rank" in self.hf_config:
+            d = replace(d, q=d.q // 2, kv=0)
+        if ("moe" if d.routed else "mlp") in modules:
+            return replace(d, ffn=0, routed=0)
+        return replace(d, ffn=d.ffn * 2 // 3) if d.routed and "moe_act" in modules else d
 
     def _images(self, size: Pass, *, trained: bool) -> tuple[int, int]:
         """Of the encoder, which the first stage has whole; it does not recompute."""
@@ -239,12 +262,12 @@ class MegatronRole:
         """Merged weights of a layer with adapters, and their gradient."""
         return times * self.how.c * self.adapters.merged if self.adapters else 0
 
-    def _layers_in_flight(self, count: int) -> int:
-        """Layers of all micro-batches that wait for their backward pass (1F1B, or interleaved)."""
-        s, layers = self.sizes, self.held_here.num_layers
+    def _chunks_in_flight(self, count: int) -> int:
+        """Chunks of all micro-batches that wait for their backward pass (1F1B, or interleaved)."""
+        s = self.sizes
         if s.vp == 1:
-            return layers * min(count, s.pp - self.pp_rank)
-        return layers * min(count * s.vp, 2 * (s.pp - self.pp_rank - 1) + (s.vp - 1) * s.pp + 1) // s.vp
+            return min(count, s.pp - self.pp_rank)
+        return min(count * s.vp, 2 * (s.pp - self.pp_rank - 1) + (s.vp - 1) * s.pp + 1)
 
 
 Role = FsdpRole | MegatronRole

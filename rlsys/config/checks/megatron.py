@@ -1,7 +1,9 @@
 """Whether Megatron is installed and its parallel sizes fit the ranks; the engine checks that they fit the model."""
 
-import importlib.util
+import re
 from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
 
 from rlsys.config.checks.files import model_facts
 from rlsys.config.checks.findings import ACTOR, CRITIC, REF, note, wrong
@@ -11,6 +13,9 @@ from rlsys.config.schema.base import Section
 from rlsys.config.schema.jobs import PPOConfig, SupervisedConfig, TrainedConfig
 from rlsys.config.schema.megatron import MegatronConfig, MegatronShardConfig
 from rlsys.config.schema.model import ModelConfig, ShardConfig
+
+SETTINGS = ("core/transformer/transformer_config.py", "core/model_parallel_config.py")
+"""Files of Megatron-Core that have the settings of TransformerConfig."""
 
 
 def check_megatron(cfg: PPOConfig | SupervisedConfig) -> Iterator[str]:
@@ -45,7 +50,7 @@ def _router_replay(cfg: PPOConfig) -> Iterator[str]:
 
 
 def _role(cfg: Section, role: str, section: TrainedConfig, key: str, model: ModelConfig, ranks: int) -> Iterator[str]:
-    if importlib.util.find_spec("megatron") is None:
+    if find_spec("megatron") is None:
         why = f"Megatron-Core is not installed; pip install -e '.[megatron]', or set {role}.strategy=fsdp"
         yield wrong(cfg, f"{role}.strategy", why)
     yield from _sizes(cfg, f"{role}.megatron", section.megatron, ranks)
@@ -76,6 +81,14 @@ def _sizes(cfg: Section, key: str, section: MegatronShardConfig, ranks: int) -> 
             why = f"{product} = {size * rest} does not divide the {ranks} processes"
             yield wrong(cfg, f"{key}.{name}_parallel_size", why, fits, value=size)
             break
+    overrides, own = section.override_transformer_config, f"{key}.override_transformer_config"
+    folders = getattr(find_spec("megatron"), "submodule_search_locations", None) or () if overrides else ()
+    files = [path for folder in folders for file in SETTINGS if (path := Path(folder, file)).is_file()]
+    known = [name for file in files for name in re.findall(r"(?m)^    (\w+):", file.read_text(encoding="utf-8"))]
+    for name in (name for name in overrides if known and name not in known):
+        yield f"{own}.{name}: Megatron-Core has no such setting; correct the name, or remove it"
+    if (backend := overrides.get("attention_backend")) not in (None, "auto", "flash", "fused", "unfused"):
+        yield f"{own}.attention_backend = {backend}: set it to auto, flash, fused or unfused"
     if experts > 1 and tensor > 1 and not section.sequence_parallel:
         yield wrong(cfg, f"{key}.sequence_parallel", "experts and matrices are both sharded over ranks", True)
     if (section.virtual_pipeline_model_parallel_size or 1) > 1 and stages == 1:

@@ -22,10 +22,11 @@ from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.enums import AttnBackend
 
 from rlsys.models.megatron.family import Family, Head
 from rlsys.models.megatron.image_tower import ImagePacking, ImageTower
-from rlsys.models.megatron.parallel import ParallelSizes
+from rlsys.models.megatron.parallel import ParallelSizes, recompute_settings
 from rlsys.models.megatron.spec import HAS_TRANSFORMER_ENGINE, add_blocks, block_spec, hf_rope, mend_latent_attention
 from rlsys.models.packing import TokenRows, sequence_ends
 from rlsys.models.token_model import token_numbers
@@ -33,69 +34,45 @@ from rlsys.models.vision import feature_numbers
 from rlsys.types import HFConfig
 from rlsys.utils.errors import ConfigError, raised_as
 
-DECIDED = (
-    *("sequence_parallel", "params_dtype", "pipeline_dtype", "bf16", "fp16", "calculate_per_token_loss"),
-    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "qk_clip", "softmax_type"),
-    *("pipeline_model_parallel_layout", "mtp_num_layers", "moe_router_enable_expert_bias", "moe_layer_freq"),
-)
-"""Settings of Megatron that follow from the megatron section, the model and the engine, like sizes."""
-TUNABLE = (
-    *("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_router_bias_update_rate", "moe_router_dtype"),
-    "hidden_dropout",
-)
-"""Those among the settings of a family that may differ from config.json."""
-
 
 def transformer_config(
     family: Family, hf_config: HFConfig, megatron: MegatronShardConfig, *, dtype: torch.dtype, recompute: bool
 ) -> TransformerConfig:
     """Megatron's configuration of the model split as `megatron` says; ConfigError for settings it refuses."""
     sizes = ParallelSizes.from_config(megatron)
-    overrides = megatron.override_transformer_config
-    fp8 = overrides.get("fp8", megatron.fp8 if isinstance(megatron, MegatronConfig) else None)
-    if fp8 is not None and not HAS_TRANSFORMER_ENGINE:
-        raise ConfigError(f"fp8={fp8} needs Transformer Engine on CUDA: remove fp8")
-    if overrides.get("fp8_param"):
-        raise ConfigError("fp8_param: weights are kept in bfloat16, which is pushed and saved: remove fp8_param")
     own = family.transformer_config(hf_config)
     if scaled := hf_rope(family, hf_config):
         own["softmax_scale"] = scaled[1] ** 2 * own["kv_channels"] ** -0.5
+    own |= {"params_dtype": dtype, "pipeline_dtype": dtype, "bf16": dtype == torch.bfloat16}
+    overrides = family.free_overrides(megatron, own)
+    fp8 = overrides.get("fp8", megatron.fp8 if isinstance(megatron, MegatronConfig) else None)
+    if fp8 is not None and not HAS_TRANSFORMER_ENGINE:
+        raise ConfigError(f"fp8={fp8} needs Transformer Engine on CUDA: remove fp8")
     moe = own.get("num_moe_experts") is not None
     if (moe or family.mla) and sizes.tp > 1 and not sizes.sequence_parallel:
-        what = "latent attention" if family.mla else "experts"
-        raise ConfigError(f"{what} on tensor-parallel ranks: set sequence_parallel=true")
-    fused = HAS_TRANSFORMER_ENGINE  # without it fused kernels would be compiled, which takes minutes
-    settings: dict[str, Any] = {
+        raise ConfigError("experts and latent attention on tensor-parallel ranks: set sequence_parallel=true")
+    settings: dict[str, Any] = {  # fused kernels would be compiled without Transformer Engine, which takes minutes
         "activation_func": nn.functional.silu,
         **own,
         **sizes.arguments(),
         "sequence_parallel": sizes.sequence_parallel and sizes.tp > 1,
-        "params_dtype": dtype,
-        "pipeline_dtype": dtype,
-        "bf16": dtype == torch.bfloat16,
         "calculate_per_token_loss": True,
         "perform_initialization": False,
         "use_cpu_initialization": shim.ON_CPU,
         "overlap_p2p_comm": sizes.vp > 1,
         "batch_p2p_comm": sizes.vp == 1,
-        "bias_activation_fusion": fused and "activation_func" not in own,
-        "bias_dropout_fusion": fused,
-        "apply_rope_fusion": fused and not family.mla and own.get("mrope_section") is None,
+        "bias_activation_fusion": HAS_TRANSFORMER_ENGINE and "activation_func" not in own,
+        "bias_dropout_fusion": HAS_TRANSFORMER_ENGINE,
+        "apply_rope_fusion": HAS_TRANSFORMER_ENGINE and not family.mla and own.get("mrope_section") is None,
         "gradient_accumulation_fusion": True,
-        "moe_grouped_gemm": fused and moe,
-        "moe_permute_fusion": fused and moe,
+        "moe_grouped_gemm": HAS_TRANSFORMER_ENGINE and moe,
+        "moe_permute_fusion": HAS_TRANSFORMER_ENGINE and moe,
         "fp8": fp8,
     }
-    if recompute and "recompute_granularity" not in overrides:
-        settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    decided = {*own, *sizes.arguments(), *DECIDED}.difference(TUNABLE)
-    changed = [name for name, value in overrides.items() if (value or None) != (settings.get(name) or None)]
-    if wrong := ", ".join(sorted(decided.intersection(changed))):
-        how = "set sizes, dtype and the layers of stages by keys of their own, what config.json says in override_config"
-        raise ConfigError(f"override_transformer_config does not take {wrong}: remove it; {how}")
+    settings["attention_backend"] = AttnBackend[overrides.pop("attention_backend", None) or "auto"]
     kind = MLATransformerConfig if family.mla else TransformerConfig
     with raised_as(ConfigError, "Megatron refuses this configuration", TypeError, ValueError, AssertionError):
-        return kind(**settings | overrides)
+        return kind(**settings | recompute_settings(overrides, layers=recompute) | overrides)
 
 
 def weigh_router_losses(config: TransformerConfig, aux: Any, z: float | None, weight: float) -> None:

@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Literal
 
 from packaging.specifiers import SpecifierSet
 
+from rlsys.config.schema.megatron import MegatronShardConfig
 from rlsys.models.megatron import blocks
 from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
 from rlsys.models.megatron.rules import Dims, Rule, ShardFn, ShardIndex, extents, rules_of, whole_shapes
 from rlsys.types import Box, HFConfig, Shapes, Shard
+from rlsys.utils.data_files import read_table
 from rlsys.utils.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,6 +38,8 @@ PACKED_DELTA = "core/ssm/gated_delta_net"
 """The folder that Megatron-Core has since its gated delta layers take packed rows."""
 WRONG_ON_HOPPER = SpecifierSet(">=3.4,<3.7.1")
 """Versions of Triton with which flash-linear-attention computes these layers' gradients on Hopper GPUs by TileLang."""
+SETTINGS = read_table(__file__, "settings.toml")
+"""What override_transformer_config may not change, and what it may."""
 VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 
 
@@ -108,6 +112,20 @@ class Family:
         if self.sparse:
             settings["moe_layer_freq"] = [int(self.is_sparse(hf_config, layer)) for layer in layers]
         return settings
+
+    def free_overrides(self, megatron: MegatronShardConfig, own: blocks.Settings) -> blocks.Settings:
+        """The `override_transformer_config` that neither the model's `own` settings nor other keys decide.
+
+        Overrides that repeat what is decided are left out; ConfigError for those that say otherwise.
+        """
+        overrides, sizes = megatron.override_transformer_config, ParallelSizes.from_config(megatron).arguments()
+        decided = {**SETTINGS["decided"], **own, **sizes, "sequence_parallel": megatron.sequence_parallel}
+        taken = [name for name in overrides if name in decided and name not in SETTINGS["tunable"]["names"]]
+        if wrong := ", ".join(sorted(name for name in taken if not _same(overrides[name], decided[name]))):
+            raise ConfigError(f"override_transformer_config does not take {wrong}: remove it; {SETTINGS['instead']}")
+        if overrides.get("fp8_param"):
+            raise ConfigError("fp8_param: weights are kept in bfloat16, which is pushed and saved: remove fp8_param")
+        return {name: value for name, value in overrides.items() if name not in taken}
 
     def model_args(self, hf_config: HFConfig, *, tp_size: int, head: Head = "lm") -> blocks.Settings:
         """Keyword arguments of Megatron's GPTModel besides its configuration, specs and stage."""
@@ -218,6 +236,13 @@ class Family:
                 own = f"{name}{number}" if te else f"local_experts.{number}.{name}"
                 for box, at in boxes:
                     yield Shard(Box(hf + box.tensor.format(e=e), box.start, box.shape), f"{local}mlp.experts.{own}", at)
+
+
+def _same(value: object, decided: object) -> bool:
+    """Whether a value of the configuration is what is decided: nothing, false and 0 are the same here."""
+    if isinstance(decided, list | tuple):
+        value, decided = [value] * len(decided) if isinstance(value, int) else value, [*decided]  # moe_layer_freq=1
+    return (value or None) == (decided or None) or str(decided).removeprefix("torch.") == str(value)
 
 
 def tied(hf_config: HFConfig) -> bool:

@@ -6,6 +6,14 @@ from typing import Self
 from rlsys.config.schema.megatron import MegatronShardConfig
 from rlsys.models.megatron.blocks import Settings
 
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def recompute_settings(overrides: Settings, *, layers: bool) -> Settings:
+    """Megatron's recompute_* settings; `layers`: each layer is recomputed where `overrides` have no granularity."""
+    own = RECOMPUTE if layers and "recompute_granularity" not in overrides else {}
+    return {**own, **{name: value for name, value in overrides.items() if name.startswith("recompute_")}}
+
 
 @dataclass(frozen=True)
 class ParallelSizes:

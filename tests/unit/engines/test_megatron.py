@@ -1,6 +1,7 @@
 """MegatronEngine beyond the contract: what it refuses, what it writes, how its parts are cut."""
 
 import importlib
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -75,8 +76,14 @@ def whole(engine: MegatronEngine) -> dict[str, Tensor]:
         (MODEL, 1, {"section": {"override_transformer_config": {"calculate_per_token_loss": False}}}, "remove it"),
         (MODEL, 1, {"section": {"override_transformer_config": {"mtp_num_layers": 1}}}, "does not take mtp_num_layers"),
         (MODEL, 1, {"section": {"override_transformer_config": {"qk_clip": True}}}, "does not take qk_clip"),
-        (MODEL, 1, {"section": {"override_transformer_config": {"attention_dropout": 0.5}}}, "in override_config"),
-        (MODEL, 1, {"section": {"override_transformer_config": {"tensor_model_parallel_size": 2}}}, "set sizes"),
+        (MODEL, 1, {"section": {"override_transformer_config": {"softmax_type": "off-by-one"}}}, "softmax_type"),
+        (MODEL, 1, {"section": {"override_transformer_config": {"attention_dropout": 0.5}}}, "override_config has"),
+        (
+            MODEL,
+            1,
+            {"section": {"override_transformer_config": {"tensor_model_parallel_size": 2}}},
+            "have keys of their own",
+        ),
         (
             MODELS["qwen3-moe"],
             1,
@@ -90,7 +97,7 @@ def whole(engine: MegatronEngine) -> dict[str, Tensor]:
                 "sizes": ParallelSizes(pp=2),
                 "section": {"override_transformer_config": {"pipeline_model_parallel_layout": "Et|tL"}},
             },
-            "the layers of stages by keys of their own",
+            "num_layers_in_last_pipeline_stage",
         ),
     ],
 )
@@ -104,6 +111,31 @@ def refused(model: Any, options: dict[str, Any]) -> str:
     with pytest.raises(ConfigError) as error:
         megatron(random_model(model, **adapters), **own)
     return str(error.value)
+
+
+def test_settings_that_repeat_what_is_decided_are_taken() -> None:
+    """As verl's configurations have them, whose lists are no tuples and whose types have names."""
+    repeated = {"softmax_type": "vanilla", "params_dtype": "float32", "bf16": False, "calculate_per_token_loss": True}
+    repeated |= {"tensor_model_parallel_size": 1, "sequence_parallel": False, "moe_layer_freq": 1, "qk_clip": None}
+    windowed = {**MODELS["mistral"], "num_hidden_layers": 1}
+    for model, own in ((windowed, {"window_size": [3, 0]}), (MODELS["qwen3-moe"], {})):
+        (config,) = run_ranks(1, transformer_config_of, model, {**repeated, **own, "attention_backend": "fused"})
+        assert (config.attention_backend.name, config.params_dtype) == ("fused", torch.float32)
+
+
+def transformer_config_of(model: Any, overrides: dict[str, Any]) -> Any:
+    return megatron(random_model(model), section={"override_transformer_config": overrides}).chunks[0].config
+
+
+def test_an_attention_backend_reaches_transformer_engine() -> None:
+    assert run_ranks(1, attention_switches, {"attention_backend": "flash"}) == [["1", "0", "0"]]
+    assert run_ranks(1, attention_switches, {"attention_backend": None}) == [["1", "1", "1"]]
+
+
+def attention_switches(overrides: dict[str, Any]) -> list[str | None]:
+    """What Transformer Engine reads from the environment."""
+    megatron(section={"override_transformer_config": overrides})
+    return [os.environ.get(f"NVTE_{kind}_ATTN") for kind in ("FLASH", "FUSED", "UNFUSED")]
 
 
 def test_selective_recomputation_takes_the_place_of_that_of_whole_layers() -> None:

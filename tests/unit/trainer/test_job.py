@@ -172,6 +172,31 @@ def test_an_engine_is_chosen_that_can_have_the_settings(tmp_path: Path, capsys: 
         assert "tensor_model_parallel_size = 2: the hf engine runs a model in one" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("qk_clip=true", "does not take qk_clip: remove it"),
+        ("mtp_num_layers=1", "does not take mtp_num_layers: remove it"),
+        ("fp8_param=true", "remove fp8_param"),
+        ("use_flash_attn=true", "use_flash_attn: Megatron-Core has no such setting; correct the name, or remove it"),
+        ("attention_backend=local", "attention_backend = local: set it to auto, flash, fused or unfused"),
+        ("softmax_type=vanilla", "nothing was started"),
+        ("attention_backend=flash", "nothing was started"),
+    ],
+)
+def test_a_dry_run_refuses_what_megatron_would(
+    override: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["qwen2-tied"]))
+    given = [f"actor_rollout_ref.model.path={tmp_path}", "data.train_files=null", "data.val_files=null"]
+    actor = "actor_rollout_ref.actor"
+    given += [f"{actor}.strategy=megatron", f"{actor}.megatron.override_transformer_config.{override}"]
+    with pytest.raises(SystemExit):
+        checked_config(["--dry-run", "--config-name=quickstart", *given], PPOConfig)
+    printed = capsys.readouterr()
+    assert says in printed.out + printed.err
+
+
 def test_a_dry_run_refuses_what_megatron_cannot_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODELS["qwen2-tied"]))
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "response": "b"}\n' * 6)
