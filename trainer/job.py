@@ -218,7 +218,8 @@ def exit_on_sigterm() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, _stop)
+    before, ignored_before = signal.signal(signal.SIGTERM, _stop), sys.unraisablehook
+    sys.unraisablehook = _stop_again
     received, wakeup = socket.socketpair()
     wakeup.setblocking(False)
     wakeup_before = signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
@@ -231,6 +232,7 @@ def exit_on_sigterm() -> Iterator[None]:
         raise SystemExit(signal.SIGTERM) from stop  # where the signal came in a call of Ray, Ray exits with 1
     finally:
         signal.signal(signal.SIGTERM, before)
+        sys.unraisablehook = ignored_before
         signal.set_wakeup_fd(wakeup_before)
         wakeup.close()
 
@@ -252,6 +254,15 @@ def _exit_late(received: socket.socket) -> None:
                 time.sleep(STOP_S)
                 os.write(2, b"rlsys: the job did not end within %g s of SIGTERM; its processes are killed\n" % STOP_S)
                 os._exit(128 + signal.SIGTERM)
+
+
+def _stop_again(ignored: "sys.UnraisableHookArgs") -> None:
+    """Send SIGTERM once more where Python has ignored its exception, as in a callback of a fork."""
+    if isinstance(ignored.exc_value, SystemExit) and signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
+        signal.signal(signal.SIGTERM, _stop)
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    else:
+        sys.__unraisablehook__(ignored)
 
 
 def _stop(number: int, _: FrameType | None) -> None:

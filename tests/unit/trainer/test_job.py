@@ -100,6 +100,24 @@ def test_sigterm_ends_a_job_whose_main_thread_never_returns_from_a_call() -> Non
     assert (ended.returncode, ended.stderr.count("did not end within 0.5 s of SIGTERM")) == (143, 1)
 
 
+IN_A_FORK = """
+import os, signal, sys, time
+from trainer import job
+os.register_at_fork(after_in_parent=lambda: signal.raise_signal(signal.SIGTERM))
+with job.report_errors(sys.stdout) as outcome, job.exit_on_sigterm():
+    if os.fork() == 0:
+        os._exit(0)
+    time.sleep(60)
+sys.exit(outcome.exit_code)
+"""
+
+
+def test_sigterm_ends_a_job_that_forks_just_then() -> None:
+    """Python ignores exceptions of the callbacks of a fork, as of those in which logging frees its locks."""
+    ended = subprocess.run([sys.executable, "-c", IN_A_FORK], capture_output=True, text=True, timeout=scaled_s(20))
+    assert (ended.returncode, ended.stdout) == (143, "rlsys: stopped by SIGTERM\n")
+
+
 def test_an_unexpected_error_is_one_line_after_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
     out = io.StringIO()
     with report_errors(out) as outcome:
