@@ -17,6 +17,8 @@ from rlsys.rollout.hf_files import is_quantised, text_config
 from rlsys.utils.errors import ConfigError
 
 MAX_GRAPH_SEQS = 512
+LARGEST_SHARE = 0.92
+"""Of the free memory, for weights and cache: the rest is for activations and CUDA graphs."""
 SPARE_TOKENS = 8
 """SGLang ends a request a few tokens before its context is full."""
 HEAD_ROWS = 64
@@ -49,7 +51,7 @@ def server_arguments(
     engine_kwargs, on_cpu = config.engine_kwargs.sglang, context.device == "cpu"
     dtype = dtype_name(config.dtype, context.device)
     gpu_arguments = {
-        "mem_fraction_static": config.gpu_memory_utilization,
+        "mem_fraction_static": _static_share(config.gpu_memory_utilization, replica),
         "disable_cuda_graph": config.enforce_eager,
         "cuda_graph_max_bs_decode": config.cuda_graph_max_bs or min(config.max_num_seqs, MAX_GRAPH_SEQS),
         "enable_memory_saver": True,
@@ -91,6 +93,19 @@ def server_arguments(
         **_weight_arguments(path, config, context),
         **engine_kwargs,
     }
+
+
+def _static_share(utilization: float, replica: ReplicaRank) -> float:
+    """The share of the free memory, of which SGLang takes a share, that is `utilization` of all memory of the GPU.
+
+    They differ beside a trainer in this process. `utilization` itself where so much is not free, and for a rank of a
+    larger replica: the caches of all ranks must be equal, and what is free on the other GPUs is not known.
+    """
+    if replica.size > 1 or not torch.cuda.is_initialized():
+        return utilization
+    free, whole = torch.cuda.mem_get_info()
+    share = utilization * whole / free
+    return share if share <= LARGEST_SHARE else utilization
 
 
 def _attention_arguments(path: str | Path, config: GenerationConfig) -> dict[str, object]:

@@ -119,6 +119,19 @@ def test_every_setting_reaches_sglang_under_its_name() -> None:
     assert [stages[name] for name in ("tp_size", "pp_size", "nnodes", "node_rank")] == [2, 2, 4, 3]
 
 
+@pytest.mark.parametrize(
+    ("utilization", "size", "expected"), [(0.3, 1, 0.3 * 140 / 78), (0.3, 2, 0.3), (0.6, 1, 0.6)], ids=str
+)
+def test_the_cache_beside_a_trainer_is_a_share_of_all_memory(
+    utilization: float, size: int, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a GPU of 140 GiB 78 are free; of these SGLang takes a share."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (78 << 30, 140 << 30))
+    made = arguments(gpu_memory_utilization=utilization, replica=ReplicaRank(0, size, "127.0.0.1:9"))
+    assert made["mem_fraction_static"] == pytest.approx(expected)
+
+
 def test_each_rank_of_a_stage_has_cores_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     assert [_stage_cores(4, 2, rank) for rank in range(4)] == ["0-1|2-3", "0-1|2-3", "4-5|6-7", "4-5|6-7"]
