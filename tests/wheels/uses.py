@@ -160,7 +160,7 @@ SGLANG: Uses = {
         *("skip_tokenizer_init", "grammar_backend", "sampling_backend", "sleep_on_idle", "log_level"),
         *("disable_custom_all_reduce", "enable_deterministic_inference", "enable_fp32_lm_head"),
         *("nccl_port", "cuda_graph_max_bs_decode", "cuda_graph_bs_decode"),
-        *("ep_size", "dp_size", "enable_dp_attention", "enable_dp_lm_head"),
+        *("pp_max_micro_batch_size", "ep_size", "dp_size", "enable_dp_attention", "enable_dp_lm_head"),
     ),
     f"{_SGLANG_ENGINE}.run_scheduler_process_func": (),
     f"{_SGLANG_ENGINE}._launch_detokenizer_subprocesses": (),

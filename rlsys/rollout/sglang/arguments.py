@@ -70,7 +70,8 @@ def server_arguments(
         "dtype": dtype,
         "device": "cpu" if on_cpu else "cuda",
         "random_seed": config.seed,
-        "max_running_requests": config.max_replica_seqs,
+        "max_running_requests": config.max_replica_seqs + config.data_parallel_size,  # one slot for a prompt in pieces
+        "pp_max_micro_batch_size": max(config.max_num_seqs // config.pipeline_model_parallel_size, 1),
         "chunked_prefill_size": config.max_num_batched_tokens if config.enable_chunked_prefill else -1,
         "max_prefill_tokens": config.max_num_batched_tokens,
         "context_length": max_model_len + SPARE_TOKENS,

@@ -87,7 +87,8 @@ def test_every_setting_reaches_sglang_under_its_name() -> None:
     server_args = arguments(max_num_batched_tokens=1234, gpu_memory_utilization=0.37)
     expected = {
         "random_seed": 5,
-        "max_running_requests": 17,
+        "max_running_requests": 18,
+        "pp_max_micro_batch_size": 17,
         "chunked_prefill_size": 1234,
         "max_prefill_tokens": 1234,
         "mem_fraction_static": 0.37,
@@ -154,7 +155,7 @@ def test_samples_of_a_later_stage_are_logged_by_the_first_rank_alone() -> None:
 def test_copies_of_the_attention_have_as_many_requests_each() -> None:
     place = ReplicaRank(3, 4, "127.0.0.1:9")
     copies = arguments(replica=place, data_parallel_size=4, expert_parallel_size=4)
-    expected = {"tp_size": 4, "dp_size": 4, "ep_size": 4, "node_rank": 3, "max_running_requests": 68}
+    expected = {"tp_size": 4, "dp_size": 4, "ep_size": 4, "node_rank": 3, "max_running_requests": 72}
     assert {name: copies[name] for name in expected} == expected
     assert [copies["enable_dp_attention"], copies["enable_dp_lm_head"]] == [True, True]
     cut = arguments(replica=place, data_parallel_size=2, tensor_model_parallel_size=2)
