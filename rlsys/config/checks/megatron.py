@@ -6,12 +6,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from rlsys.config.checks.files import model_facts
-from rlsys.config.checks.findings import ACTOR, CRITIC, REF, note, wrong
+from rlsys.config.checks.findings import ACTOR, CRITIC, REF, Note, note, wrong
 from rlsys.config.engines import decoder_sizes, is_dense
 from rlsys.config.pools import resolve_pools
 from rlsys.config.schema.base import Section
 from rlsys.config.schema.jobs import PPOConfig, SupervisedConfig, TrainedConfig
-from rlsys.config.schema.megatron import MegatronConfig, MegatronShardConfig
+from rlsys.config.schema.megatron import HAS_FLASH_ATTENTION, MegatronConfig, MegatronShardConfig
 from rlsys.config.schema.model import ModelConfig, ShardConfig
 
 SETTINGS = ("core/transformer/transformer_config.py", "core/model_parallel_config.py")
@@ -89,6 +89,8 @@ def _sizes(cfg: Section, key: str, section: MegatronShardConfig, ranks: int) -> 
         yield f"{own}.{name}: Megatron-Core has no such setting; correct the name, or remove it"
     if (backend := overrides.get("attention_backend")) not in (None, "auto", "flash", "fused", "unfused"):
         yield f"{own}.attention_backend = {backend}: set it to auto, flash, fused or unfused"
+    elif backend == "flash" and find_spec("transformer_engine") and not HAS_FLASH_ATTENTION:
+        yield Note(f"{own}.attention_backend = flash: flash-attn is not installed; auto is used instead")
     if experts > 1 and tensor > 1 and not section.sequence_parallel:
         yield wrong(cfg, f"{key}.sequence_parallel", "experts and matrices are both sharded over ranks", True)
     if (section.virtual_pipeline_model_parallel_size or 1) > 1 and stages == 1:

@@ -1,10 +1,14 @@
 """How Megatron-Core shards and computes a model: the sections actor.megatron, ref.megatron and critic.megatron."""
 
+from importlib.metadata import distributions
 from typing import Literal
 
 from rlsys.config.schema import types as t
 from rlsys.config.schema.base import Section, linked, open_dict
 from rlsys.config.schema.model import AnyDType
+
+HAS_FLASH_ATTENTION = any(any(distributions(name=name)) for name in ("flash-attn", "flash-attn-3"))
+"""Whether flash-attn is installed, which is Transformer Engine's `attention_backend` flash."""
 
 
 class MegatronShardConfig(Section):

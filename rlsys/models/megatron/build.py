@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlsys.config.schema.megatron import MegatronConfig, MegatronShardConfig
+from rlsys.config.schema.megatron import HAS_FLASH_ATTENTION, MegatronConfig, MegatronShardConfig
 from rlsys.models.context import PackShare, own_among
 from rlsys.models.logprobs import VocabularyPart
 from rlsys.models.megatron import shim
@@ -69,7 +69,8 @@ def transformer_config(
         "moe_permute_fusion": HAS_TRANSFORMER_ENGINE and moe,
         "fp8": fp8,
     }
-    settings["attention_backend"] = AttnBackend[overrides.pop("attention_backend", None) or "auto"]
+    backend = overrides.pop("attention_backend", None) or "auto"
+    settings["attention_backend"] = AttnBackend["auto" if backend == "flash" and not HAS_FLASH_ATTENTION else backend]
     kind = MLATransformerConfig if family.mla else TransformerConfig
     with raised_as(ConfigError, "Megatron refuses this configuration", TypeError, ValueError, AssertionError):
         return kind(**settings | recompute_settings(overrides, layers=recompute) | overrides)

@@ -128,13 +128,19 @@ def transformer_config_of(model: Any, overrides: dict[str, Any]) -> Any:
 
 
 def test_an_attention_backend_reaches_transformer_engine() -> None:
-    assert run_ranks(1, attention_switches, {"attention_backend": "flash"}) == [["1", "0", "0"]]
-    assert run_ranks(1, attention_switches, {"attention_backend": None}) == [["1", "1", "1"]]
+    assert run_ranks(1, attention_switches, "flash") == [["1", "0", "0"]]
+    assert run_ranks(1, attention_switches, None) == [["1", "1", "1"]]
 
 
-def attention_switches(overrides: dict[str, Any]) -> list[str | None]:
+def test_flash_attention_that_is_not_installed_leaves_transformer_engine_the_others() -> None:
+    assert run_ranks(1, attention_switches, "flash", False) == [["1", "1", "1"]]
+    assert run_ranks(1, attention_switches, "fused", False) == [["0", "1", "0"]]
+
+
+def attention_switches(backend: str | None, has_flash: bool = True) -> list[str | None]:
     """What Transformer Engine reads from the environment."""
-    megatron(section={"override_transformer_config": overrides})
+    with patch("rlsys.models.megatron.build.HAS_FLASH_ATTENTION", has_flash):
+        megatron(section={"override_transformer_config": {"attention_backend": backend}})
     return [os.environ.get(f"NVTE_{kind}_ATTN") for kind in ("FLASH", "FUSED", "UNFUSED")]
 
 

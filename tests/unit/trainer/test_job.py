@@ -215,6 +215,24 @@ def test_a_dry_run_refuses_what_megatron_would(
     assert says in printed.out + printed.err
 
 
+def test_a_dry_run_notes_that_flash_attention_is_not_installed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["qwen2-tied"]))
+    given = [f"actor_rollout_ref.model.path={tmp_path}", "data.train_files=null", "data.val_files=null"]
+    actor = "actor_rollout_ref.actor"
+    key = f"{actor}.megatron.override_transformer_config.attention_backend"
+    given += [f"{actor}.strategy=megatron", f"{key}=flash"]
+    monkeypatch.setattr("rlsys.config.checks.megatron.find_spec", lambda name: object())
+    for has_flash in False, True:
+        monkeypatch.setattr("rlsys.config.checks.megatron.HAS_FLASH_ATTENTION", has_flash)
+        with pytest.raises(SystemExit, match="0"):
+            checked_config(["--dry-run", "--config-name=quickstart", *given], PPOConfig)
+        printed = capsys.readouterr()
+        note = f"{key} = flash: flash-attn is not installed; auto is used instead"
+        assert (note in printed.out + printed.err) != has_flash
+
+
 def test_a_dry_run_refuses_what_megatron_cannot_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODELS["qwen2-tied"]))
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "response": "b"}\n' * 6)
