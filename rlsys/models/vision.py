@@ -167,8 +167,7 @@ def embed(model: VisionModel, token_ids: Tensor, images: PackedImages) -> Embedd
     tokens = model.get_input_embeddings()(token_ids)
     if not len(images.places):
         return Embedded(tokens + (sum((part.sum() for part in deep), features.sum()) * 0.0).to(tokens.dtype), images)
-    tokens = tokens.index_put((images.places,), features.to(tokens.dtype)[images.numbers])
-    return Embedded(tokens, images, deep)
+    return Embedded(tokens.index_put((images.places,), features.to(tokens.dtype)[images.numbers]), images, deep)
 
 
 def image_features(model: VisionModel, tensors: Mapping[str, Tensor]) -> list[Tensor]:

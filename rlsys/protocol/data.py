@@ -317,8 +317,7 @@ class DataProto:
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> "DataProto":
         """Every row `repeat_times` times: side by side when interleaved, else the whole batch one after the other."""
         rows = torch.arange(len(self))
-        rows = rows.repeat_interleave(repeat_times) if interleave else rows.repeat(repeat_times)
-        return self.select_idxs(rows)
+        return self.select_idxs(rows.repeat_interleave(repeat_times) if interleave else rows.repeat(repeat_times))
 
     def sample_level_repeat(self, repeat_times: Sequence[int] | np.ndarray | Tensor) -> "DataProto":
         """Row i `repeat_times[i]` times, side by side."""

@@ -80,8 +80,7 @@ class VersionTable(Generic[F]):
 def version_table(key: str) -> VersionTable[F]:
     """A table of versions.toml."""
     table = read_table(__file__, "versions.toml")[key]
-    rows = tuple(VersionRow(**row) for row in table.pop("rows"))
-    return VersionTable(rows=rows, **table)
+    return VersionTable(rows=tuple(VersionRow(**row) for row in table.pop("rows")), **table)
 
 
 VLLM: VersionTable[list[str]] = version_table("vllm")

@@ -27,5 +27,4 @@ def create_colocated_worker_cls(class_dict: Mapping[str, ClassWithInitArgs]) -> 
         raise ValueError("create_colocated_worker_cls needs at least one role")
     roles = {name: entry.cls for name, entry in class_dict.items()}
     cls = type("Colocated_" + "_".join(class_dict), (ColocatedWorker,), {"roles": roles, "__module__": __name__})
-    first = next(iter(class_dict.values()))
-    return type(first)(cls, dict(class_dict))
+    return type(next(iter(class_dict.values())))(cls, dict(class_dict))

@@ -184,8 +184,7 @@ def dispatch_all_to_all(group: "WorkerGroup", /, *args: object, **kwargs: object
         return SplitArguments(*dispatch_one_to_all(group, *args, **kwargs))
     if len(lists) < len(values) or any(len(value) != group.world_size for value in lists):
         why = f"arguments must be all lists of {group.world_size} (one entry per rank) or none a list"
-        how = "register the method with Dispatch.ONE_TO_ALL to send a list to every rank"
-        raise ValueError(f"{why}; {how}")
+        raise ValueError(f"{why}; register the method with Dispatch.ONE_TO_ALL to send a list to every rank")
     return SplitArguments(tuple(lists[: len(args)]), dict(zip(kwargs, lists[len(args) :])))
 
 

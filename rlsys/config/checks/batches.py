@@ -88,8 +88,7 @@ def _budgets(cfg: PPOConfig) -> Iterator[str]:
         for name, size in (("ppo", cfg.critic.training), ("forward", cfg.critic.scoring)):
             budgets.append((f"{CRITIC}.{name}_max_token_len_per_gpu", size, sequence_ranks(cfg.critic)))
     if cfg.reward.reward_model.enable:
-        key = "reward.reward_model.forward_max_token_len_per_gpu"
-        budgets.append((key, cfg.reward.reward_model.scoring, 1))
+        budgets.append(("reward.reward_model.forward_max_token_len_per_gpu", cfg.reward.reward_model.scoring, 1))
     for key, size, sequence in budgets:
         if size.max_tokens is not None and size.max_tokens * sequence < longest:
             why = f"a sequence of data.max_prompt_length + data.max_response_length = {longest} tokens does not fit"
