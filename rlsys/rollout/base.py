@@ -142,7 +142,7 @@ class BaseRolloutEngine(ABC):
     def _decode(self) -> bool:
         """Decode what `_pull` returns and `_end` it; False when nothing runs, True when it ended because of `_stopped`.
 
-        Where `_stopped`, or `_report_due`, all tokens sampled so far are delivered.
+        Where `_stopped` all tokens sampled so far are delivered, where `_report_due` all but the last of each request.
         """
 
     @abstractmethod
