@@ -122,8 +122,7 @@ def __getattr__(name: str) -> object:
         ) -> None:
             parallel_strategy.check_ranks(kw)
             more = {"dtype": str(dtype), "fp8": "hybrid" if kw.pop("use_fp8", False) else None}
-            sizes = parallel_strategy.megatron()["megatron"].model_dump()
-            megatron = MegatronConfig.model_validate(sizes | more)
+            megatron = MegatronConfig.model_validate(parallel_strategy.megatron()["megatron"].model_dump() | more)
             super().__init__(ModelConfig(path=model_path), TrainEngineOptions(**kw), megatron=megatron)
 
     return MegatronEngineOfAReaL

@@ -258,8 +258,7 @@ class OpenAnswers:
     def submit(self, groups: Sequence[PromptGroup]) -> None:
         """Start all answers of groups but those that a checkpoint has complete."""
         open_rows = {group: [row for row, a in enumerate(group.answers) if a.finish is None] for group in groups}
-        answers = [group.answers[row] for group, rows in open_rows.items() for row in rows]
-        futures = iter(self.fleet.submit(answers))
+        futures = iter(self.fleet.submit([group.answers[row] for group, rows in open_rows.items() for row in rows]))
         for group, rows in open_rows.items():
             self.running[group] = {row: next(futures) for row in rows}
 

@@ -78,8 +78,7 @@ def packed_attention(
         out = _varlen(query, key, value, packing, scaling, sliding_window)
     else:
         parts = zip(*(x.split(packing.lengths, dim=2) for x in (query, key, value)), strict=True)
-        outs = [causal_attention(q, k, v, scaling, sliding_window, s_aux) for q, k, v in parts]
-        out = torch.cat(outs, dim=2)
+        out = torch.cat([causal_attention(q, k, v, scaling, sliding_window, s_aux) for q, k, v in parts], dim=2)
     if group is not None:
         out = _exchange(out, group, gather=1, split=2)
     return out.transpose(1, 2).contiguous(), None

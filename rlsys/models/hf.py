@@ -54,8 +54,7 @@ def saved_generation(path: str | Path) -> GenerationConfig | None:
 
 def end_ids(*configs: object) -> tuple[int, ...]:
     """The ids that end a completion, by the first configuration that names some."""
-    named = (eos for one in configs if (eos := getattr(one, "eos_token_id", None)) is not None)
-    eos = next(named, ())
+    eos = next((eos for one in configs if (eos := getattr(one, "eos_token_id", None)) is not None), ())
     return (eos,) if isinstance(eos, int) else tuple(eos)
 
 

@@ -17,6 +17,9 @@ from rlsys.config.schema.model import ModelConfig, ShardConfig
 SETTINGS = ("core/transformer/transformer_config.py", "core/model_parallel_config.py")
 """Files of Megatron-Core that have the settings of TransformerConfig."""
 
+BESIDE_ACTOR = (f"{REF}.megatron", f"{CRITIC}.megatron")
+"""Sections of roles in the processes of the actor."""
+
 
 def check_megatron(cfg: PPOConfig | SupervisedConfig) -> Iterator[str]:
     """The roles that run on Megatron."""
@@ -91,6 +94,11 @@ def _sizes(cfg: Section, key: str, section: MegatronShardConfig, ranks: int) -> 
         yield f"{own}.attention_backend = {backend}: set it to auto, flash, fused or unfused"
     elif backend == "flash" and find_spec("transformer_engine") and not HAS_FLASH_ATTENTION:
         yield Note(f"{own}.attention_backend = flash: flash-attn is not installed; auto is used instead")
+    if isinstance(cfg, PPOConfig) and cfg.actor_rollout_ref.actor.strategy == "megatron" and key in BESIDE_ACTOR:
+        actors = cfg.actor_rollout_ref.actor.megatron.override_transformer_config.get("attention_backend") or "auto"
+        if actors != (backend or "auto"):
+            why = f"set it to {actors}, which the actor has in the same process"
+            yield f"{own}.attention_backend = {backend or 'auto'}: {why}"
     if experts > 1 and tensor > 1 and not section.sequence_parallel:
         yield wrong(cfg, f"{key}.sequence_parallel", "experts and matrices are both sharded over ranks", True)
     if (section.virtual_pipeline_model_parallel_size or 1) > 1 and stages == 1:

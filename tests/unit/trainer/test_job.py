@@ -233,6 +233,30 @@ def test_a_dry_run_notes_that_flash_attention_is_not_installed(
         assert (note in printed.out + printed.err) != has_flash
 
 
+def test_a_dry_run_refuses_two_attention_backends_in_a_process(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Megatron sets them in the environment, and ends with an assertion where another is set."""
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["qwen2-tied"]))
+    actor, critic, key = "actor_rollout_ref.actor", "critic", "megatron.override_transformer_config.attention_backend"
+    given = [f"actor_rollout_ref.model.path={tmp_path}", f"critic.model.path={tmp_path}", "algorithm.adv_estimator=gae"]
+    given += ["data.train_files=null", "data.val_files=null", f"{actor}.strategy=megatron", f"{actor}.{key}=flash"]
+    same = [f"{critic}.{key}=flash"]
+    for more, says in (
+        ([f"{critic}.strategy=megatron"], f"{critic}.{key} = auto: set it to flash, which the actor has in the same"),
+        ([f"{critic}.strategy=megatron", *same], "nothing was started"),
+        ([f"{critic}.strategy=fsdp"], "nothing was started"),
+        (
+            [*same, f"{critic}.strategy=megatron", f"{actor}.use_kl_loss=true", f"actor_rollout_ref.ref.{key}=fused"],
+            f"actor_rollout_ref.ref.{key} = fused: set it to flash",
+        ),
+    ):
+        with pytest.raises(SystemExit):
+            checked_config(["--dry-run", "--config-name=quickstart", *given, *more], PPOConfig)
+        printed = capsys.readouterr()
+        assert says in printed.out + printed.err
+
+
 def test_a_dry_run_refuses_what_megatron_cannot_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODELS["qwen2-tied"]))
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "response": "b"}\n' * 6)
