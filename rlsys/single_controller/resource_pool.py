@@ -175,8 +175,7 @@ class ResourcePoolManager:
     def create_resource_pool(self) -> None:
         """Make the pools; a pool has room for as many groups as roles are mapped to it, unless a number is given."""
         for name, process_on_nodes in self.resource_pool_spec.items():
-            num_roles = sum(pool == name for pool in self.mapping.values())
-            max_groups = self.max_colocate_count or max(1, num_roles)
+            max_groups = self.max_colocate_count or max(1, sum(pool == name for pool in self.mapping.values()))
             self.resource_pool_dict[name] = self.make_pool(process_on_nodes, max_groups, name)
 
     def get_resource_pool(self, role: Hashable) -> ResourcePool:

@@ -84,8 +84,9 @@ class SampleLog:
 
     def cut(self, number: int, length: int) -> None:
         """Forget a request's tokens from an index on, which the engine has dropped; waits for steps on their way."""
-        if self._steps and (last := self._steps[-1].arrived) is not None:  # they arrive in order
-            last.synchronize()
+        for step in self._steps:
+            if step.arrived is not None:
+                step.arrived.synchronize()
         self._store_arrived()
         if (slot := self._slots.get(number)) is not None:
             self._table[slot, length:] = np.nan
