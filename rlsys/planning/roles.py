@@ -225,14 +225,17 @@ class MegatronRole:
         in_head = {ACTIVATIONS: kept + head, LOGITS: _logits(self, size, backward=True)}
         return _higher({ACTIVATIONS: kept + extra}, in_head)
 
-    def layer_saved_bytes(self, size: Pass, model: fp.Decoder | None = None) -> int:
-        """What a layer, of this model or another, keeps for its backward pass."""
-        s, d, c = self.sizes, model or self.model, self.how.c
+    def layer_saved_bytes(self, size: Pass) -> int:
+        """What a layer keeps for its backward pass."""
+        s, d, c = self.sizes, self.model, self.how.c
         sharing = {"tp": s.tp, "routed_tp": max(1, s.tp // s.expert_tp)}
         return fp.layer_saved_bytes(d, size.tokens, c=c, fused=self.fused, shared_norms=s.sequence_parallel, **sharing)
 
     def _chunk_bytes(self, size: Pass) -> tuple[int, int]:
-        """What the layers of a chunk keep of one micro-batch, and what recomputing some adds to that at its highest."""
+        """What the layers of a chunk keep of one micro-batch, and what recomputing some adds to that at its highest.
+
+        Selective recomputation is planned as saving nothing.
+        """
         s, layers, saved = self.sizes, self.held_here.num_layers // self.sizes.vp, self.layer_saved_bytes(size)
         point = fp.checkpoint_bytes(self.model, size.tokens, c=self.how.c) // (s.tp if s.sequence_parallel else 1)
         granularity, number = self.recompute.get("recompute_granularity"), self.recompute.get("recompute_num_layers")
@@ -241,18 +244,7 @@ class MegatronRole:
             return number * point + (layers - number) * saved, saved if number == layers else 0
         if granularity == "full":  # groups of so many layers
             return -(-layers // number) * point, number * saved
-        kept = self.layer_saved_bytes(size, self._not_recomputed()) if granularity == "selective" else saved
-        return layers * kept, saved - kept
-
-    def _not_recomputed(self) -> fp.Decoder:
-        """The model without the parts that selective recomputation drops; attention by kernels keeps nothing that
-        products beside it do not keep too."""
-        d, modules = self.model, self.recompute.get("recompute_modules") or ()
-        if "mla_up_proj" in modules and "kv_lora_rank" in self.hf_config:
-            d = replace(d, q=d.q // 2, kv=0)
-        if ("moe" if d.routed else "mlp") in modules:
-            return replace(d, ffn=0, routed=0)
-        return replace(d, ffn=d.ffn * 2 // 3) if d.routed and "moe_act" in modules else d
+        return layers * saved, 0
 
     def _images(self, size: Pass, *, trained: bool) -> tuple[int, int]:
         """Of the encoder, which the first stage has whole; it does not recompute."""
