@@ -57,7 +57,7 @@ def check_ppo_run(cfg: PPOConfig) -> Iterator[str]:
     """Pools and staleness, checkpoints of both roles, validation and adapters."""
     trainer, policy, data = cfg.trainer, cfg.actor_rollout_ref, cfg.data
     yield from check_rollout(cfg, resolve_pools(cfg).rollout_ranks)
-    for check in (check_elastic, _pools, _staleness, _weights, _servers):
+    for check in (check_elastic, _pools, _staleness, _weights):
         yield from check(cfg)
     yield from check_training(cfg, "actor_rollout_ref.actor.", policy.actor)
     if policy.model.lora_rank and "hf_model" not in policy.actor.checkpoint.save_contents:
@@ -115,9 +115,7 @@ def _reproducible(cfg: PPOConfig) -> Iterator[str]:
         why = f"fixed batches of this size leave some of {replicas} replicas without work"
         fewer = rows // replicas // rollout.data_parallel_size
         yield note(cfg, f"{ROLLOUT}.max_num_seqs", f"{why}; set {max(1, fewer)}")
-    if resolve_pools(cfg).external:
-        yield wrong(cfg, key, f"external servers batch requests as they arrive; set {key}=false")
-    elif rollout.name != "hf" and not rollout.full_determinism:
+    if not rollout.is_external and rollout.name != "hf" and not rollout.full_determinism:
         why = "it needs engines whose results do not depend on batching"
         yield wrong(cfg, key, f"{why}; set {ROLLOUT}.full_determinism=true")
 
@@ -126,22 +124,10 @@ def _weights(cfg: PPOConfig) -> Iterator[str]:
     """Whether weights can be pushed this way; SGLang's are in a separate process."""
     pools, rollout = resolve_pools(cfg), cfg.actor_rollout_ref.rollout
     executor, in_child = rollout.checkpoint_engine.backend, rollout_backend(rollout.name).weights_in == "child"
-    if pools.external and executor not in ("auto", "disk", "nccl"):
-        why = "external servers take weights from files (auto, disk) or over a process group (nccl)"
-        yield wrong(cfg, ENGINE, why, "auto")
-    elif executor == "local" and (not pools.colocated or in_child):
+    if executor == "local" and (not pools.colocated or in_child):
         yield wrong(cfg, ENGINE, "the rollout's weights are in a separate process", "auto")
     elif executor == "nccl" and pools.colocated:
         yield wrong(cfg, ENGINE, f"a process cannot send to itself with NCCL; set {ENGINE}=auto, or {WORKERS}=1")
-
-
-def _servers(cfg: PPOConfig) -> Iterator[str]:
-    """Which log-probs external servers return."""
-    rollout = cfg.actor_rollout_ref.rollout
-    if rollout.is_external and (rollout.top_k > 0 or rollout.top_p < 1):
-        kind = "full" if rollout.name == "sglang_remote" else "truncated"
-        key = f"{ROLLOUT}.top_k" if rollout.top_k > 0 else f"{ROLLOUT}.top_p"
-        yield note(cfg, key, f"the server only returns log-probs of the {kind} distribution")
 
 
 def check_training(

@@ -517,6 +517,14 @@ def test_settings_of_another_engine_are_noted() -> None:
     assert not notes([f"{R}.name=vllm", other[1]])
 
 
+def test_log_probs_that_external_servers_return_are_noted() -> None:
+    servers = [f"{R}.servers.urls=[http://127.0.0.1:1]", f"{R}.top_p=0.9"]
+    for name, kind in (("sglang", "full"), ("vllm", "truncated")):
+        printed = notes([*servers, f"{R}.name={name}_remote"])
+        assert f"{R}.top_p = 0.9: the server only returns log-probs of the {kind} distribution" in printed
+        assert printed.count("log-probs of the") == 1
+
+
 def test_full_determinism_is_for_both_sides_and_says_what_it_is_not() -> None:
     aligned = load_config([f"{R}.full_determinism=true", f"{R}.name=vllm"])
     policy = aligned.actor_rollout_ref

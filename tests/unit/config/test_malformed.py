@@ -617,6 +617,15 @@ RUNS = [
     bad("trainer.sync_freq=2", "trainer.max_staleness", "set trainer.max_staleness=1"),
     bad(["trainer.sync_freq=2", "trainer.max_staleness=2"], "trainer.max_staleness", "trainer.rollout_workers=1"),
     bad([*AHEAD, "trainer.lookahead=4"], "trainer.lookahead", "below trainer.max_staleness=4"),
+    bad(
+        [f"{R}.name=vllm_remote", "trainer.max_staleness=1", "trainer.reproducible=true"],
+        "trainer.reproducible = true: external servers batch requests as they arrive; set trainer.reproducible=false",
+    ),
+    bad(
+        [f"{R}.name=vllm_remote", f"{R}.checkpoint_engine.backend=shm"],
+        f"{R}.checkpoint_engine.backend = shm: external servers take weights from files",
+        f"set {R}.checkpoint_engine.backend=auto",
+    ),
     bad([*AHEAD, "trainer.reproducible=true", "trainer.sync_freq=2"], "trainer.reproducible", "trainer.sync_freq=1"),
     bad(
         [*AHEAD, "trainer.reproducible=true", "actor_rollout_ref.rollout.name=vllm"],
