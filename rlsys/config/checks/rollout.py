@@ -148,17 +148,8 @@ def _quantised(cfg: GradedJob, name: str) -> Iterator[str]:
 
 
 def check_sampling(cfg: PPOConfig) -> Iterator[str]:
-    """Validation and the frequency of the parity probe."""
-    yield from check_validation(cfg)
+    """The frequency of the parity probe."""
     sync_freq, freq = cfg.trainer.sync_freq, cfg.actor_rollout_ref.rollout.parity.freq
     if freq > 0 and freq % sync_freq:
         why = f"weights can only be compared after a push, and they are pushed every {sync_freq} steps"
         yield note(cfg, f"{KEY}.parity.freq", why)
-
-
-def check_validation(cfg: GradedJob) -> Iterator[str]:
-    """Answers of a validation or an evaluation that are equal."""
-    val = cfg.actor_rollout_ref.rollout.val_kwargs
-    if val.n > 1 and (not val.do_sample or val.temperature == 0):
-        why = f"{val.n} equal answers; set {KEY}.val_kwargs.do_sample=true and a temperature above 0"
-        yield note(cfg, f"{KEY}.val_kwargs.n", why)

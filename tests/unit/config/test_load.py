@@ -468,7 +468,9 @@ def test_equal_answers_of_an_evaluation_are_noted() -> None:
         f"{R}.val_kwargs.n=3",
         f"{R}.val_kwargs.do_sample=true",
     ]
-    assert f"{R}.val_kwargs.n = 3: 3 equal answers" in notes(sampled, EvalConfig)
+    greedy = [*sampled, f"{R}.val_kwargs.do_sample=false", f"{R}.val_kwargs.temperature=1"]
+    assert f"{R}.val_kwargs.n = 3: temperature=0 is greedy, so all answers" in notes(sampled, EvalConfig)
+    assert f"{R}.val_kwargs.n = 3: do_sample=false is greedy, so all answers" in notes(greedy, EvalConfig)
     assert "val_kwargs" not in notes([*sampled, f"{R}.val_kwargs.temperature=1"], EvalConfig)
 
 
