@@ -12,7 +12,7 @@ from rlsys.config.pools import resolve_pools
 from rlsys.config.schema.base import Section
 from rlsys.config.schema.jobs import PPOConfig, SupervisedConfig, TrainedConfig
 from rlsys.config.schema.megatron import HAS_FLASH_ATTENTION, MegatronConfig, MegatronShardConfig
-from rlsys.config.schema.model import ModelConfig, ShardConfig
+from rlsys.config.schema.model import ModelConfig
 
 SETTINGS = ("core/transformer/transformer_config.py", "core/model_parallel_config.py")
 """Files of Megatron-Core that have the settings of TransformerConfig."""
@@ -37,19 +37,10 @@ def check_megatron(cfg: PPOConfig | SupervisedConfig) -> Iterator[str]:
             teachers, own = cfg.teacher_policy, resolve_pools(cfg).teacher_ranks or ranks
             key = f"{REF}.megatron" if teachers is policy else "distillation.teacher_models.*.inference"
             yield from _sizes(cfg, key, teachers.ref.megatron, own)
-    yield from _router_replay(cfg)
+    if policy.actor.router_replay.mode != "disabled" and is_dense(decoder_sizes(model_facts(policy.model.path))):
+        yield wrong(cfg, f"{ACTOR}.router_replay.mode", "the model has no experts, so there are no routes", "disabled")
     if cfg.use_critic and cfg.critic.strategy == "megatron":
         yield from _role(cfg, CRITIC, cfg.critic, "critic.model", cfg.critic.model, ranks)
-
-
-def _router_replay(cfg: PPOConfig) -> Iterator[str]:
-    """Whether the routes that the actor replays are there."""
-    rollout, mode = cfg.actor_rollout_ref.rollout, cfg.actor_rollout_ref.actor.router_replay.mode
-    key, returned = f"{ACTOR}.router_replay.mode", "actor_rollout_ref.rollout.enable_rollout_routing_replay"
-    if rollout.enable_rollout_routing_replay != (mode == "R3"):
-        yield wrong(cfg, returned, f"routes of the rollout are replayed with {key}=R3, and only then", mode == "R3")
-    if mode != "disabled" and is_dense(decoder_sizes(model_facts(cfg.actor_rollout_ref.model.path))):
-        yield wrong(cfg, key, "the model has no experts, so there are no routes", "disabled")
 
 
 def _role(cfg: Section, role: str, section: TrainedConfig, key: str, model: ModelConfig, ranks: int) -> Iterator[str]:
@@ -60,9 +51,6 @@ def _role(cfg: Section, role: str, section: TrainedConfig, key: str, model: Mode
     if model.lora_rank and isinstance(section.megatron, MegatronConfig) and section.megatron.fp8 is not None:
         why = f"adapters are merged into weights, which fp8 would round; set {role}.megatron.fp8=null"
         yield wrong(cfg, f"{key}.lora_rank", why)
-    if isinstance(section, ShardConfig) and section.tensor_parallel_size > 1:
-        why = f"Megatron splits matrices by {role}.megatron.tensor_model_parallel_size; set that instead"
-        yield wrong(cfg, f"{role}.tensor_parallel_size", why)
     if not model.use_remove_padding:
         yield note(cfg, f"{key}.use_remove_padding", "Megatron always packs sequences")
 

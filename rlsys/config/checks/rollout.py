@@ -64,8 +64,6 @@ def _parallel_sizes(cfg: GradedJob, name: str) -> Iterator[str]:
         elif cut == "data" and rollout.expert_parallel_size == 1:
             why = f"without experts to share each is a whole copy of the model: set 1, or {KEY}.expert_parallel_size"
             yield wrong(cfg, key, f"{why}={rollout.replica_size}")
-        elif cut == "pipeline_model" and rollout.enable_rollout_routing_replay:
-            yield wrong(cfg, key, "stages return the experts of their own layers; use router_replay.mode=R2", 1)
 
 
 def _model_sizes(cfg: GradedJob, name: str) -> Iterator[str]:

@@ -402,8 +402,22 @@ FOREIGN = [
     ),
     bad(
         ["engine.strategy=megatron", "engine.tensor_parallel_size=2", "trainer.n_gpus_per_node=2"],
-        "engine.tensor_parallel_size = 2: Megatron splits matrices by engine.megatron.tensor_model_parallel_size",
+        "engine.strategy = megatron: Megatron splits matrices by engine.megatron.tensor_model_parallel_size",
+        "set engine.tensor_parallel_size=1",
         schema=SFTConfig,
+    ),
+    bad(
+        [f"{A}.strategy=megatron", f"{A}.router_replay.mode=R3"],
+        f"{A}.router_replay.mode = R3: it replays routes of the rollout; set {R}.enable_rollout_routing_replay=true",
+    ),
+    bad(
+        f"{R}.enable_rollout_routing_replay=true",
+        f"{A}.router_replay.mode = disabled: routes of the rollout are only replayed with R3",
+        f"set {R}.enable_rollout_routing_replay=false",
+    ),
+    bad(
+        [f"{R}.enable_rollout_routing_replay=true", f"{R}.pipeline_model_parallel_size=2", "trainer.n_gpus_per_node=2"],
+        f"{R}.enable_rollout_routing_replay = true: stages return the experts of their own layers",
     ),
     bad("trainer.allocation_mode=5", "trainer.allocation_mode", "'5'", "takes letters with sizes"),
     bad(
