@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from difflib import get_close_matches
+from importlib.util import find_spec
 
 from rlsys.config.checks.findings import Note, ignored, note, wrong
 from rlsys.config.introspect import absolute, leaves, rules, shown, value_at
@@ -53,6 +54,8 @@ def unused_settings(cfg: Section, given: Collection[str]) -> Iterator[Note]:
 
 def _holds(cfg: Section, rule: Condition, parent: str) -> bool:
     """Whether a condition declared in the section `parent` holds; it does for names that others registered."""
+    if rule.installed:
+        return find_spec(rule.installed) is not None
     key = absolute(rule.key, parent)
     value = value_at(cfg, key)
     registered = [known for path, _, known in rules(type(cfg)) if path == key and isinstance(known, Registered)]

@@ -11,7 +11,6 @@ from rlsys.config.engines import rollout_backend
 from rlsys.config.pools import generates_ahead, resolve_pools
 from rlsys.config.schema.actor import TrainedRoleConfig
 from rlsys.config.schema.jobs import PPOConfig, SupervisedConfig
-from rlsys.config.schema.model import ModelConfig
 from rlsys.config.vocabulary import ALWAYS_WRITTEN, TRACKERS
 from rlsys.utils.hub import is_rows_id
 
@@ -54,7 +53,7 @@ def _profiled(cfg: PPOConfig | SupervisedConfig, steps: Sequence[int]) -> Iterat
 
 
 def check_ppo_run(cfg: PPOConfig) -> Iterator[str]:
-    """Pools and staleness, checkpoints of both roles, validation and adapters."""
+    """Pools and staleness, checkpoints of both roles, and validation."""
     trainer, policy, data = cfg.trainer, cfg.actor_rollout_ref, cfg.data
     yield from check_rollout(cfg, resolve_pools(cfg).rollout_ranks)
     for check in (check_elastic, _pools, _staleness, _weights):
@@ -63,10 +62,8 @@ def check_ppo_run(cfg: PPOConfig) -> Iterator[str]:
     if policy.model.lora_rank and "hf_model" not in policy.actor.checkpoint.save_contents:
         why = "adapters cannot be merged later; add hf_model for a model, and lora_adapter/, that other tools load"
         yield note(cfg, "actor_rollout_ref.actor.checkpoint.save_contents", why)
-    yield from _adapters(cfg, "actor_rollout_ref.model", policy.model)
     if cfg.use_critic:
         yield from check_training(cfg, "critic.", cfg.critic)
-        yield from _adapters(cfg, "critic.model", cfg.critic.model)
     validates = trainer.val_only or trainer.test_freq not in (-1, 0)
     if data.val_files is None and data.train_files is not None and validates:
         report, key = (wrong, "trainer.val_only") if trainer.val_only else (note, "trainer.test_freq")
@@ -133,7 +130,7 @@ def _weights(cfg: PPOConfig) -> Iterator[str]:
 def check_training(
     cfg: PPOConfig | SupervisedConfig, prefix: str, role: TrainedRoleConfig | SupervisedConfig
 ) -> Iterator[str]:
-    """Whether checkpoints of a trained model hold what is loaded, and its optimizer is installed and suits the engine.
+    """Whether checkpoints of a trained model hold what is loaded.
 
     `prefix` begins the names of the role's keys.
     """
@@ -148,11 +145,3 @@ def check_training(
     if mode != "disable" and not missing and {"model", "optimizer", "extra"} - set(saved):
         why = "a resumed run will differ from an uninterrupted one; for equal runs save model, optimizer and extra"
         yield note(cfg, f"{key}.save_contents", why)
-    key, optim = f"{prefix}optim", role.optim
-    if optim.optimizer == "AdamW8bit" and importlib.util.find_spec("bitsandbytes") is None:
-        yield wrong(cfg, f"{key}.optimizer", "bitsandbytes is not installed; pip install -e '.[bitsandbytes]'", "AdamW")
-
-
-def _adapters(cfg: PPOConfig, key: str, model: ModelConfig) -> Iterator[str]:
-    if model.has_adapters and importlib.util.find_spec("peft") is None:
-        yield wrong(cfg, f"{key}.lora_rank", "peft is not installed; pip install -e '.[lora]'")

@@ -16,11 +16,15 @@ from pydantic import BaseModel, ConfigDict, Field
 
 @dataclass(frozen=True)
 class Condition:
-    """Holds if the value of `key` is one of `values`, or none of `excluded`; without both, if it is true or set."""
+    """Holds if the value of `key` is one of `values`, or none of `excluded`; without both, if it is true or set.
+
+    With `installed` it holds if the package of that name is installed, whatever the value.
+    """
 
     key: str
     values: tuple[object, ...] = ()
     excluded: tuple[object, ...] = field(default=(), kw_only=True)
+    installed: str = field(default="", kw_only=True)
 
 
 @dataclass(frozen=True)

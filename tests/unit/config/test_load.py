@@ -2,6 +2,7 @@
 
 import logging
 import pickle
+import re
 import runpy
 import shlex
 import shutil
@@ -458,6 +459,23 @@ def test_adapters_that_no_other_tool_could_load_are_noted() -> None:
     assert f"{saved} = [model,optimizer,extra]: adapters cannot be merged later" in notes([f"{M}.lora_rank=4"])
     whole = f"{saved}=[model,optimizer,extra,hf_model]"
     assert saved not in notes([f"{M}.lora_rank=4", whole]) + notes([])
+
+
+@pytest.mark.parametrize(
+    ("setting", "package"),
+    [
+        (f"{M}.lora_rank=4", "peft"),
+        (f"{M}.lora_adapter_path=org/adapter", "peft"),
+        (f"{A}.optim.optimizer=AdamW8bit", "bitsandbytes"),
+    ],
+)
+def test_a_package_that_is_missing_is_named(setting: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = [setting, f"{A}.optim.optimizer_impl={'bitsandbytes' if 'Adam' in setting else 'torch'}.optim"]
+    says = f"{setting.replace('=', ' = ')}: {package} is not installed; pip install -e"
+    load_config(settings)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        load_config(settings)
 
 
 def test_equal_answers_of_an_evaluation_are_noted() -> None:
