@@ -7,8 +7,6 @@ ADV_ESTIMATORS = (
     *("reinforce_plus_plus_baseline", "remax", "opo", "gpg", "gdpo"),
     *("optimal_token_baseline", "tir_optimal_token_baseline"),
 )
-GROUP_ESTIMATORS = frozenset(ADV_ESTIMATORS) - {"gae", "reinforce_plus_plus", "remax"}
-"""Estimators that compare the answers to one prompt."""
 POLICY_LOSSES = (
     *("vanilla", "gspo", "cispo", "sapo", "gpg", "geo_mean", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl", "dro"),
     "bypass_mode",

@@ -6,15 +6,13 @@ from rlsys.config.bounds import rejection_bounds, weight_bounds
 from rlsys.config.checks.findings import ACTOR, Note, note, wrong
 from rlsys.config.pools import resolve_pools
 from rlsys.config.schema.jobs import PPOConfig
-from rlsys.config.vocabulary import GROUP_ESTIMATORS
 
-N = "actor_rollout_ref.rollout.n"
 OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
 
 
 def check_algorithm(cfg: PPOConfig) -> Iterator[str]:
-    """Groups, critic, KL terms, policy loss, correction and rewards."""
-    for check in (_groups, _adapter, _policy_loss, _correction, _overlong, _input_tokenizer):
+    """Weights of reward keys, the reference, policy loss, correction and rewards."""
+    for check in (_weights, _adapter, _policy_loss, _correction, _overlong, _input_tokenizer):
         yield from check(cfg)
     if cfg.distillation.enabled:
         yield from _teachers(cfg)
@@ -22,22 +20,8 @@ def check_algorithm(cfg: PPOConfig) -> Iterator[str]:
         yield from _judge(cfg)
 
 
-def _groups(cfg: PPOConfig) -> Iterator[str]:
-    algorithm = cfg.algorithm
-    reasons = {
-        f"algorithm.adv_estimator={algorithm.adv_estimator}": algorithm.adv_estimator in GROUP_ESTIMATORS,
-        "algorithm.filter_groups.enable=true": algorithm.filter_groups.enable,
-    }
-    for name, norm in (("reward_norm", algorithm.reward_norm), ("adv_norm", algorithm.adv_norm)):
-        for level in ("mean_level", "std_level"):
-            reasons[f"algorithm.{name}.{level}=group"] = getattr(norm, level) == "group"
-    if cfg.actor_rollout_ref.rollout.n == 1:
-        for setting in [setting for setting, compares in reasons.items() if compares]:
-            if setting in ("algorithm.adv_estimator=grpo", "algorithm.adv_estimator=rloo"):
-                yield note(cfg, N, f"{setting} has nothing to compare an answer to, so its advantage is its reward")
-            else:
-                yield wrong(cfg, N, f"{setting} compares several answers to one prompt", 8)
-    keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
+def _weights(cfg: PPOConfig) -> Iterator[str]:
+    keys, weights = cfg.algorithm.gdpo_reward_keys, cfg.algorithm.gdpo_reward_weights
     if keys and weights is not None and len(weights) != len(keys):
         why = f"{len(weights)} weights for {len(keys)} keys; set one weight for each key"
         yield wrong(cfg, "algorithm.gdpo_reward_weights", why)

@@ -22,6 +22,7 @@ from rlsys.config.introspect import default_of, leaves, sections
 from rlsys.config.load import load
 from rlsys.config.presets import preset_names, presets_folder
 from rlsys.config.schema.base import Section
+from rlsys.config.vocabulary import ADV_ESTIMATORS
 from rlsys.data.start_assets import START_MODEL
 from rlsys.utils.errors import ConfigError
 from tests.timing import scaled_s
@@ -452,6 +453,19 @@ def test_settings_that_nothing_else_asks_for_are_noted(setting: str, asks_for_it
     assert f"ignored: {key} (" in notes([*idle, setting])
     assert f"ignored: {key} (" not in notes([*idle, asks_for_it, setting])
     assert "ignored" not in notes(list(idle))
+
+
+@pytest.mark.parametrize("name", sorted({*ADV_ESTIMATORS} - {"gae", "reinforce_plus_plus", "remax"}))
+def test_every_estimator_that_compares_answers_needs_several(name: str) -> None:
+    settings = [f"algorithm.adv_estimator={name}", *(["algorithm.gdpo_reward_keys=[a]"] if name == "gdpo" else [])]
+    load_config([*settings, f"{R}.n=2"])
+    if name in ("grpo", "rloo"):
+        assert f"algorithm.adv_estimator = {name}: with one answer to a prompt there is nothing" in notes(
+            [*settings, f"{R}.n=1"]
+        )
+    else:
+        with pytest.raises(ConfigError, match=f"algorithm.adv_estimator = {name}: it compares several answers"):
+            load_config([*settings, f"{R}.n=1"])
 
 
 def test_adapters_that_no_other_tool_could_load_are_noted() -> None:

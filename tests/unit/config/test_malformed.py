@@ -518,12 +518,15 @@ BATCHES = [
 ]
 
 ALGORITHMS = [
-    bad([f"{R}.n=1", "algorithm.adv_estimator=grpo_passk"], f"{R}.n = 1", "adv_estimator=grpo_passk", "n=8"),
-    bad([f"{R}.n=1", "algorithm.adv_estimator=opo"], f"{R}.n", "adv_estimator=opo"),
+    bad(
+        [f"{R}.n=1", "algorithm.adv_estimator=grpo_passk"],
+        f"algorithm.adv_estimator = grpo_passk: it compares several answers to one prompt; set {R}.n=8",
+    ),
+    bad([f"{R}.n=1", "algorithm.adv_estimator=opo"], f"{R}.n", "adv_estimator = opo"),
     bad(
         [f"{R}.n=1", "algorithm.adv_estimator=remax", "algorithm.group_adv_norm=true"],
         f"{R}.n",
-        "adv_norm.mean_level=group",
+        "adv_norm.mean_level = group",
     ),
     bad([*AHEAD, "algorithm.adv_estimator=remax"], "trainer.max_staleness", "remax are not generated ahead"),
     bad(["algorithm.adv_estimator=gae", "critic.enable=false"], "critic.enable", "needs values"),
@@ -559,7 +562,7 @@ ALGORITHMS = [
     bad(
         ["algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=acc", f"{R}.n=1"],
         f"{R}.n",
-        "filter_groups.enable=true",
+        "filter_groups.enable = true",
     ),
     bad("algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys", "[correct,format]"),
     bad("algorithm.gdpo_reward_keys=[a]", "algorithm.gdpo_reward_keys", "only gdpo"),
