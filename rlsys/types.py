@@ -70,10 +70,6 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
-    def as_greedy(self) -> "SamplingParams":
-        """The same with the most likely token each time."""
-        return replace(self, temperature=0.0, top_p=1.0, top_k=-1)
-
 
 @dataclass(frozen=True)
 class GenerationHyperparameters(SamplingParams):

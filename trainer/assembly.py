@@ -136,8 +136,7 @@ def training_source(cfg: PPOConfig, inputs: Inputs, graded: GradedRollout, fleet
         keep = partial(filter_groups, metric=filters.metric or "seq_reward")
         group_filter = GroupFilter(keep, filters.max_num_gen_batches)
     if not generates_ahead(cfg):
-        counted = OverlapMeter(fleet).new_counts
-        return RolloutSource(prompts, graded, prompts_per_step=per_step, group_filter=group_filter, counted=counted)
+        return RolloutSource(prompts, graded, per_step, group_filter, counted=OverlapMeter(fleet).new_counts)
     steps = num_steps(cfg, inputs.train_dataset)
     window = StalenessWindow(
         groups_per_step=per_step, max_staleness=run.max_staleness, lookahead=run.lookahead, num_steps=steps

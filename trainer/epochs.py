@@ -122,8 +122,8 @@ def check_repeatable(fleet: RolloutFleet, vocab_size: int) -> None:
     answers = [[row.result() for row in copy] for copy in copies]
     bits = [[(one.output_tokens, one.output_logprobs) for one in copy] for copy in answers]
     if different := sum(copy != bits[0] for copy in bits):
-        raise ConfigError(
-            f"trainer.reproducible=true: {different} of {num_copies} answers to the same batch have other bits, as it "
-            "is repeated and completed by several replicas; set trainer.reproducible=false, or "
-            "actor_rollout_ref.rollout.full_determinism=true on replicas of one kind of device"
+        why = (
+            f"{different} of {num_copies} answers to the same batch have other bits, as replicas repeat and complete it"
         )
+        how = "actor_rollout_ref.rollout.full_determinism=true on replicas of one kind of device"
+        raise ConfigError(f"trainer.reproducible=true: {why}; set trainer.reproducible=false, or {how}")

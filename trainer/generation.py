@@ -42,7 +42,8 @@ class GradedRollout:
         rows = prompts.repeat(self.num_answers, interleave=True)
         batch, metrics = self._answer(rows, self.sampling, step=step, call=call)
         if self.greedy_baseline:
-            baseline, _ = self._answer(prompts, self.sampling.as_greedy(), step=step, call=call)
+            greedy = replace(self.sampling, temperature=0.0, top_p=1.0, top_k=-1)
+            baseline, _ = self._answer(prompts, greedy, step=step, call=call)
             scores = baseline.tensors["token_level_scores"].sum(-1)
             batch.tensors["reward_baselines"] = scores.repeat_interleave(self.num_answers)
         return batch, metrics

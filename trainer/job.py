@@ -218,8 +218,7 @@ def exit_on_sigterm() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before, ignored_before = signal.signal(signal.SIGTERM, _stop), sys.unraisablehook
-    sys.unraisablehook = _stop_again
+    before, sys.unraisablehook = signal.signal(signal.SIGTERM, _stop), _stop_again
     received, wakeup = socket.socketpair()
     wakeup.setblocking(False)
     wakeup_before = signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
@@ -232,7 +231,6 @@ def exit_on_sigterm() -> Iterator[None]:
         raise SystemExit(signal.SIGTERM) from stop  # where the signal came in a call of Ray, Ray exits with 1
     finally:
         signal.signal(signal.SIGTERM, before)
-        sys.unraisablehook = ignored_before
         signal.set_wakeup_fd(wakeup_before)
         wakeup.close()
 
@@ -261,8 +259,7 @@ def _stop_again(ignored: "sys.UnraisableHookArgs") -> None:
     if isinstance(ignored.exc_value, SystemExit) and signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
         signal.signal(signal.SIGTERM, _stop)
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
-    else:
-        sys.__unraisablehook__(ignored)
+    sys.__unraisablehook__(ignored)
 
 
 def _stop(number: int, _: FrameType | None) -> None:

@@ -104,11 +104,9 @@ def _compared(config: JobConfig, root: Path) -> list[str]:
     }
     refused = [line for key, line in changes.items() if key.startswith(MEANING)]
     if refused and not run.resume_changed:
-        raise ConfigError(
-            f"{resumed} belongs to another experiment:\n{_listed(refused)}\n"
-            "To continue it with these changes: trainer.resume_changed=true\n"
-            "To start over: trainer.resume_mode=disable, or another trainer.default_local_dir"
-        )
+        over = "To start over: trainer.resume_mode=disable, or another trainer.default_local_dir"
+        ways = f"To continue it with these changes: trainer.resume_changed=true\n{over}"
+        raise ConfigError(f"{resumed} belongs to another experiment:\n{_listed(refused)}\n{ways}")
     return list(changes.values())
 
 

@@ -48,44 +48,40 @@ class GroupFilter:
             log.warning(why)
 
 
+@dataclass
 class RolloutSource:
     """Makes one training batch a step, in step order, each a function of the data order, seeds and weights only.
 
     `counted` has what the fleet has counted since its last call, in pushes and validations too.
     """
 
-    def __init__(
-        self,
-        prompts: Prompts,
-        rollout: GradedRollout,
-        *,
-        prompts_per_step: int,
-        group_filter: GroupFilter | None,
-        counted: Callable[[], dict[str, float]] = dict,
-    ) -> None:
-        self._prompts, self._rollout, self._prompts_per_step = prompts, rollout, prompts_per_step
-        self._filter, self._step, self._counted = group_filter, 0, counted
+    prompts: Prompts
+    rollout: GradedRollout
+    prompts_per_step: int
+    group_filter: GroupFilter | None
+    counted: Callable[[], dict[str, float]] = dict
+    step: int = 0
 
     def next(self) -> DataProto:
         """The graded batch of the next step."""
-        self._step += 1
-        num_rows = self._prompts_per_step * self._rollout.num_answers
+        self.step += 1
+        num_rows = self.prompts_per_step * self.rollout.num_answers
         kept, metrics = list[DataProto](), dict[str, list[float]]()
         num_kept = call = 0
         while num_kept < num_rows:
-            batch, new = self._rollout.make(self._prompts.next(), step=self._step, call=call)
+            batch, new = self.rollout.make(self.prompts.next(), step=self.step, call=call)
             call += 1
-            if self._filter is not None:
-                batch, counts = self._filter.keep(batch)
+            if self.group_filter is not None:
+                batch, counts = self.group_filter.keep(batch)
                 new |= counts
             for name, value in new.items():
                 metrics.setdefault(name, []).append(value)
             kept.append(batch)
             num_kept += len(batch)
-            if self._filter is not None and num_kept < num_rows:
-                self._filter.check(call, num_kept // self._rollout.num_answers, self._prompts_per_step)
+            if self.group_filter is not None and num_kept < num_rows:
+                self.group_filter.check(call, num_kept // self.rollout.num_answers, self.prompts_per_step)
         whole = (kept[0] if len(kept) == 1 else joined(kept))[:num_rows]
-        counts = {name: float(count) for name, count in self._counted().items() if name not in REQUESTS}
+        counts = {name: float(count) for name, count in self.counted().items() if name not in REQUESTS}
         whole.meta_info["source_metrics"] = {**reduced(metrics), **counts, "rollout/num_gen_batches": float(call)}
         return whole
 
@@ -97,15 +93,15 @@ class RolloutSource:
 
     def save(self, folder: Path) -> dict[str, object]:
         """The state for a checkpoint; nothing has to be kept in its folder."""
-        return {"prompts": self._prompts.state_dict(), "step": self._step}
+        return {"prompts": self.prompts.state_dict(), "step": self.step}
 
     def load(self, state: State, folder: Path) -> None:
         """Continue from a checkpoint of a synchronous run; ConfigError for another one."""
         if "step" not in state:
             why = "set trainer.max_staleness as in the run that is resumed"
             raise ConfigError(f"{folder} has prompts in progress of an asynchronous run; {why}")
-        self._prompts.load_state_dict(state["prompts"])
-        self._step = state["step"]
+        self.prompts.load_state_dict(state["prompts"])
+        self.step = state["step"]
 
     def close(self) -> None:
         """There is nothing to close."""

@@ -30,9 +30,6 @@ class BaseInteraction:
         """(whether the episode ends, the user's message, the score of this turn, more)."""
         raise NotImplementedError
 
-    async def calculate_score(self, *args: object, **kwargs: object) -> float:
-        return 0.0
-
     async def finalize_interaction(self, *args: object, **kwargs: object) -> None:
         return None
 

@@ -85,8 +85,7 @@ def _append(messages: list[dict[str, Any]], item: JsonObject) -> None:
     elif kind == "function_call":
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": ""})
-        call = tool_call(item["call_id"], item["name"], item["arguments"])
-        messages[-1].setdefault("tool_calls", []).append(call)
+        messages[-1].setdefault("tool_calls", []).append(tool_call(item["call_id"], item["name"], item["arguments"]))
     elif kind == "function_call_output":
         messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]})
     else:

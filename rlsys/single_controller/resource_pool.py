@@ -101,24 +101,19 @@ class NodeCapacity:
 
 @dataclass(frozen=True)
 class PoolNeed:
-    """What a pool needs: on each of its nodes, that many processes with these resources each.
-
-    `is_least`: it is to grow beyond that.
-    """
+    """What a pool needs: on each of its nodes, that many processes with these resources each."""
 
     name: str
     process_on_nodes: tuple[int, ...]
     cpus_per_process: float
     gpus_per_process: float
-    is_least: bool = False
 
     def __str__(self) -> str:
         """The keys that a pool of `rlsys.config.pools` is from, with their values."""
         counts = self.process_on_nodes
         if section := SECTIONS.get(self.name):
             return f"{section}.nnodes={len(counts)} {section}.n_gpus_per_node={counts[0]}"
-        of_rollout = "actor_rollout_ref.rollout.min_replicas=" if self.is_least else "trainer.rollout_workers="
-        key = of_rollout if self.name == "rollout" else f"pool '{self.name}': "
+        key = "trainer.rollout_workers=" if self.name == "rollout" else f"pool '{self.name}': "
         return f"{key}{sum(counts)}, by node {list(counts)}"
 
 

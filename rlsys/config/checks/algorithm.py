@@ -94,8 +94,7 @@ def _overlong(cfg: PPOConfig) -> Iterator[str]:
     if overlong.enable and not 0 < overlong.len <= limit:
         yield wrong(cfg, f"{OVERLONG}.len", f"must be from 1 to the longest response, {limit} tokens", 1)
     if overlong.enable and reward.reward_manager.name == "naive" and reward.reward_manager.source == "register":
-        why = "only the dapo manager applies it; set reward.reward_manager.name=dapo"
-        yield wrong(cfg, f"{OVERLONG}.enable", why)
+        yield wrong(cfg, f"{OVERLONG}.enable", "only the dapo manager applies it; set reward.reward_manager.name=dapo")
     if overlong.enable and limit > longest:
         why = f"responses end at data.max_response_length={longest}; set {longest} or remove it"
         yield wrong(cfg, "reward.reward_kwargs.max_resp_len", why)

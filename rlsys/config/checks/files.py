@@ -63,8 +63,7 @@ def _rows(cfg: Section, key: str, files: tuple[str, ...] | None) -> Iterator[str
         if why or (local and not Path(name).stat().st_size):
             yield wrong(cfg, key, why or "the file is empty", value=name)
     if doubled := [name for name in files or () if (files or ()).count(name) > 1]:
-        why = "the file is listed twice, so its rows would count twice; list it once"
-        yield wrong(cfg, key, why, value=doubled[0])
+        yield wrong(cfg, key, "the file is listed twice, so its rows would count twice; list it once", value=doubled[0])
 
 
 def rows_problem(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Whether Megatron is installed and its parallel sizes fit the ranks; the engine checks that they fit the model."""
+"""Whether Megatron's parallel sizes fit the ranks; the engine checks that they fit the model."""
 
 import re
 from collections.abc import Iterator
@@ -16,9 +16,6 @@ from rlsys.config.schema.model import ModelConfig
 
 SETTINGS = ("core/transformer/transformer_config.py", "core/model_parallel_config.py")
 """Files of Megatron-Core that have the settings of TransformerConfig."""
-
-BESIDE_ACTOR = (f"{REF}.megatron", f"{CRITIC}.megatron")
-"""Sections of roles in the processes of the actor."""
 
 
 def check_megatron(cfg: PPOConfig | SupervisedConfig) -> Iterator[str]:
@@ -44,9 +41,6 @@ def check_megatron(cfg: PPOConfig | SupervisedConfig) -> Iterator[str]:
 
 
 def _role(cfg: Section, role: str, section: TrainedConfig, key: str, model: ModelConfig, ranks: int) -> Iterator[str]:
-    if find_spec("megatron") is None:
-        why = f"Megatron-Core is not installed; pip install -e '.[megatron]', or set {role}.strategy=fsdp"
-        yield wrong(cfg, f"{role}.strategy", why)
     yield from _sizes(cfg, f"{role}.megatron", section.megatron, ranks)
     if model.lora_rank and isinstance(section.megatron, MegatronConfig) and section.megatron.fp8 is not None:
         why = f"adapters are merged into weights, which fp8 would round; set {role}.megatron.fp8=null"
@@ -74,19 +68,18 @@ def _sizes(cfg: Section, key: str, section: MegatronShardConfig, ranks: int) -> 
             break
     overrides, own = section.override_transformer_config, f"{key}.override_transformer_config"
     folders = getattr(find_spec("megatron"), "submodule_search_locations", None) or () if overrides else ()
-    files = [path for folder in folders for file in SETTINGS if (path := Path(folder, file)).is_file()]
-    known = [name for file in files for name in re.findall(r"(?m)^    (\w+):", file.read_text(encoding="utf-8"))]
-    for name in (name for name in overrides if known and name not in known):
+    text = "".join(path.read_text(encoding="utf-8") for core in folders for path in map(Path(core).joinpath, SETTINGS))
+    for name in (name for name in overrides if text and not re.search(rf"(?m)^    {name}:", text)):
         yield f"{own}.{name}: Megatron-Core has no such setting; correct the name, or remove it"
-    if (backend := overrides.get("attention_backend")) not in (None, "auto", "flash", "fused", "unfused"):
+    if (backend := overrides.get("attention_backend") or "auto") not in ("auto", "flash", "fused", "unfused"):
         yield f"{own}.attention_backend = {backend}: set it to auto, flash, fused or unfused"
     elif backend == "flash" and find_spec("transformer_engine") and not HAS_FLASH_ATTENTION:
         yield Note(f"{own}.attention_backend = flash: flash-attn is not installed; auto is used instead")
-    if isinstance(cfg, PPOConfig) and cfg.actor_rollout_ref.actor.strategy == "megatron" and key in BESIDE_ACTOR:
+    is_beside = key in (f"{REF}.megatron", f"{CRITIC}.megatron")  # in the processes of the actor
+    if is_beside and isinstance(cfg, PPOConfig) and cfg.actor_rollout_ref.actor.strategy == "megatron":
         actors = cfg.actor_rollout_ref.actor.megatron.override_transformer_config.get("attention_backend") or "auto"
-        if actors != (backend or "auto"):
-            why = f"set it to {actors}, which the actor has in the same process"
-            yield f"{own}.attention_backend = {backend or 'auto'}: {why}"
+        if actors != backend:
+            yield f"{own}.attention_backend = {backend}: set it to {actors}, which the actor has in the same process"
     if experts > 1 and tensor > 1 and not section.sequence_parallel:
         yield wrong(cfg, f"{key}.sequence_parallel", "experts and matrices are both sharded over ranks", True)
     if (section.virtual_pipeline_model_parallel_size or 1) > 1 and stages == 1:

@@ -119,12 +119,11 @@ class Family:
         Overrides that repeat what is decided are left out; ConfigError for those that say otherwise.
         """
         overrides, sizes = megatron.override_transformer_config, ParallelSizes.from_config(megatron).arguments()
-        decided = {**SETTINGS["decided"], **own, **sizes, "sequence_parallel": megatron.sequence_parallel}
+        sequence_parallel = megatron.sequence_parallel and megatron.tensor_model_parallel_size > 1
+        decided = {**SETTINGS["decided"], **own, **sizes, "sequence_parallel": sequence_parallel}
         taken = [name for name in overrides if name in decided and name not in SETTINGS["tunable"]["names"]]
         if wrong := ", ".join(sorted(name for name in taken if not _same(overrides[name], decided[name]))):
             raise ConfigError(f"override_transformer_config does not take {wrong}: remove it; {SETTINGS['instead']}")
-        if overrides.get("fp8_param"):
-            raise ConfigError("fp8_param: weights are kept in bfloat16, which is pushed and saved: remove fp8_param")
         return {name: value for name, value in overrides.items() if name not in taken}
 
     def model_args(self, hf_config: HFConfig, *, tp_size: int, head: Head = "lm") -> blocks.Settings:

@@ -84,9 +84,8 @@ class SampleLog:
 
     def cut(self, number: int, length: int) -> None:
         """Forget a request's tokens from an index on, which the engine has dropped; waits for steps on their way."""
-        for step in self._steps:
-            if step.arrived is not None:
-                step.arrived.synchronize()
+        if any(step.arrived for step in self._steps):
+            torch.cuda.synchronize()
         self._store_arrived()
         if (slot := self._slots.get(number)) is not None:
             self._table[slot, length:] = np.nan

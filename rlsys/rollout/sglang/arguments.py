@@ -17,8 +17,6 @@ from rlsys.rollout.hf_files import is_quantised, text_config
 from rlsys.utils.errors import ConfigError
 
 MAX_GRAPH_SEQS = 512
-LARGEST_SHARE = 0.92
-"""Of the free memory, for weights and cache: the rest is for activations and CUDA graphs."""
 SPARE_TOKENS = 8
 """SGLang ends a request a few tokens before its context is full."""
 HEAD_ROWS = 64
@@ -105,8 +103,8 @@ def _static_share(utilization: float, replica: ReplicaRank) -> float:
     if replica.size > 1 or not torch.cuda.is_initialized():
         return utilization
     free, whole = torch.cuda.mem_get_info()
-    share = utilization * whole / free
-    return share if share <= LARGEST_SHARE else utilization
+    # activations and CUDA graphs need the rest
+    return share if (share := utilization * whole / free) < 0.92 else utilization
 
 
 def _attention_arguments(path: str | Path, config: GenerationConfig) -> dict[str, object]:

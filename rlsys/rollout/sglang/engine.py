@@ -236,12 +236,8 @@ class SGLangRollout(BaseRolloutEngine):
 
     def _flush(self, wait_s: float) -> bool:
         """Clear the cache; False if some rank still has requests after `wait_s`."""
-        flush = self._engine_thread.engine.tokenizer_manager.flush_cache
-
-        def is_cleared() -> bool:
-            return self._engine_thread.wait(flush(), "flush_cache", STEP_WAIT_S).success
-
-        return poll_until(is_cleared, wait_s, every_s=POLL_S)
+        thread, flush = self._engine_thread, self._engine_thread.engine.tokenizer_manager.flush_cache
+        return poll_until(lambda: thread.wait(flush(), "flush_cache", STEP_WAIT_S).success, wait_s, every_s=POLL_S)
 
     def _unpark(self) -> None:
         """The next exchange continues, when the other ranks of the replica have been updated too."""
@@ -300,7 +296,6 @@ class SGLangRollout(BaseRolloutEngine):
         num_tokens = infos[0].get("max_total_num_tokens") if infos else None
         if num_tokens is not None and num_tokens < self.max_model_len:
             self.close()
-            raise ConfigError(
-                f"SGLang's cache holds {num_tokens} tokens, but the longest request has {self.max_model_len}; raise "
-                "actor_rollout_ref.rollout.gpu_memory_utilization (on CPU kv_cache_gib) or set max_model_len"
-            )
+            why = f"SGLang's cache holds {num_tokens} tokens, but the longest request has {self.max_model_len}"
+            key = "actor_rollout_ref.rollout.gpu_memory_utilization (on CPU kv_cache_gib)"
+            raise ConfigError(f"{why}; raise {key} or set max_model_len")

@@ -173,8 +173,8 @@ def _hook_scheduler(scheduler_cls: Any, engines: list[SchedulerEngine], settings
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager as Memory
 
-    begin, run, run_one = scheduler_cls.__init__, scheduler_cls.run_event_loop, scheduler_cls.run_batch
-    retract = Req.reset_for_retract
+    begin, run = scheduler_cls.__init__, scheduler_cls.run_event_loop
+    run_one, retract = scheduler_cls.run_batch, Req.reset_for_retract
 
     def __init__(self: object, *args: object, **kwargs: object) -> None:
         _or_exit(lambda: begin(self, *args, **kwargs))
@@ -188,9 +188,9 @@ def _hook_scheduler(scheduler_cls: Any, engines: list[SchedulerEngine], settings
         _or_exit(loop)
 
     def run_batch(self: object, batch: ScheduleBatch, *args: object, **kwargs: object) -> object:
-        reads = batch.forward_mode.is_extend() and batch.chunked_req is not None
         for engine in engines:
-            engine.sampler.half_read = batch.chunked_req.rid if reads else ""
+            part = batch.chunked_req if batch.forward_mode.is_extend() else None
+            engine.sampler.half_read = part.rid if part else ""
         return run_one(self, batch, *args, **kwargs)
 
     def reset_for_retract(self: Req) -> None:

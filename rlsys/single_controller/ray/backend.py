@@ -227,9 +227,8 @@ class RayBackend(Backend):
 
     def _ask_node(self, rank: int, question: Callable[[ProcessInfo], str]) -> str:
         """Look at a worker from its own node; an empty answer if that fails."""
-        if rank not in self._places:
-            return ""
-        return on_its_node(question, self._places[rank]) or ""
+        place = self._places.get(rank)
+        return on_its_node(question, place) or "" if place else ""
 
     def _end(self, ranks: Sequence[int]) -> None:
         """Kill actors and wait until their processes are gone."""

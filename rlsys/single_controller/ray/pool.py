@@ -49,8 +49,7 @@ class RayResourcePool(ResourcePool):
 
     def need(self) -> PoolNeed:
         """What this pool asks of a cluster, for `check_capacity`."""
-        counts, is_least = tuple(self.store[: self.num_reserved]), self.num_reserved < len(self.store)
-        return PoolNeed(self.name_prefix, counts, self.num_cpus, float(self.use_gpu), is_least)
+        return PoolNeed(self.name_prefix, tuple(self.store[: self.num_reserved]), self.num_cpus, float(self.use_gpu))
 
     def share(self) -> dict[str, float]:
         """The resources of one worker, rounded down so that all shares of a slot fit."""

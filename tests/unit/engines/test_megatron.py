@@ -70,7 +70,7 @@ def whole(engine: MegatronEngine) -> dict[str, Tensor]:
         (MODEL, 1, {"section": {"fp8": "hybrid"}}, "needs Transformer Engine"),
         (MODEL, 1, {"section": {"fp8": "hybrid"}, "lora_rank": 2}, "remove fp8"),
         (MODEL, 1, {"section": {"override_transformer_config": {"fp8": "e4m3"}}}, "needs Transformer Engine"),
-        (MODEL, 1, {"section": {"override_transformer_config": {"fp8_param": True}}}, "remove fp8_param"),
+        (MODEL, 1, {"section": {"override_transformer_config": {"fp8_param": True}}}, "take fp8_param: remove it"),
         (MODEL, 1, {"lora_rank": 2, "target_modules": ("nothing",)}, "it has down_proj, gate_proj"),
         (MODEL, 1, {"section": {"override_transformer_config": {"no_such_setting": 1}}}, "no_such_setting"),
         (MODEL, 1, {"section": {"override_transformer_config": {"calculate_per_token_loss": False}}}, "remove it"),

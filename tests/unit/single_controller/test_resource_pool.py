@@ -98,11 +98,6 @@ def test_a_refused_plan_names_the_keys_and_both_counts(needs: dict[str, tuple[in
     assert "the cluster has 64 CPUs and 16 GPUs on 2 node(s) (at most 32 and 8 on one), the plan" in str(refused.value)
 
 
-def test_a_refused_plan_of_elastic_replicas_names_the_key_of_those_that_it_starts_with() -> None:
-    with pytest.raises(ConfigError, match=r"\(actor_rollout_ref\.rollout\.min_replicas=3, by node \[1, 1, 1\]\)"):
-        check_capacity([PoolNeed("rollout", (1, 1, 1), 1, 1, is_least=True)], [NodeCapacity(32, 2)])
-
-
 def test_the_manager_gives_roles_their_pools() -> None:
     mapping = {"actor": "train", "critic": "train", "rollout": "serve"}
     manager = ResourcePoolManager({"train": [4], "serve": [2, 2]}, mapping)

@@ -195,7 +195,7 @@ def test_an_engine_is_chosen_that_can_have_the_settings(tmp_path: Path, capsys: 
     [
         ("qk_clip=true", "does not take qk_clip: remove it"),
         ("mtp_num_layers=1", "does not take mtp_num_layers: remove it"),
-        ("fp8_param=true", "remove fp8_param"),
+        ("fp8_param=true", "does not take fp8_param: remove it"),
         ("use_flash_attn=true", "use_flash_attn: Megatron-Core has no such setting; correct the name, or remove it"),
         ("attention_backend=local", "attention_backend = local: set it to auto, flash, fused or unfused"),
         ("softmax_type=vanilla", "nothing was started"),
