@@ -48,8 +48,7 @@ def masked_whiten(values: Tensor, mask: Tensor, *, dtype: torch.dtype | None = N
 def at_last_token(scores: Tensor, mask: Tensor) -> Tensor:
     """Row scores (B,) placed at the last non-zero column of `mask` (B, R); empty rows stay 0."""
     counted = mask.bool()
-    columns = torch.arange(mask.shape[1], device=mask.device)
-    last = torch.where(counted, columns, 0).amax(dim=1, keepdim=True)
+    last = torch.where(counted, torch.arange(mask.shape[1], device=mask.device), 0).amax(dim=1, keepdim=True)
     kept = torch.where(counted.any(dim=1, keepdim=True), scores.unsqueeze(1), 0)
     return scores.new_zeros(mask.shape).scatter(1, last, kept)
 

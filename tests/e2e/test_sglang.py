@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 
+from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.rollout.base import EngineContext
-from tests.contracts.rollout_engine import tiny_model
+from rlsys.rollout.partial import complete
+from rlsys.types import ModelRequest, SamplingParams
+from tests.contracts.rollout_engine import requests_of, tiny_model
 from tests.e2e.conftest import Toy
-from tests.retraction import check_retracted
+from tests.sglang_cache import check_retracted, count_read
 from trainer.main_ppo import main
 
 pytestmark = [pytest.mark.sglang, pytest.mark.skipif(find_spec("sglang") is None, reason="needs SGLang")]
@@ -68,3 +71,20 @@ def test_megatron_tp2_trains_and_sglang_serves_in_processes_of_their_own(toy: To
 def test_tokens_of_requests_that_sglang_retracts_are_those_that_it_returns(tmp_path: Path) -> None:
     tiny_model().save_pretrained(tmp_path)
     check_retracted(tmp_path, EngineContext(), wait_s=60.0)
+
+
+def test_equal_prompts_are_read_once(tmp_path: Path) -> None:
+    """Four prompts of some 40 tokens, eight answers each; a batch reads 160 tokens, and the last one of each prompt."""
+    from rlsys.rollout.sglang.engine import SGLangRollout
+
+    tiny_model().save_pretrained(tmp_path)
+    config = GenerationConfig(seed=11, max_num_seqs=32, max_num_batched_tokens=160, max_model_len=64)
+    engine = SGLangRollout(tmp_path, config, EngineContext(), methods=count_read)
+    prompts = [request.input_ids for request in requests_of(4, SamplingParams(4), shortest=40)]
+    try:
+        requests = [ModelRequest(ids, SamplingParams(4, seed=seed)) for ids in prompts for seed in range(8)]
+        assert len(complete(engine, requests)) == 32
+        total = 8 * sum(map(len, prompts))
+        assert engine.remote.call("num_read", deadline_s=30.0) < total / 4
+    finally:
+        engine.close()

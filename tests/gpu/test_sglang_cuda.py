@@ -11,7 +11,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from rlsys.rollout.base import EngineContext
 from tests.contracts.rollout_engine import EOS, VOCABULARY
 from tests.e2e.conftest import Toy, toy, two_stages  # noqa: F401
-from tests.retraction import check_retracted
+from tests.sglang_cache import check_retracted
 from trainer.main_ppo import main
 
 HAS_SGLANG = importlib.util.find_spec("sglang") is not None

@@ -7,10 +7,12 @@ SGLang schedules, batches and runs the model; we sample the tokens inside its sc
 import tempfile
 import time
 from base64 import b64decode
+from collections import defaultdict
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ALL_COMPLETED, Future, wait
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -115,7 +117,9 @@ class SGLangRollout(BaseRolloutEngine):
                 new, cancelled = self._pull()
                 if stop:
                     self._put_back(new)
-                for one in () if stop else new:
+                # copies of a prompt come last: SGLang reads them from its cache, but not within a batch
+                number = defaultdict[Sequence[int], Iterator[int]](count)
+                for one in () if stop else sorted(new, key=lambda one: next(number[one.request.input_ids])):
                     spec, given = SampleSpec.of(one), one.request
                     pending[self._submit(given.input_ids, spec, given.images, max_tokens=one.max_new_tokens)] = one
                 for one in cancelled:
@@ -188,9 +192,8 @@ class SGLangRollout(BaseRolloutEngine):
 
     def _abort(self, engine_id: str) -> None:
         """Abort a request, or all with an empty id."""
-        manager = self._engine_thread.engine.tokenizer_manager
-        abort = partial(manager.abort_request, rid=engine_id, abort_all=not engine_id)
-        self._engine_thread.loop.call_soon_threadsafe(abort)
+        abort = self._engine_thread.engine.tokenizer_manager.abort_request
+        self._engine_thread.loop.call_soon_threadsafe(partial(abort, rid=engine_id, abort_all=not engine_id))
 
     def _take_samples(self, numbers: list[int], starts: list[int] | None = None) -> tuple[np.ndarray, np.ndarray]:
         return self.remote.call("take_samples", numbers, starts, deadline_s=CALL_WAIT_S)
@@ -215,8 +218,7 @@ class SGLangRollout(BaseRolloutEngine):
     def _result(self, future: Pending) -> Mapping[str, Any]:
         """Wait for an answer while the scheduler is alive."""
         while True:
-            wait([future], timeout=1.0)
-            if future.done():
+            if wait([future], timeout=1.0).done:
                 return future.result()
             self.remote.check_alive()
 

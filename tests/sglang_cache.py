@@ -1,4 +1,4 @@
-"""An SGLang whose cache is too small for its requests, so that it retracts some and reads them again in pieces."""
+"""SGLang with a cache that is too small for its requests, so that it retracts some; and with equal prompts in it."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -48,3 +48,15 @@ def check_retracted(model: Path, context: EngineContext, *, wait_s: float) -> No
         assert all(59 <= len(response.output_tokens) <= 60 for response in responses)
     finally:
         engine.close()
+
+
+def count_read(engine: Any) -> Mapping[str, Method]:
+    """How many tokens of prompts are read, cached ones not."""
+    run_batch, num_read = engine._scheduler.run_batch, list[int]()
+
+    def run(batch: Any, *args: object, **kwargs: object) -> object:
+        num_read.append(batch.extend_num_tokens if batch.forward_mode.is_extend() else 0)
+        return run_batch(batch, *args, **kwargs)
+
+    engine._scheduler.run_batch = run
+    return {"num_read": lambda: sum(num_read)}
