@@ -122,8 +122,6 @@ def check_repeatable(fleet: RolloutFleet, vocab_size: int) -> None:
     answers = [[row.result() for row in copy] for copy in copies]
     bits = [[(one.output_tokens, one.output_logprobs) for one in copy] for copy in answers]
     if different := sum(copy != bits[0] for copy in bits):
-        why = (
-            f"{different} of {num_copies} answers to the same batch have other bits, as replicas repeat and complete it"
-        )
+        why = f"{different} of {num_copies} answers to the same batch have other bits, as several replicas complete it"
         how = "actor_rollout_ref.rollout.full_determinism=true on replicas of one kind of device"
         raise ConfigError(f"trainer.reproducible=true: {why}; set trainer.reproducible=false, or {how}")

@@ -218,7 +218,8 @@ def exit_on_sigterm() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before, sys.unraisablehook = signal.signal(signal.SIGTERM, _stop), _stop_again
+    before, ignored_before = signal.signal(signal.SIGTERM, _stop), sys.unraisablehook
+    sys.unraisablehook = _stop_again
     received, wakeup = socket.socketpair()
     wakeup.setblocking(False)
     wakeup_before = signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
@@ -231,6 +232,7 @@ def exit_on_sigterm() -> Iterator[None]:
         raise SystemExit(signal.SIGTERM) from stop  # where the signal came in a call of Ray, Ray exits with 1
     finally:
         signal.signal(signal.SIGTERM, before)
+        sys.unraisablehook = ignored_before
         signal.set_wakeup_fd(wakeup_before)
         wakeup.close()
 
