@@ -1,6 +1,5 @@
 """Whether this machine can run a job: packages, GPUs, processes, models by name, servers. Nothing heavy is imported."""
 
-import ast
 import glob
 import os
 import socket
@@ -8,10 +7,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from difflib import get_close_matches
-from fnmatch import fnmatch
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
@@ -26,6 +21,7 @@ from rlsys.fleet.external.settings import settings_of
 from rlsys.rollout.versions import SGLANG, VLLM
 from rlsys.telemetry.trackers import flat_settings
 from rlsys.utils.errors import ConfigError, raised_as
+from rlsys.utils.fields import unknown_fields
 from rlsys.utils.gpus import OTHER_GPUS
 from rlsys.utils.hub import download_config, is_hub_id
 
@@ -87,27 +83,13 @@ def _check_arguments(config: GradedJob, *, is_here: bool) -> Iterator[str]:
     """ConfigError for names in engine_kwargs that the workers' engine lacks, and a note where it is not here."""
     name = config.actor_rollout_ref.rollout.name
     asked = getattr(config.actor_rollout_ref.rollout.engine_kwargs, name, {})
-    key, known = f"actor_rollout_ref.rollout.engine_kwargs.{name}", argument_names(name) if asked and is_here else []
-    if asked and not known:
+    key = f"actor_rollout_ref.rollout.engine_kwargs.{name}"
+    fixes = unknown_fields(name, ARGUMENTS[name], asked) if asked and is_here else None
+    if asked and fixes is None:
         yield f"{key}: the workers' {name} is not installed here, so names of its arguments are not checked"
-    elif unknown := sorted(asked.keys() - {*known}):
-        near = {one: " or ".join(get_close_matches(one.replace("-", "_"), known)) for one in unknown}
-        fixes = {one: f"set {names} instead" if names else "remove it" for one, names in near.items()}
+    elif fixes:
         why = f"{name} {SERVING[name].installed()} has no such argument"
         raise ConfigError("\n".join(f"{key}.{one}: {why}; {fix}" for one, fix in fixes.items()))
-
-
-def argument_names(engine: str) -> list[str]:
-    """The fields of an installed engine's arguments, read from its source without importing it; else none."""
-    names, folders = list[str](), getattr(find_spec(engine), "submodule_search_locations", None) or ()
-    for pattern, wanted in ARGUMENTS[engine]:
-        for file in (file for folder in folders for file in Path(folder).glob(pattern)):
-            nodes = ast.parse(file.read_text(encoding="utf-8")).body
-            kinds = [node for node in nodes if isinstance(node, ast.ClassDef) and fnmatch(node.name, wanted)]
-            fields = [field for kind in kinds for field in kind.body]
-            targets = [field.target for field in fields if isinstance(field, ast.AnnAssign)]
-            names += [target.id for target in targets if isinstance(target, ast.Name)]
-    return names
 
 
 def _joins_a_cluster(config: JobConfig) -> bool:

@@ -1,9 +1,7 @@
 """Whether Megatron's parallel sizes fit the ranks; the engine checks that they fit the model."""
 
-import re
 from collections.abc import Iterator
 from importlib.util import find_spec
-from pathlib import Path
 
 from rlsys.config.checks.files import model_facts
 from rlsys.config.checks.findings import ACTOR, CRITIC, REF, Note, note, wrong
@@ -13,9 +11,10 @@ from rlsys.config.schema.base import Section
 from rlsys.config.schema.jobs import PPOConfig, SupervisedConfig, TrainedConfig
 from rlsys.config.schema.megatron import HAS_FLASH_ATTENTION, MegatronConfig, MegatronShardConfig
 from rlsys.config.schema.model import ModelConfig
+from rlsys.utils.fields import unknown_fields
 
-SETTINGS = ("core/transformer/transformer_config.py", "core/model_parallel_config.py")
-"""Files of Megatron-Core that have the settings of TransformerConfig."""
+SETTINGS = (("core/transformer/transformer_config.py", "*Config"), ("core/model_parallel_config.py", "*Config"))
+"""Files of Megatron-Core, and the classes in them, that have the settings of TransformerConfig."""
 
 
 def check_megatron(cfg: PPOConfig | SupervisedConfig) -> Iterator[str]:
@@ -67,10 +66,9 @@ def _sizes(cfg: Section, key: str, section: MegatronShardConfig, ranks: int) -> 
             yield wrong(cfg, f"{key}.{name}_parallel_size", why, fits, value=size)
             break
     overrides, own = section.override_transformer_config, f"{key}.override_transformer_config"
-    folders = getattr(find_spec("megatron"), "submodule_search_locations", None) or () if overrides else ()
-    text = "".join(path.read_text(encoding="utf-8") for core in folders for path in map(Path(core).joinpath, SETTINGS))
-    for name in (name for name in overrides if text and not re.search(rf"(?m)^    {name}:", text)):
-        yield f"{own}.{name}: Megatron-Core has no such setting; correct the name, or remove it"
+    unknown = unknown_fields("megatron", SETTINGS, overrides) if overrides else None
+    for name, fix in (unknown or {}).items():
+        yield f"{own}.{name}: Megatron-Core has no such setting; {fix}"
     if (backend := overrides.get("attention_backend") or "auto") not in ("auto", "flash", "fused", "unfused"):
         yield f"{own}.attention_backend = {backend}: set it to auto, flash, fused or unfused"
     elif backend == "flash" and find_spec("transformer_engine") and not HAS_FLASH_ATTENTION:
