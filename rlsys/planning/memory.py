@@ -18,7 +18,7 @@ from rlsys.config.schema.megatron import MegatronConfig, MegatronRoleConfig
 from rlsys.config.schema.model import FSDPConfig, ModelConfig, OptimConfig, ShardConfig
 from rlsys.config.schema.types import MicroBatches
 from rlsys.models.megatron.family import Head
-from rlsys.models.megatron.parallel import ParallelSizes, recompute_settings
+from rlsys.models.megatron.parallel import ParallelSizes, with_recompute
 from rlsys.planning import footprint as fp
 from rlsys.planning import roles as ro
 from rlsys.planning.image_encoder import plan_facts
@@ -352,7 +352,7 @@ def _role(
         sizes, fused = ParallelSizes.from_config(settings), job.device == "cuda"
         moments = 0 if optim.override_optimizer_config.optimizer_cpu_offload else 2
         pp_rank = job.stage[0] * sizes.pp // job.stage[1]
-        again = recompute_settings(settings.override_transformer_config, layers=recompute)
+        again = with_recompute(settings.override_transformer_config, layers=recompute)
         how = replace(how, recompute=again.get("recompute_granularity") == "full")
         return ro.MegatronRole(
             facts, how, sizes, ranks, pp_rank, head, trained is not None, fused, lora, moments, again

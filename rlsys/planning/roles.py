@@ -154,7 +154,7 @@ class MegatronRole:
     moments: int = 2
     """How many moments of a parameter are on the device."""
     recompute: Settings = field(default_factory=dict)
-    """Megatron's recompute_* settings."""
+    """Settings of Megatron, of which those named recompute_* count."""
 
     @cached_property
     def model(self) -> fp.Decoder:

@@ -26,7 +26,7 @@ from megatron.core.transformer.enums import AttnBackend
 
 from rlsys.models.megatron.family import Family, Head
 from rlsys.models.megatron.image_tower import ImagePacking, ImageTower
-from rlsys.models.megatron.parallel import ParallelSizes, recompute_settings
+from rlsys.models.megatron.parallel import ParallelSizes, with_recompute
 from rlsys.models.megatron.spec import HAS_TRANSFORMER_ENGINE, add_blocks, block_spec, hf_rope, mend_latent_attention
 from rlsys.models.packing import TokenRows, sequence_ends
 from rlsys.models.token_model import token_numbers
@@ -73,7 +73,7 @@ def transformer_config(
     settings["attention_backend"] = AttnBackend["auto" if backend == "flash" and not HAS_FLASH_ATTENTION else backend]
     kind = MLATransformerConfig if family.mla else TransformerConfig
     with raised_as(ConfigError, "Megatron refuses this configuration", TypeError, ValueError, AssertionError):
-        return kind(**settings | recompute_settings(overrides, layers=recompute) | overrides)
+        return kind(**settings | with_recompute(overrides, layers=recompute))
 
 
 def weigh_router_losses(config: TransformerConfig, aux: Any, z: float | None, weight: float) -> None:

@@ -9,10 +9,9 @@ from rlsys.models.megatron.blocks import Settings
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
-def recompute_settings(overrides: Settings, *, layers: bool) -> Settings:
-    """Megatron's recompute_* settings; `layers`: each layer is recomputed where `overrides` have no granularity."""
-    own = RECOMPUTE if layers and "recompute_granularity" not in overrides else {}
-    return {**own, **{name: value for name, value in overrides.items() if name.startswith("recompute_")}}
+def with_recompute(overrides: Settings, *, layers: bool) -> Settings:
+    """The overrides with what is recomputed; `layers`: each layer is, where they have no recompute_granularity."""
+    return {**(RECOMPUTE if layers and "recompute_granularity" not in overrides else {}), **overrides}
 
 
 @dataclass(frozen=True)

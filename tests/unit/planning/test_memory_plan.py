@@ -11,7 +11,7 @@ import pytest
 from rlsys.config import PPOConfig, load_config
 from rlsys.config.schema.model import OptimConfig, OverrideOptimizerConfig
 from rlsys.config.schema.types import MicroBatches
-from rlsys.models.megatron.parallel import ParallelSizes, recompute_settings
+from rlsys.models.megatron.parallel import ParallelSizes, with_recompute
 from rlsys.planning import footprint as fp
 from rlsys.planning.memory import Device, Lengths, Machine, MemoryPlan, Stage, largest_pass, plan_memory
 from rlsys.planning.roles import Computing, FsdpRole, MegatronRole, Pass
@@ -274,7 +274,7 @@ def test_megatron_training_of_7b_on_two_h200(tp: int, measured_gib: float) -> No
 def recomputing(overrides: dict[str, Any], *, count: int = 1, vp: int = 1) -> tuple[int, int]:
     """Bytes of activations in the first of two stages, for micro-batches of 100 tokens, and of what one layer keeps."""
     sizes, size = ParallelSizes(tp=2, pp=2, vp=vp, sequence_parallel=True), Pass(100, 1, count)
-    settings = recompute_settings(overrides, layers=True)
+    settings = with_recompute(overrides, layers=True)
     role = MegatronRole(SHAPES["7B"], Computing(2, "cuda", recompute=True), sizes, ranks=8, recompute=settings)
     passing = fp.layer_passing_bytes(role.model, 100, c=2, tp=2, backward=True)
     return role.training(size)["activations"] - passing, role.layer_saved_bytes(size)
