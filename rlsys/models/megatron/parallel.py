@@ -10,8 +10,12 @@ RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "re
 
 
 def with_recompute(overrides: Settings, *, layers: bool) -> Settings:
-    """The overrides with what is recomputed; `layers`: each layer is, where they have no recompute_granularity."""
-    return {**(RECOMPUTE if layers and "recompute_granularity" not in overrides else {}), **overrides}
+    """The overrides with what is recomputed; `layers`: each layer is, where they have no recompute_granularity.
+
+    Whole layers are recomputed one by one where neither recompute_method nor recompute_num_layers says how.
+    """
+    full = overrides.get("recompute_granularity", "full" if layers else None) == "full"
+    return overrides | {name: how for name, how in RECOMPUTE.items() if full and overrides.get(name) is None}
 
 
 @dataclass(frozen=True)

@@ -127,6 +127,13 @@ def transformer_config_of(model: Any, overrides: dict[str, Any]) -> Any:
     return megatron(random_model(model), section={"override_transformer_config": overrides}).chunks[0].config
 
 
+@pytest.mark.parametrize("more", [{}, {"recompute_method": None, "recompute_num_layers": None}])
+def test_whole_layers_are_recomputed_one_by_one_where_nothing_says_how(more: dict[str, Any]) -> None:
+    """As a dry run takes it; the second is how verl's configurations have it. Megatron itself refuses both."""
+    (config,) = run_ranks(1, transformer_config_of, MODELS["qwen2-tied"], {"recompute_granularity": "full", **more})
+    assert (config.recompute_method, config.recompute_num_layers) == ("uniform", 1)
+
+
 def test_an_attention_backend_reaches_transformer_engine() -> None:
     assert run_ranks(1, attention_switches, "flash") == [["1", "0", "0"]]
     assert run_ranks(1, attention_switches, None) == [["1", "1", "1"]]

@@ -289,6 +289,7 @@ def test_activations_of_megatron_are_planned_as_its_settings_recompute_them() ->
     whole, saved = recomputing({})
     assert whole == 14 * point + saved
     assert recomputing({GRANULARITY: None})[0] == 14 * saved
+    assert recomputing({GRANULARITY: "full", METHOD: None, NUMBER: None})[0] == whole
     assert recomputing({GRANULARITY: "full", METHOD: "uniform", NUMBER: 4})[0] == 4 * point + 4 * saved
     assert recomputing({NUMBER: 7}, count=2)[0] == 2 * 2 * point + 7 * saved
     assert recomputing({GRANULARITY: "full", METHOD: "block", NUMBER: 10})[0] == 10 * point + 4 * saved
