@@ -56,9 +56,8 @@ class SupervisedTrainer(CheckpointedLoop):
         if isinstance(rows, RowStream):
             self.cursor: Cursor | RowStream = rows
         else:
-            dataset = fingerprint(rows)
-            self.cursor = Cursor(num_rows, batch_size=size, seed=data.seed, shuffle=data.shuffle, dataset=dataset)
-            self.cursor.restarts = run.resume_changed
+            options = {"batch_size": size, "seed": data.seed, "shuffle": data.shuffle}
+            self.cursor = Cursor(num_rows, **options, dataset=fingerprint(rows), restarts=run.resume_changed)
         self.steps_per_epoch = num_rows // size
         self.total_steps = total_steps(num_rows, size, run.total_epochs, run.total_training_steps)
         self.dp_size = num_ranks // shared_by(config.engine)

@@ -37,14 +37,12 @@ class Cursor:
     Raises ConfigError if the dataset is smaller than a batch.
     """
 
-    restarts = False
-
     def __init__(
-        self, num_rows: int, *, batch_size: int, seed: int = 1, shuffle: bool = True, dataset: str = ""
+        self, num_rows: int, *, batch_size: int, seed: int = 1, shuffle: bool, dataset: str = "", restarts: bool = False
     ) -> None:
         check_enough_rows(num_rows, batch_size)
         self._num_rows, self._batch_size, self._shuffle, self._dataset = num_rows, batch_size, shuffle, dataset
-        self._seed, self._epoch, self._position = seed, 0, 0
+        self._seed, self._restarts, self._epoch, self._position = seed, restarts, 0, 0
 
     def next(self) -> BatchRows:
         """The next batch."""
@@ -74,7 +72,7 @@ class Cursor:
                 is_setting = name in ("seed", "shuffle")
                 what = f"data.{name} is {new}" if is_setting else f"the training rows have changed: {name} is {new}"
                 what = f"{what}, but the checkpoint was saved with {old}"
-                if self.restarts:
+                if self._restarts:
                     logging.getLogger(__name__).warning("%s; trainer.resume_changed=true: a new epoch begins", what)
                     self._epoch, self._position = state["epoch"] + 1, 0
                     return

@@ -46,7 +46,7 @@ def test_a_resumed_cursor_continues_as_if_nothing_happened(
 
 @given(sizes, st.integers(0, 1000))
 def test_an_epoch_takes_no_row_twice_and_drops_what_fills_no_batch(size: tuple[int, int], seed: int) -> None:
-    cursor = Cursor(size[0], batch_size=size[1], seed=seed)
+    cursor = Cursor(size[0], batch_size=size[1], seed=seed, shuffle=True)
     for epoch in range(3):
         steps = take(cursor, size[0] // size[1])
         rows = [r for s in steps for r in s.rows]
@@ -70,7 +70,7 @@ def test_another_batch_size_continues_from_the_same_row() -> None:
 
 def test_a_dataset_smaller_than_a_batch_is_a_config_error_that_names_both() -> None:
     with pytest.raises(ConfigError, match=r"3 usable rows, fewer than a batch of 4: set data\.train_batch_size"):
-        Cursor(3, batch_size=4)
+        Cursor(3, batch_size=4, shuffle=True)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_a_dataset_smaller_than_a_batch_is_a_config_error_that_names_both() -> N
     ],
 )
 def test_a_position_in_other_data_is_refused(change: dict[str, Any], message: str) -> None:
-    cursor = Cursor(6, batch_size=2, seed=1, dataset="d")
+    cursor = Cursor(6, batch_size=2, seed=1, shuffle=True, dataset="d")
     kind = ConfigError if "saved with" in message else CheckpointError  # settings, not a damaged checkpoint
     with pytest.raises(kind, match=message):
         cursor.load_state_dict({**cursor.state_dict(), **change})
@@ -95,11 +95,11 @@ def test_a_position_in_other_data_is_refused(change: dict[str, Any], message: st
 
 @pytest.mark.parametrize("kind", [Cursor, partial(SamplerCursor, RandomSampler(range(9)))])
 def test_other_rows_begin_a_new_epoch_where_they_may(kind: Any, caplog: pytest.LogCaptureFixture) -> None:
-    cursor = kind(9, batch_size=2, dataset="other")
-    state = cursor.state_dict() | {"num_rows": 6, "dataset": "d", "position": 2}
+    make = partial(kind, 9, batch_size=2, shuffle=True, dataset="other")
+    state = make().state_dict() | {"num_rows": 6, "dataset": "d", "position": 2}
     with pytest.raises(ConfigError, match=r"set trainer\.resume_changed=true for a new epoch"):
-        cursor.load_state_dict(state)
-    cursor.restarts = True
+        make().load_state_dict(state)
+    cursor = make(restarts=True)
     cursor.load_state_dict(state)
     assert "num_rows is 9, but the checkpoint was saved with 6; trainer.resume_changed=true" in caplog.text
     batches = [cursor.next() for _ in range(4)]
@@ -137,7 +137,7 @@ class Squares(AbstractSampler):
 def test_a_resumed_sampler_continues_as_if_nothing_happened(kind: Any, done: int) -> None:
     def new(state_of_the_process: int) -> SamplerCursor:
         torch.manual_seed(state_of_the_process)
-        return SamplerCursor(kind(range(11)), 11, batch_size=3, seed=5, dataset="d")
+        return SamplerCursor(kind(range(11)), 11, batch_size=3, seed=5, shuffle=True, dataset="d")
 
     whole = take(new(1), done + 4)
     first = new(2)
@@ -157,7 +157,7 @@ def test_a_sampler_that_does_not_fit_the_rows_is_refused(tmp_path: Path) -> None
         create_rl_sampler(config, range(3))
     assert create_rl_sampler(DataConfig(), range(3)) is None
     with pytest.raises(ConfigError, match=r"RandomSampler yields .* at least 2 positions below 3"):
-        SamplerCursor(RandomSampler(range(900)), 3, batch_size=2, seed=1).next()
+        SamplerCursor(RandomSampler(range(900)), 3, batch_size=2, seed=1, shuffle=True).next()
 
 
 class Reversing(Squares):
@@ -179,7 +179,7 @@ class Reversing(Squares):
 
 def test_what_a_sampler_learns_does_not_change_the_state_of_before() -> None:
     sampler, again = Reversing(range(4), None), Reversing(range(4), None)
-    cursor, resumed = (SamplerCursor(one, 4, batch_size=4, seed=1, dataset="d") for one in (sampler, again))
+    cursor, resumed = (SamplerCursor(one, 4, batch_size=4, shuffle=True, dataset="d") for one in (sampler, again))
     before = cursor.state_dict()
     drawn = cursor.next().rows
     sampler.order.reverse()

@@ -45,7 +45,7 @@ class Trainer(RayPPOTrainer):
 
 def test_a_sampler_does_not_learn_while_it_is_drawn_from() -> None:
     sampler = Curriculum()
-    cursor = SamplerCursor(sampler, 8, batch_size=8, seed=1)
+    cursor = SamplerCursor(sampler, 8, batch_size=8, shuffle=True)
     dataset, nothing = MagicMock(), cast(Any, None)
     dataset.__len__.return_value = 8
     trainer = Trainer(config(), nothing, {}, nothing, nothing, train_dataset=dataset, train_sampler=sampler)
