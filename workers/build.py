@@ -20,7 +20,7 @@ from rlsys.engines.fsdp.sharding import tensor_parallel_plan
 from rlsys.engines.mesh import ensure_process_group
 from rlsys.interfaces import TrainEngine
 from rlsys.models.flops import MfuMeter, peak_flops
-from rlsys.models.hf import Head, build, read_config
+from rlsys.models.hf import Head, build, dtype_name, read_config
 from rlsys.models.megatron.family import decoder_family, need_packed_delta
 from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
 from rlsys.utils.errors import ConfigError, raised_as
@@ -79,9 +79,9 @@ def _engine(model: ModelConfig, section: Shard, run: EngineRun, *, sp_size: int,
     return FSDPEngine(model, engine_options, shard=section, sp_size=sp_size)
 
 
-def check_model(key: str, model: ModelConfig, section: Shard, *, head: Head = "lm") -> None:
+def check_model(key: str, model: ModelConfig, section: Shard, *, head: Head = "lm", device: str = "auto") -> None:
     """ConfigError that names `key` unless the engine of `section` trains the model as configured; reads config.json
-    only."""
+    only. A dtype that depends on the `device` is not compared where that is "auto"."""
     assert model.path is not None, "the start model is resolved before workers start"
     with raised_as(ConfigError, f"{key}", ConfigError):
         if isinstance(section, MegatronShardConfig):
@@ -89,7 +89,8 @@ def check_model(key: str, model: ModelConfig, section: Shard, *, head: Head = "l
             if family.linear:
                 need_packed_delta()
             family.check(hf_config, RankPlace(ParallelSizes.from_config(section)))
-            family.free_overrides(section, family.transformer_config(hf_config))
+            dtype = None if section.dtype == device == "auto" else dtype_name(section.dtype, device)
+            family.free_overrides(section, family.transformer_config(hf_config, dtype))
         else:
             config, packed = read_config(model), model.use_remove_padding
             built = build(config, head=head, packed=packed, trust_remote_code=model.trust_remote_code)
@@ -104,7 +105,7 @@ def check_models(config: PPOConfig | SupervisedConfig, *, all_here: bool = True)
     """
     for key, model, section, head in _models(config):
         if all_here or not (model.path is None or is_hub_id(model.path)):
-            check_model(key, model, section, head=head)
+            check_model(key, model, section, head=head, device=config.trainer.device)
 
 
 def _models(config: PPOConfig | SupervisedConfig) -> Iterator[tuple[str, ModelConfig, Shard, Head]]:

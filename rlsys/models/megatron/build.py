@@ -40,10 +40,9 @@ def transformer_config(
 ) -> TransformerConfig:
     """Megatron's configuration of the model split as `megatron` says; ConfigError for settings it refuses."""
     sizes = ParallelSizes.from_config(megatron)
-    own = family.transformer_config(hf_config)
+    own = family.transformer_config(hf_config, dtype)
     if scaled := hf_rope(family, hf_config):
         own["softmax_scale"] = scaled[1] ** 2 * own["kv_channels"] ** -0.5
-    own |= {"params_dtype": dtype, "pipeline_dtype": dtype, "bf16": dtype == torch.bfloat16}
     overrides = family.free_overrides(megatron, own)
     fp8 = overrides.get("fp8", megatron.fp8 if isinstance(megatron, MegatronConfig) else None)
     if fp8 is not None and not HAS_TRANSFORMER_ENGINE:

@@ -103,9 +103,12 @@ class Family:
         self.rope(hf_config)
         self.layers_of(hf_config, place)
 
-    def transformer_config(self, hf_config: HFConfig) -> blocks.Settings:
-        """Keyword arguments of Megatron's TransformerConfig, or MLATransformerConfig when `mla`; no parallel sizes."""
+    def transformer_config(self, hf_config: HFConfig, dtype: object = None) -> blocks.Settings:
+        """Keyword arguments of Megatron's TransformerConfig, or MLATransformerConfig when `mla`; no parallel sizes, and
+        types only with a `dtype` of parameters and computation, which is torch's or its name."""
         settings = self.settings(hf_config)
+        if dtype is not None:
+            settings |= {"params_dtype": dtype, "pipeline_dtype": dtype, "bf16": str(dtype).endswith("bfloat16")}
         layers = range(settings["num_layers"])
         if self.linear:
             settings["linear_attention_freq"] = [int(self.is_linear(hf_config, layer)) for layer in layers]

@@ -194,6 +194,7 @@ def test_an_engine_is_chosen_that_can_have_the_settings(tmp_path: Path, capsys: 
     ("override", "says"),
     [
         ("qk_clip=true", "does not take qk_clip: remove it"),
+        ("bf16=true", "does not take bf16: remove it"),
         ("mtp_num_layers=1", "does not take mtp_num_layers: remove it"),
         ("fp8_param=true", "does not take fp8_param: remove it"),
         ("use_flash_attn=true", "use_flash_attn: Megatron-Core has no such setting; remove it"),
@@ -210,6 +211,7 @@ def test_a_dry_run_refuses_what_megatron_would(
     given = [f"actor_rollout_ref.model.path={tmp_path}", "data.train_files=null", "data.val_files=null"]
     actor = "actor_rollout_ref.actor"
     given += [f"{actor}.strategy=megatron", f"{actor}.megatron.override_transformer_config.{override}"]
+    given += ["trainer.device=cpu"]
     with pytest.raises(SystemExit):
         checked_config(["--dry-run", "--config-name=quickstart", *given], PPOConfig)
     printed = capsys.readouterr()

@@ -41,6 +41,24 @@ def test_what_cannot_be_cut_is_refused(model: str, sizes: dict[str, Any], says: 
     assert str(error.value).startswith("critic.megatron: ")
 
 
+def test_types_are_those_of_the_key_for_them(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["qwen2-tied"]))
+
+    def check(dtype: Any, device: str, **overrides: object) -> None:
+        sizes = MegatronConfig(full_determinism=False, dtype=dtype, override_transformer_config=overrides)
+        check_model("critic.megatron", ModelConfig(path=str(tmp_path)), sizes, device=device)
+
+    for dtype, device, name, value in (
+        ("float32", "auto", "params_dtype", "bfloat16"),
+        ("auto", "cpu", "bf16", True),
+        ("auto", "cuda", "pipeline_dtype", "float32"),
+    ):
+        with pytest.raises(ConfigError, match=f"does not take {name}: remove it; .* dtype .* keys of their own"):
+            check(dtype, device, **{name: value})
+    check("bfloat16", "auto", params_dtype="bfloat16", pipeline_dtype="bfloat16", bf16=True)
+    check("auto", "auto", params_dtype="bfloat16", bf16=True)
+
+
 def test_what_can_be_cut_passes(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODELS["qwen3-moe"]))
     sizes = MegatronConfig(full_determinism=False, tensor_model_parallel_size=2, expert_model_parallel_size=4)
