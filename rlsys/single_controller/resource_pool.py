@@ -69,10 +69,7 @@ def split_resource_pool(resource_pool: P, split_size: int | Sequence[int]) -> li
     ConfigError unless the sizes add up to the pool.
     """
     total = resource_pool.world_size
-    if isinstance(split_size, int):
-        sizes = [split_size] * (total // split_size) if split_size > 0 else []
-    else:
-        sizes = list(split_size)
+    sizes = [split_size] * (total // max(1, split_size)) if isinstance(split_size, int) else [*split_size]
     if sum(sizes) != total or any(size < 1 for size in sizes):
         raise ConfigError(f"a pool of {total} processes cannot be split into parts of {split_size}")
     starts = [sum(sizes[:part]) for part in range(len(sizes))]
@@ -89,6 +86,8 @@ def merge_resource_pool(first: P, second: P) -> P:
 
 SECTIONS = {"train": "trainer", "reward_model": "reward.reward_model", "teacher": "distillation"}
 """Where the configuration has the nodes of a pool."""
+KEYS = {"rollout": "trainer.rollout_workers=", "first rollout": "actor_rollout_ref.rollout.min_replicas="}
+"""Where it has the processes of others."""
 
 
 @dataclass(frozen=True)
@@ -109,11 +108,11 @@ class PoolNeed:
     gpus_per_process: float
 
     def __str__(self) -> str:
-        """The keys that a pool of `rlsys.config.pools` is from, with their values."""
+        """The keys that a pool of `rlsys.config.pools` is from, with their values; "first ..." is a part of a pool."""
         counts = self.process_on_nodes
         if section := SECTIONS.get(self.name):
             return f"{section}.nnodes={len(counts)} {section}.n_gpus_per_node={counts[0]}"
-        key = "trainer.rollout_workers=" if self.name == "rollout" else f"pool '{self.name}': "
+        key = KEYS.get(self.name, f"pool '{self.name}': ")
         return f"{key}{sum(counts)}, by node {list(counts)}"
 
 

@@ -49,7 +49,8 @@ class RayResourcePool(ResourcePool):
 
     def need(self) -> PoolNeed:
         """What this pool asks of a cluster, for `check_capacity`."""
-        return PoolNeed(self.name_prefix, tuple(self.store[: self.num_reserved]), self.num_cpus, float(self.use_gpu))
+        name = self.name_prefix if self.num_reserved == len(self.store) else f"first {self.name_prefix}"
+        return PoolNeed(name, tuple(self.store[: self.num_reserved]), self.num_cpus, float(self.use_gpu))
 
     def share(self) -> dict[str, float]:
         """The resources of one worker, rounded down so that all shares of a slot fit."""

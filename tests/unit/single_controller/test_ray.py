@@ -169,6 +169,20 @@ def test_a_manager_checks_the_whole_plan() -> None:
         manager.create_resource_pool()
 
 
+@pytest.mark.parametrize(
+    ("least", "says"),
+    [
+        ({"rollout": 9}, r"needs 10 CPUs .*; actor_rollout_ref\.rollout\.min_replicas=9, by node"),
+        ({}, r"needs 17 CPUs .*; trainer\.rollout_workers=16, by node"),
+    ],
+)
+def test_a_cluster_too_small_for_the_first_replicas_names_their_key(least: dict[str, int], says: str) -> None:
+    pools = {"train": [1], "rollout": [1] * 16}
+    manager = ResourcePoolManager(pools, {"actor": "train", "rollout": "rollout"}, use_gpu=False, min_nodes=least)
+    with pytest.raises(ConfigError, match=says):
+        manager.create_resource_pool()
+
+
 def test_connect_takes_the_cluster_that_is_there(tmp_path: Path) -> None:
     timeline = tmp_path / "timeline.json"
     again = connect({"num_cpus": 1}, timeline_json_file=str(timeline))

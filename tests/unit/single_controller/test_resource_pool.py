@@ -31,7 +31,7 @@ def test_a_split_pool_keeps_its_nodes_apart() -> None:
     assert second.slots[0].index == 2
 
 
-@pytest.mark.parametrize("size", [0, 3, 9, [4, 3], [9, -1], []])
+@pytest.mark.parametrize("size", [0, -8, 3, 9, [4, 3], [9, -1], []])
 def test_a_split_that_does_not_add_up_is_refused(size: int | list[int]) -> None:
     with pytest.raises(ConfigError, match="cannot be split"):
         split_resource_pool(ResourcePool([4, 4]), size)
