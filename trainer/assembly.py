@@ -38,7 +38,6 @@ from trainer.prompt_groups import OpenAnswers, PromptGroups
 from trainer.prompts import num_steps, training_prompts
 from trainer.reporting import Reporter
 from trainer.residency import SYNC, Moves, Residency, Resident
-from trainer.rewards import reward_pool
 from trainer.source import GroupFilter, Prompts, RolloutSource
 from trainer.staleness_advice import StalenessAdvisor
 from trainer.staleness_window import StalenessWindow
@@ -84,7 +83,6 @@ def assemble(
     residency.enter(SYNC)  # to connect weights where they will be pushed
     with ExitStack() as stack:
         judge = serve_judge(cfg, groups.judge, stack) if groups.judge is not None else ""
-        pool = stack.enter_context(reward_pool(cfg.reward, judge=judge))
         if pools.external:
             fleet, transfer = connect_servers(cfg, groups.actor)
             score = fleet.compute_log_prob
@@ -101,7 +99,7 @@ def assemble(
             score = (fleet if isinstance(fleet, ElasticFleet) else groups.rollout).compute_log_prob
         stack.callback(fleet.close)
         reporter.count("gen", lambda: (fleet.counts["answered"], fleet.counts["issued"]))
-        graded = graded_rollout(cfg, fleet, inputs.tokenizer, pool, stack, reporter.stage)
+        graded = graded_rollout(cfg, fleet, inputs.tokenizer, stack, reporter.stage, judge)
         if isinstance(graded, EpisodeRollout):
             graded = replace(graded, best_effort=reporter.best_effort)
         source = training_source(cfg, inputs, graded, fleet)

@@ -45,6 +45,7 @@ from rlsys.utils.errors import ConfigError, DataError, RolloutError, result_with
 from trainer.generation import GradedRollout, fleet_generate, meta_of_all_calls, training_sampling, validation_sampling
 from trainer.prompt_groups import EPISODES, OpenAnswers, PromptGroup, PromptGroups
 from trainer.prompts import load_processor
+from trainer.rewards import reward_pool
 
 ConfigT = TypeVar("ConfigT", PPOConfig, EvalConfig)
 AGENTS = {"single_turn_agent": "RLVRWorkflow", "tool_agent": "ToolWorkflow"}
@@ -245,10 +246,11 @@ def check_episodes(results: Sequence[EpisodeResult], cfg: GradedJob) -> None:
 
 
 def graded_rollout(
-    cfg: GradedJob, fleet: RolloutFleet, tokenizer: Tokenizer, pool: RewardPool, stack: ExitStack, stage: StageTimer
+    cfg: GradedJob, fleet: RolloutFleet, tokenizer: Tokenizer, stack: ExitStack, stage: StageTimer, judge: str = ""
 ) -> GradedRollout:
-    """The configured rollout, by episodes where there is a workflow; `stack` closes what it starts."""
-    ends = answer_ends(tokenizer)
+    """The configured rollout, by episodes where there is a workflow; `stack` closes what it starts. `judge` as in
+    `reward_pool`."""
+    ends, pool = answer_ends(tokenizer), stack.enter_context(reward_pool(cfg.reward, judge=judge))
     rollout = GradedRollout(
         generate=partial(fleet_generate, fleet),
         manager=build_reward_manager(cfg, tokenizer, pool),

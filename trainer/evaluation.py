@@ -30,7 +30,7 @@ from trainer.generation import GradedRollout, validation_sampling
 from trainer.groups import RolloutGroup, start_group
 from trainer.local_files import load_tokenizer, with_local_files
 from trainer.prompts import load_processor, load_prompts
-from trainer.rewards import check_data_sources, reward_pool
+from trainer.rewards import check_data_sources
 from trainer.run_folder import run_folder
 from trainer.source import joined
 from workers.build import EngineRun
@@ -136,13 +136,12 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
         worker = worker_class(rollout.name)
         group: RolloutGroup = start_group(backend, run, "rollout", worker, model, rollout, engine, "auto")
         stack.callback(group.close)
-        pool = stack.enter_context(reward_pool(config.reward))
         num_rows = len(dataset) * rollout.val_kwargs.n
         fleet = group_fleet(group, rollout, run.deadlines, num_rows=num_rows, restartable=True)
         stack.callback(fleet.close)
         counts = {"gen": lambda: (fleet.counts["answered"], fleet.counts["issued"])}
         progress = stack.enter_context(Progress(total_steps=1, title=run.experiment_name, counts=counts))
-        graded = graded_rollout(config, fleet, tokenizer, pool, stack, StageTimer(progress.stage))
+        graded = graded_rollout(config, fleet, tokenizer, stack, StageTimer(progress.stage))
 
         def show(batch: DataProto, step: int) -> None:
             if run.validation_data_dir is not None:

@@ -21,7 +21,6 @@ from rlsys.telemetry.metrics import StageTimer
 from rlsys.utils.errors import ConfigError
 from trainer.episodes import EpisodeRollout, graded_rollout
 from trainer.local_files import load_tokenizer, with_local_files, with_start_assets
-from trainer.rewards import reward_pool
 from trainer.run_folder import CONFIG
 
 
@@ -52,8 +51,7 @@ def _replay(episode: JsonObject, folder: Path) -> int:
     start = EpisodeStart(episode["row"], episode["seed"], episode["name"], EpisodeLog(episode["log"], is_closed=True))
     no_engine: Any = SimpleNamespace(sample=None, generate=None)
     with ExitStack() as stack:
-        pool = stack.enter_context(reward_pool(cfg.reward))
-        rollout = graded_rollout(cfg, no_engine, tokenizer, pool, stack, StageTimer())
+        rollout = graded_rollout(cfg, no_engine, tokenizer, stack, StageTimer())
         if not isinstance(rollout, EpisodeRollout):
             raise ConfigError(f"{folder / CONFIG}: actor_rollout_ref.rollout has no workflow")
         rollout.runner.deadline_s = None
