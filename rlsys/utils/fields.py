@@ -19,8 +19,7 @@ def unknown_fields(package: str, places: Iterable[tuple[str, str]], given: Colle
         for file in (file for folder in folders for file in Path(folder).glob(pattern)):
             for kind in ast.parse(file.read_text(encoding="utf-8")).body:
                 if isinstance(kind, ast.ClassDef) and fnmatch(kind.name, wanted):
-                    targets = [field.target for field in kind.body if isinstance(field, ast.AnnAssign)]
-                    known += [target.id for target in targets if isinstance(target, ast.Name)]
+                    known += [ast.unparse(field.target) for field in kind.body if isinstance(field, ast.AnnAssign)]
     near = {one: " or ".join(get_close_matches(one.replace("-", "_"), known)) for one in sorted({*given} - {*known})}
     fixes = {one: f"set {names} instead" if names else "remove it" for one, names in near.items()}
     return fixes if known else None
