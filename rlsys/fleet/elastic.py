@@ -9,9 +9,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from rlsys.fleet.fleet import IN_USE, POLL_S, RolloutFleet
-from rlsys.fleet.requests import Replica, ReplicaState
+from rlsys.fleet.requests import Replica, ReplicaState, ReplicaStatus
 from rlsys.protocol import DataProto
-from rlsys.utils.errors import RolloutError
+from rlsys.utils.errors import DeadlineError, RolloutError
 
 log = logging.getLogger(__name__)
 RETRY_S = 5.0
@@ -54,8 +54,12 @@ class ElasticFleet(RolloutFleet):
                 self._set(entry, "away")
 
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """Given responses scored by a replica that serves."""
-        replica: Any = next(one.replica for one in self._replicas if one.state == "ready")
+        """Given responses scored by a replica that serves; DeadlineError if none does within `health_s`."""
+        with self._change:
+            if not (serving := self._change.wait_for(lambda: self._in_state("ready"), self.deadlines.health_s)):
+                states = ", ".join(f"{one.replica.name} ({one.state})" for one in self._replicas)
+                raise DeadlineError(states, "compute_log_prob", self.deadlines.health_s, "no replica serves")
+        replica: Any = serving[0].replica
         return replica.compute_log_prob(data)
 
     @contextmanager
@@ -71,7 +75,7 @@ class ElasticFleet(RolloutFleet):
             with super().pushing(version):
                 self._wait_for_replicas()  # one may have been lost in its last exchange
                 until_served.enter_context(self._transfer)
-                receivers = self._in_use()
+                receivers = self._in_state(*IN_USE)
                 if (ranks := tuple(self._ranks[entry.replica.name] for entry in receivers)) != self._connected:
                     self._connected = ()
                     self.connect(ranks)
@@ -87,15 +91,14 @@ class ElasticFleet(RolloutFleet):
             log.info("no replica serves: the weights are pushed to those that have joined")
             self.push()
 
-    def _in_use(self) -> list[ReplicaState]:
-        """The replicas that weights are pushed to."""
-        return [entry for entry in self._replicas if entry.state in IN_USE]
+    def _in_state(self, *states: ReplicaStatus) -> list[ReplicaState]:
+        return [entry for entry in self._replicas if entry.state in states]
 
     def _wait_for_replicas(self) -> None:
         limit_s = self.deadlines.restart_s
         with self._change:
-            if not self._change.wait_for(lambda: len(self._in_use()) >= self.min_replicas, limit_s):
-                away = ", ".join(one.replica.name for one in self._replicas if one not in self._in_use())
+            if not self._change.wait_for(lambda: len(self._in_state(*IN_USE)) >= self.min_replicas, limit_s):
+                away = ", ".join(one.replica.name for one in self._replicas if one not in self._in_state(*IN_USE))
                 least = f"rollout.min_replicas={self.min_replicas}"
                 raise RolloutError(f"{least}, and no node with room for {away} for {limit_s:g} s; see `ray status`")
 
@@ -158,7 +161,7 @@ class ElasticFleet(RolloutFleet):
 
     def _copy_from_peer(self, newcomer: Replica) -> None:
         """Have the least loaded replica send its weights, between two exchanges."""
-        if not (serving := [entry for entry in self._replicas if entry.state == "ready"]):
+        if not (serving := self._in_state("ready")):
             raise RolloutError("no replica serves")
         peer = min(serving, key=lambda entry: entry.load).replica
         self._check_version(peer)

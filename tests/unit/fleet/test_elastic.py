@@ -9,7 +9,8 @@ import pytest
 
 from rlsys.fleet.elastic import ElasticFleet
 from rlsys.fleet.fleet import FleetDeadlines
-from rlsys.utils.errors import RolloutError, WeightTransferError
+from rlsys.protocol import DataProto
+from rlsys.utils.errors import DeadlineError, RolloutError, WeightTransferError
 from tests.timing import scaled_s, wait_until
 from tests.unit.fleet.test_fleet import Scripted, assert_answered, quick, requests_of, results
 
@@ -33,6 +34,9 @@ class Elastic(Scripted):
             self.is_starting = True
             self.killed.wait(deadline_s)
             self.is_starting = False
+
+    def compute_log_prob(self, data: DataProto) -> DataProto:
+        return data
 
 
 class Nodes:
@@ -227,6 +231,23 @@ def test_requests_of_a_drained_and_of_a_lost_replica_continue() -> None:
         assert wait_until(lambda: replicas[0].restarts, 10)
         weights.push(fleet, 3)
         assert weights.connected[-1] == (0, 2)
+
+
+def test_given_responses_wait_for_a_replica_that_serves_and_then_name_those_that_do_not() -> None:
+    here, late, weights = Elastic(0, running=False), Elastic(1, running=False), Weights()
+    rows = DataProto(meta_info={"asked": True})
+    with elastic([here, late], weights) as fleet:
+        away = (
+            r"^replica 0 \(away\), replica 1 \(away\) did not answer within .* 'compute_log_prob': no replica serves$"
+        )
+        with pytest.raises(DeadlineError, match=away):
+            fleet.compute_log_prob(rows)
+        late.placed = True
+        assert wait_until(lambda: late.restarts, 10)
+        serving = threading.Thread(target=weights.push, args=(fleet, 1))
+        serving.start()
+        assert fleet.compute_log_prob(rows) is rows
+        serving.join(scaled_s(10))
 
 
 def test_a_replica_that_a_health_check_takes_out_in_an_exchange_leaves_once() -> None:
