@@ -134,9 +134,8 @@ class BaseRolloutEngine(ABC):
         """When the waiting exchange wants a report, 0 if none does; when the last one was."""
 
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollout")
-        self._is_serving = False
-        self._peers_run = False
-        """Whether ranks that decode in step with this one have requests."""
+        self._is_serving = self._peers_run = False
+        """Whether the thread decodes; whether ranks that decode in step with this one have requests."""
 
     @abstractmethod
     def _decode(self) -> bool:
@@ -297,7 +296,7 @@ class BaseRolloutEngine(ABC):
             sampled, end = until_end(whole[len(one.delivered) : len(returned)], one)
             if one.is_cancelled:
                 continue
-            if tokens is not None and [*one.delivered, *sampled[:, 0]] != returned:
+            if tokens is not None and [*one.delivered, *sampled[:, 0]][: len(returned)] != returned:
                 raise RolloutError(f"the engine returned other tokens than were sampled for request {one.rid}")
             if end is None and not self._stopped():
                 raise RolloutError(f"the engine ended request {one.rid} after {len(returned)} tokens, before its end")

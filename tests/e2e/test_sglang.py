@@ -68,9 +68,12 @@ def test_megatron_tp2_trains_and_sglang_serves_in_processes_of_their_own(toy: To
     check(lines, tmp_path / "weights")
 
 
-def test_tokens_of_requests_that_sglang_retracts_are_those_that_it_returns(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("wait_s", "updates"), [(60.0, 0), (0.02, 20)])
+def test_tokens_of_requests_that_sglang_retracts_are_those_that_it_returns(
+    wait_s: float, updates: int, tmp_path: Path
+) -> None:
     tiny_model().save_pretrained(tmp_path)
-    check_retracted(tmp_path, EngineContext(), wait_s=60.0)
+    check_retracted(tmp_path, EngineContext(), wait_s=wait_s, updates=updates)
 
 
 def test_equal_prompts_are_read_once(tmp_path: Path) -> None:

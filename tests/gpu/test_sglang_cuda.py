@@ -32,10 +32,14 @@ def test_a_run_serves_in_two_stages(enforce_eager: bool, on_update: str, toy: To
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("wait_s", [0.05, 60.0])
-def test_tokens_of_requests_that_sglang_retracts_are_those_that_it_returns(wait_s: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("wait_s", "updates"), [(0.05, 0), (60.0, 0), (0.02, 100)])
+def test_tokens_of_requests_that_sglang_retracts_are_those_that_it_returns(
+    wait_s: float, updates: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A step runs ahead of the outputs here: SGLang drops the token of a request that it retracts meanwhile."""
+    if updates:
+        monkeypatch.setenv("SGLANG_TEST_RETRACT", "1")  # one in three steps, right after updates too
     sizes = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
     shape = Qwen3Config(vocab_size=VOCABULARY, num_hidden_layers=2, head_dim=64, eos_token_id=EOS, **sizes)
     Qwen3ForCausalLM(shape).bfloat16().save_pretrained(tmp_path)
-    check_retracted(tmp_path, EngineContext("cuda"), wait_s=wait_s)
+    check_retracted(tmp_path, EngineContext("cuda"), wait_s=wait_s, updates=updates)

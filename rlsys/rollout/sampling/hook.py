@@ -89,8 +89,7 @@ class RowSampler:
         else:
             samples = self._kernel_rows.force(logits, positions)
             if self._torch_rows is not None:
-                at = self._index
-                some = logits[at]
+                some = logits[at := self._index]
                 samples[at] = self._torch_rows.force(some, positions[at])
                 logits[at] = some
         if self.logged:

@@ -31,9 +31,6 @@ class _Step:
     samples: Tensor
     arrived: torch.cuda.Event | None = None
 
-    def has_arrived(self) -> bool:
-        return self.arrived is None or self.arrived.query()
-
 
 class SampleLog:
     """Tokens and log-probabilities by request.
@@ -82,19 +79,10 @@ class SampleLog:
             self._free += freed
         return taken
 
-    def cut(self, number: int, length: int) -> None:
-        """Forget a request's tokens from an index on, which the engine has dropped; waits for steps on their way."""
-        if any(step.arrived for step in self._steps):
-            torch.cuda.synchronize()
-        self._store_arrived()
-        if (slot := self._slots.get(number)) is not None:
-            self._table[slot, length:] = np.nan
-            self._lengths[slot] = min(self._lengths[slot], length)
-
     def _store_arrived(self) -> None:
         """Move the steps that have arrived on the host into the table."""
         arrived: list[_Step] = []
-        while self._steps and self._steps[0].has_arrived():
+        while self._steps and ((event := self._steps[0].arrived) is None or event.query()):
             arrived.append(self._steps.popleft())
         if not arrived:
             return

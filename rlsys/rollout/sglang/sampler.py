@@ -43,6 +43,7 @@ class SchedulerSampler:
         self.samples: Tensor | None = None
         self.temperature, self.half_read = 1.0, ""
         self._rids: Sequence[str] = ()
+        self._repeats = dict[str, tuple[int, int, np.ndarray]]()
         self._lock = threading.Lock()
 
     def force(self, logits: Tensor, rids: Sequence[str], last_positions: Tensor) -> None:
@@ -58,6 +59,15 @@ class SchedulerSampler:
             if self.half_read and self.half_read in rids:
                 positions[rids.index(self.half_read)] = -1
             self.samples = self.rows.force(logits, positions)
+            for rid in [rid for rid in self._repeats if rid in rids]:
+                row, (number, first, drawn) = rids.index(rid), self._repeats[rid]
+                at = int(self.samples[row, 0]) - first
+                if at >= len(drawn):
+                    del self._repeats[rid]
+                elif at >= 0:
+                    self.samples[row, 1:] = torch.from_numpy(drawn[at])
+                    logits[row, int(drawn[at, 0])] = torch.inf  # above the forced one
+                    self.rows.log.add([number], self.samples[row : row + 1])
 
     def add(self, rids: Sequence[str], samples: Tensor) -> None:
         """Log the samples (N, 5) of `RowSampler.force` that the last pipeline stage made for these requests."""
@@ -70,15 +80,21 @@ class SchedulerSampler:
         with self._lock:
             return self.rows.log.take(numbers, starts)
 
-    def cut(self, rid: str, length: int) -> None:
-        """As `SampleLog.cut`, of a request that SGLang will continue from that many tokens."""
-        with self._lock:
-            self.rows.log.cut(int(rid.partition(SEPARATOR)[0]), length)
+    def retract(self, rid: str, length: int) -> None:
+        """Draw the tokens of a request from an index on again as they were: SGLang drops them, but they may be known.
+
+        Waits for steps on their way.
+        """
+        if (spec := spec_of(rid)) is not None:
+            if self.rows.device.type == "cuda":
+                torch.cuda.synchronize()
+            with self._lock:
+                self._repeats[rid] = spec.number, length, self.rows.log.take([spec.number], [length])[1]
 
     def clear(self) -> None:
         """Drop samples that were made after their request had ended."""
         with self._lock:
-            self.rows.log, self._rids = SampleLog(), ()
+            self.rows.log, self._rids, self._repeats = SampleLog(), (), {}
 
 
 def install(sampler_of: Callable[[Any], SchedulerSampler | None]) -> None:

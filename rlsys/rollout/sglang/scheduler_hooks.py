@@ -196,7 +196,7 @@ def _hook_scheduler(scheduler_cls: Any, engines: list[SchedulerEngine], settings
     def reset_for_retract(self: Req) -> None:
         retract(self)
         for engine in engines:
-            engine.sampler.cut(self.rid, len(self.output_ids))
+            engine.sampler.retract(self.rid, len(self.output_ids))
 
     def counted(method: Callable[..., object], count: str = "num_stops") -> Callable[..., object]:
         def call(self: object, *args: object, **kwargs: object) -> object:

@@ -62,16 +62,3 @@ def test_running_requests_are_read_from_an_index_on_and_stay() -> None:
     assert (second[:, 0].tolist(), len(unknown)) == ([10, 11, 12, 13, 14], 0)
     assert taken(log, 4)[:, 0].tolist() == [10, 11, 12, 13, 14]
     assert len(taken(log, 4)) == 0
-
-
-def test_what_an_engine_drops_is_forgotten_and_drawn_again() -> None:
-    log = SampleLog()
-    for at in range(3):
-        log.add([4, 6], torch.tensor([row(4, at), row(6, at)], dtype=torch.float64))
-    log.cut(4, 1)
-    log.cut(9, 1)
-    [left] = by_request(*log.take([4], starts=[0]))
-    assert left.tolist() == [row(4, 0)[1:]]
-    log.add([4], torch.tensor([[1, 77, -1, -2, 1]], dtype=torch.float64))
-    assert taken(log, 4).tolist() == [row(4, 0)[1:], [77, -1, -2, 1]]
-    check(log, 6, 3)

@@ -152,6 +152,32 @@ def test_samples_of_a_later_stage_are_logged_by_the_first_rank_alone() -> None:
         assert table.tolist() == [[7.0, -1.0, -2.0, 1.0]] * logged
 
 
+def test_what_sglang_drops_of_a_request_that_it_retracts_is_drawn_again_as_it_was() -> None:
+    """The worker may know the token of a step that ran ahead, and other weights would draw another one."""
+    rng = torch.Generator().manual_seed(5)
+    sampler = SchedulerSampler(11, torch.device("cpu"), logged=True)
+    rids = [request_id(SampleSpec(number, 3, SamplingParams(9, seed=number))) for number in (4, 6)]
+
+    def draw(rids: list[str], *indices: int) -> list[int]:
+        logits = torch.randn(len(rids), 97, generator=rng)
+        sampler.force(logits, rids, torch.tensor(indices) + 2)
+        return logits.argmax(1).tolist()
+
+    tokens = [draw(rids, at, at) for at in range(4)]
+    before = sampler.take([4], [0])[1]
+    sampler.retract("HEALTH_CHECK_1", 0)
+    sampler.retract(rids[0], 1)
+    draw(rids[1:], 4)
+    sampler.half_read = rids[0]
+    draw(rids, 0, 5)
+    sampler.half_read = ""
+    again = [draw(rids, at, at + 5)[0] for at in range(1, 6)]
+    assert again[:3] == [first for first, _ in tokens[1:]]
+    counts, after = sampler.take([4, 6])
+    assert (counts.tolist(), after[:4].tolist()) == ([6, 11], before.tolist())
+    assert after[4:6, 0].tolist() == again[3:]
+
+
 def test_copies_of_the_attention_have_as_many_requests_each() -> None:
     place = ReplicaRank(3, 4, "127.0.0.1:9")
     copies = arguments(replica=place, data_parallel_size=4, expert_parallel_size=4)
