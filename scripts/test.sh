@@ -2,7 +2,7 @@
 # Install what the tests need into .venv (once) and run them; arguments go to pytest, e.g. `scripts/test.sh -m slow`.
 # Without arguments the tests run in parts, each in a process of its own, the longest first: tests that fork ranks need one
 # in which neither Ray nor a trainer has run. On 2 cores three run at a time, since those that start Ray wait much.
-# `scripts/test.sh -m gpu` runs the tests that need GPUs in parts too, sixteen at a time on one GPU and 24 on two.
+# `scripts/test.sh -m gpu` runs the tests that need GPUs in parts too, sixteen at a time on one GPU and 28 on two.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/install.sh
@@ -23,39 +23,38 @@ run() {  # part, GPUs: print the output of its tests when they have ended and no
 export -f run
 export log
 
-gpu=(  # the longest first
-  'tests/gpu/test_gated_delta_cuda.py -k (trains_as)and(tp2)'
-  'tests/gpu/test_gated_delta_cuda.py -k (trains_as)and(cp2)'
-  'tests/gpu/test_gated_delta_cuda.py -k (trains_as)and(dp2)'
-  'tests/gpu/test_gated_delta_cuda.py -k (trains_as)and(pp2)'
-  'tests/gpu/test_gated_delta_cuda.py -k (trains_as)and(1-one-full)'
-  'tests/gpu/test_gated_delta_cuda.py -k (trains_as)and((ep2)or(1-one-lora))'
-  'tests/gpu/test_gated_delta_cuda.py -k next-float32'
-  'tests/gpu/test_gated_delta_cuda.py -k next-bfloat16'
+gpu=(  # the longest first; gated delta layers in two waves, since all of them build the same kernels
+  'tests/gpu/test_gated_delta_cuda.py -k (trains_as)and(full)and(not(1-one))'
   'tests/gpu/test_gated_delta_cuda.py -k (float64)and(3.5)'
-  'tests/gpu/test_gated_delta_cuda.py -k bit_by_bit'
+  'tests/gpu/test_gated_delta_cuda.py -k next-float32'
   'tests/e2e/test_gated_delta.py -k fsdp'
   'tests/e2e/test_gated_delta.py -k not(fsdp)'
   'tests/e2e/test_vision.py -k (images_on_a_gpu)and(fsdp)'
   'tests/e2e/test_vision.py -k (images_on_a_gpu)and(megatron)'
-  'tests/gpu/test_fsdp_cuda.py -k compiled'
+  'tests/gpu/test_sglang_cuda.py -k keep'
+  'tests/gpu/test_sglang_cuda.py -k recompute'
   'tests/gpu/test_megatron_cuda.py -k not((every_layout)or(of_the_source)or(shared_sequences)or(float64)or(products)or(fp8_trains))'
   'tests/gpu/test_megatron_cuda.py -k (products)or(fp8_trains)'
   'tests/gpu/test_fsdp_cuda.py -k not((compiled)or(loss_and_gradients))'
   tests/gpu/test_several_nodes_cuda.py
   'tests/e2e/test_experts.py -k (large_updates)and(sglang)'
+  'tests/e2e/test_router_replay.py -k (vllm)and(not(copies))'
+  'tests/gpu/test_vllm_cuda.py -k two_stages'
+  'tests/gpu/test_sglang_cuda.py -k retracts'
   'tests/gpu/test_elastic_cuda.py -k sglang'
   'tests/gpu/test_fp8_cuda.py -k 128-sglang'
-  'tests/gpu/test_vllm_cuda.py -k two_stages'
-  'tests/gpu/test_vllm_cuda.py -k not(two_stages)'
   'tests/gpu/test_fp8_cuda.py -k (kernel)or(128-vllm)'
-  'tests/e2e/test_router_replay.py -k (vllm)and(not(copies))'
-  'tests/e2e/test_router_replay.py -k vllm-copies'
   tests/gpu/test_vision_cuda.py
+  'tests/gpu/test_fsdp_cuda.py -k compiled'
+  'tests/gpu/test_vllm_cuda.py -k not(two_stages)'
+  'tests/e2e/test_router_replay.py -k vllm-copies'
   'tests/gpu/test_megatron_cuda.py -k trains_as'
   'tests/gpu/test_megatron_cuda.py -k same_adapters'
   'tests/gpu/test_megatron_cuda.py -k (of_the_source)or(float64)'
   'tests/gpu/test_megatron_cuda.py -k shared_sequences'
+  'tests/gpu/test_gated_delta_cuda.py -k (trains_as)and(lora)and(not(1-one))'
+  'tests/gpu/test_gated_delta_cuda.py -k (trains_as)and(1-one)'
+  'tests/gpu/test_gated_delta_cuda.py -k next-bfloat16'
   'tests/gpu/test_elastic_cuda.py -k vllm'
   'tests/e2e/test_router_replay.py -k (sglang)and(not(copies))'
   'tests/e2e/test_router_replay.py -k sglang-copies'
@@ -67,7 +66,6 @@ gpu=(  # the longest first
   'tests/gpu/test_fp8_cuda.py -k checkpoint[latent]'
   'tests/gpu/test_fp8_cuda.py -k 64-sglang'
   'tests/gpu/test_fp8_cuda.py -k checkpoint[64]'
-  'tests/gpu/test_fsdp_cuda.py -k loss_and_gradients'
   'tests/e2e/test_experts.py -k (large_updates)and(vllm)'
   'tests/gpu/test_fp8_cuda.py -k 64-vllm'
   'tests/e2e/test_latent_attention.py -k vllm'
@@ -78,6 +76,8 @@ gpu=(  # the longest first
   'tests/gpu/test_fp8_cuda.py -k experts-vllm'
   'tests/gpu/test_fp8_cuda.py -k copies-sglang'
   'tests/gpu/test_fp8_cuda.py -k copies-vllm'
+  'tests/gpu/test_fsdp_cuda.py -k loss_and_gradients'
+  'tests/gpu/test_gated_delta_cuda.py -k bit_by_bit'
 )
 first=(
   'tests/e2e/test_[a-m]*.py'
@@ -104,7 +104,7 @@ else
   done < <(grep -rl --include='test_*.py' 'mark\.gpu' tests)
   orders=(all all) at_once=16
   if [ "$(nvidia-smi -L | wc -l)" -ge 2 ]; then
-    orders=('0,1' '1,0') at_once=24  # tests that need one GPU take the first that they see
+    orders=('0,1' '1,0') at_once=28  # tests that need one GPU take the first that they see
   fi
   for part in "$rest" "${gpu[@]}"; do
     printf '%s -m gpu\0%s\0' "$part" "${orders[number++ % 2]}"
