@@ -46,9 +46,8 @@ def collate_episodes(
     if IMAGES in columns:
         columns[IMAGES] = object_array([row.images for row in rows])
     extra: dict[str, object] = {}
-    scored = [result.end == "stop" and not result.counts.get("ungraded") for result in results]
     for name in dict.fromkeys(name for result in results for name in result.extra):
-        values = [one.extra.get(name, None if name == "acc" and own else 0.0) for one, own in zip(results, scored)]
+        values = [one.extra.get(name, None if name == "acc" and one.end == "stop" else 0.0) for one in results]
         if all(isinstance(value, int | float | None) for value in values):
             extra[name] = object_array([None if value is None else float(value) for value in values])
     return DataProto.from_dict(tensors, columns | extra, {**prompts.meta_info, "reward_extra_keys": sorted(extra)})

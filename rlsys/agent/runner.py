@@ -59,7 +59,8 @@ class EpisodeStart:
 class EpisodeResult:
     """How an episode ended and its training rows, none where it failed or was rejected.
 
-    `end` is stop, a budget (turns, length, context, tool), rejected, deadline or error; `counts` what happened in it.
+    `end` is stop, ungraded where its grader gave no score, a budget (turns, length, context, tool), rejected, deadline
+    or error; `counts` what happened in it.
     """
 
     rows: Sequence[TraceRow]
@@ -264,7 +265,8 @@ class EpisodeRunner:
                 outcome = await workflow.run(row, session)
             rows, score = _scored(outcome, session)
             session.log.differs |= session.log.has_unread
-            end = "rejected" if outcome is None else session.end or ("stop" if rows else "no_draw")
+            returned = "ungraded" if session.counts["ungraded"] else "stop"
+            end = "rejected" if outcome is None else session.end or (returned if rows else "no_draw")
             return EpisodeResult(rows, score.reward, end, extra=dict(score.extra))
         except (RolloutError, WeightTransferError, DeadlineError, ConfigError):
             raise

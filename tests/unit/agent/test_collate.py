@@ -89,7 +89,7 @@ def test_an_episode_that_its_workflow_scores_has_no_accuracy_and_one_without_a_s
         replace(graded, extra={"acc": 1.0, "tool_reward": 0.5}),
         own,
         replace(cut, end="length"),
-        replace(lost, counts={"ungraded": 1}, extra={"reward_error": "no answer"}),
+        replace(lost, end="ungraded", extra={"reward_error": "no answer"}),
     ]
     columns = batch_of(results).non_tensor_batch
     assert list(columns["acc"]) == [1.0, None, 0.0, 0.0]

@@ -9,6 +9,7 @@ import threading
 import time
 from concurrent.futures import wait
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -30,6 +31,7 @@ from tests.timing import scaled_s
 from tests.unit.agent import user_tools
 from tests.unit.agent.engine import RandomEngine, settings_for, tool_pool
 from tests.unit.agent.templates import HERMES, tokenizer_with
+from trainer.source import joined
 
 TOKENIZER = tokenizer_with(HERMES)
 TEMPLATE = ChatTemplate(TOKENIZER, kinds=("user", "tool"))
@@ -37,6 +39,8 @@ ROW = {"prompt": [{"role": "user", "content": "6*7?"}], "reward_model": {"ground
 
 
 async def grade(row, answer, extra_info):
+    if answer == "lost":
+        return Score(0.0, extra={"reward_error": "the grader is gone"})
     return Score(float(answer == row["reward_model"]["ground_truth"]), extra={"turns": extra_info["num_turns"]})
 
 
@@ -429,6 +433,27 @@ def test_episodes_become_a_batch_in_verls_columns(episode):
     assert np.array_equal(batch.non_tensor_batch["turns"], [2.0, 0.0])
     metrics = episode_metrics([two, failed])
     assert (metrics["agent/end/error"], metrics["agent/num_turns/mean"]) == (1.0, 1.5)
+
+
+def test_an_episode_whose_grader_is_lost_ends_ungraded_and_not_as_scored_by_its_workflow(episode):
+    async def with_bonus(row, session):
+        return (await session.grade(await session.draw(row["prompt"]))).reward + 0.5
+
+    async def itself(row, session):
+        await session.draw(row["prompt"])
+        return 0.5
+
+    async def graded(row, session):
+        score = await session.grade(await session.draw(row["prompt"]))
+        return Score(score.reward, extra={"acc": score.reward})
+
+    lost, own = episode(with_bonus, lambda _: "lost"), episode(itself, lambda _: "lost")
+    right = episode(graded, lambda _: "42")
+    assert [(one.end, one.reward) for one in (lost, own, right)] == [("ungraded", 0.5), ("stop", 0.5), ("stop", 1.0)]
+    prompts = DataProto.from_dict({"prompts": torch.zeros(2, 1)}, {"uid": object_array(["0-0", "0-0"])})
+    collate = partial(collate_episodes, prompts=prompts, pad_token_id=0, prompt_length=64, response_length=128)
+    apart = joined([collate([lost, own]), collate([right, right])]).non_tensor_batch["acc"]
+    assert list(apart) == [0.0, None, 1.0, 1.0]
 
 
 def test_a_branch_is_a_row_of_its_own(episode):
