@@ -138,6 +138,5 @@ def joined(parts: Sequence[DataProto]) -> DataProto:
         for name in (name for name in names if name not in columns):
             given_none = ("ok", "stop") if name == "acc" else ("ok",)  # episodes that their workflow scored
             columns[name] = object_array([0.0 if name in numbers and one not in given_none else None for one in status])
-        meta = part.meta_info | ({"reward_extra_keys": names} if names else {})
-        filled.append(DataProto(part.batch, columns, meta))
+        filled.append(DataProto(part.batch, columns, part.meta_info | ({"reward_extra_keys": names} if names else {})))
     return DataProto.concat(filled)

@@ -213,12 +213,15 @@ def filter_groups(batch: DataProto, *, metric: str = "seq_reward") -> tuple[Data
     """The rows of groups whose metric varies (DAPO's dynamic sampling), in their order, and how many were dropped.
 
     `metric`: `seq_final_reward`, or `seq_reward` or `score` (the row sum of the token-level rewards or scores), or a
-    non-tensor column of numbers such as `acc`. Metrics: training/filter_groups_{kept,dropped}, in groups.
+    non-tensor column of numbers such as `acc`, in whose place episodes that have none, as those that their workflow
+    scored, have their score. Metrics: training/filter_groups_{kept,dropped}, in groups.
     """
-    if metric in ROW_SUMS:
-        values = column(batch, ROW_SUMS[metric]).sum(dim=1) + branch_rewards(batch)
+    scores = column(batch, ROW_SUMS.get(metric, SCORES)).sum(dim=1) + branch_rewards(batch)
+    if metric == "acc" and "episode_end" in batch.non_tensor_batch:
+        accs = batch.non_tensor_batch.get("acc", [None] * len(batch))
+        values = torch.tensor([score if acc is None else acc for acc, score in zip(accs, scores.tolist())])
     else:
-        values = _numbers(batch, metric, "filter_groups.metric", ROW_SUMS)
+        values = scores if metric in ROW_SUMS else _numbers(batch, metric, "filter_groups.metric", ROW_SUMS)
     ids, answered = group_ids(batch), column(batch, "response_mask").any(dim=1)
     keep, uids = informative_groups(values, ids) & answered, batch.non_tensor_batch.get("uid", ids.tolist())
     # an episode that failed has a group of its own (`collate_episodes`), but goes where its prompt goes

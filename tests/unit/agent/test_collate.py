@@ -202,6 +202,16 @@ def test_turns_are_compared_within_their_prompt() -> None:
     assert out[:, 3].tolist() == [0.0, 0.0, 0.75, -0.75, -0.5, 0.5]
 
 
+@pytest.mark.parametrize("with_graded", [True, False])
+def test_a_filter_by_accuracy_takes_the_score_of_episodes_that_their_workflow_scored(with_graded: bool) -> None:
+    own = [episode(1, reward) for reward in (0.5, 0.25, 0.5, 0.5)]
+    right = [replace(episode(2, reward), extra={"acc": 1.0}) for reward in (1.1, 0.9)]
+    batch = batch_of([*own, *(right if with_graded else own[:2])])
+    batch.non_tensor_batch["uid"] = object_array(["a", "a", "b", "b", "c", "c"])
+    kept, _ = filter_groups(batch, metric="acc")
+    assert kept.non_tensor_batch["uid"].tolist() == ["a", "a"] + ["c", "c"] * (not with_graded)
+
+
 def test_failed_episodes_are_filtered_with_their_prompt() -> None:
     failed = EpisodeResult((), 0.0, "error")
     batch = batch_of([episode(1, 1.0), failed, episode(1, 1.0), episode(1, 1.0), failed, episode(1, 0.0)])
