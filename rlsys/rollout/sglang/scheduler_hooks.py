@@ -93,8 +93,8 @@ class SchedulerEngine:
         scheduler = self._scheduler
 
         def is_idle() -> bool:
-            batches = getattr(scheduler, "mbs", ())  # on their way through the stages
-            return not any(batches) if scheduler._engine_paused else scheduler.is_fully_idle()
+            # while it is paused, batches (mbs) may still be on their way through the stages
+            return not any(getattr(scheduler, "mbs", ())) if scheduler._engine_paused else scheduler.is_fully_idle()
 
         _wait_until(lambda: self.num_stops > self._num_seen_stops and is_idle(), "stop SGLang")
         self._num_seen_stops = self.num_stops
