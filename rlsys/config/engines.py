@@ -24,7 +24,8 @@ class RolloutBackend:
     RemoteSettings. `weights_in`: the worker's process, a child process of it, or a server. `dims`: its parallel sizes
     in an allocation (d data, t tensor, e expert, p pipeline). `settings`: the keys that it reads of those that only
     some engines read, which are vLLM's.
-    `cache_share_of`: it allocates its cache at start, as a share of the device's memory or of the free memory.
+    `cache_share_of`: it allocates its cache at start, as a share of the device's memory or of the free memory
+    (`share_of_free`).
     `drops_weights`: its weights can be dropped while it sleeps.
     """
 
@@ -62,6 +63,16 @@ def rollout_backends() -> tuple[RolloutBackend, ...]:
 def rollout_backend(name: str) -> RolloutBackend:
     """The engine of this name; one that is not registered yet is assumed to support every setting."""
     return _BACKENDS.get(name) or RolloutBackend(name, None, "process", "dtep", VLLM_SETTINGS)
+
+
+def share_of_free(utilization: float, free: int, whole: int, *, ranks: int) -> float:
+    """The share of the free memory of a GPU, of which SGLang takes a share, that is `utilization` of its whole memory.
+
+    They differ beside a trainer. `utilization` itself where so much is not free, since activations and CUDA graphs
+    need the rest, and for a rank of a larger replica: the caches of all ranks must be equal, and what is free on the
+    other GPUs is not known.
+    """
+    return utilization * whole / free if ranks == 1 and utilization * whole < 0.92 * free else utilization
 
 
 def decoder_sizes(hf_config: Mapping[str, object]) -> dict[str, int]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from rlsys.config import PPOConfig, plan_batches
 from rlsys.config.checks.batches import sequence_ranks
 from rlsys.config.checks.files import model_facts
-from rlsys.config.engines import rollout_backend
+from rlsys.config.engines import rollout_backend, share_of_free
 from rlsys.config.plan import BatchPlan, RolePlan
 from rlsys.config.schema.megatron import MegatronConfig, MegatronRoleConfig
 from rlsys.config.schema.model import FSDPConfig, ModelConfig, OptimConfig, ShardConfig
@@ -141,8 +141,8 @@ class MemoryPlan:
 def plan_memory(cfg: PPOConfig, machine: Machine, *, lengths: Lengths | None = None) -> MemoryPlan:
     """The memory of every stage, by default of rows as long as they may be.
 
-    Of pipeline stages the one that needs most is returned. vLLM takes its share of the device, SGLang of what is
-    free when it starts. ConfigError for a model without a table.
+    Of pipeline stages the one that needs most is returned. vLLM and a SGLang of one process take their share
+    of the device, ranks of a larger SGLang of what is free when it starts. ConfigError for a model without a table.
     """
     job = PlanInputs(cfg, machine, lengths or Lengths.longest(cfg))
     pools, by_stage = job.plan.pools, list[tuple[Stage, ...]]()
@@ -215,8 +215,9 @@ def _engine(job: PlanInputs, beside: ro.Bytes) -> ro.Bytes:
     c = width_of(rollout.dtype, job.device)
     weights = fp.served_bytes(job.machine.actor, rollout, c=c)
     if (cache_share_of := rollout_backend(rollout.name).cache_share_of) is not None:
-        there = job.machine.device_bytes - (sum(beside.values()) if cache_share_of == "free" else 0)
-        share = int(there * rollout.gpu_memory_utilization) - weights
+        whole, asked = job.machine.device_bytes, rollout.gpu_memory_utilization
+        free = whole - (sum(beside.values()) if cache_share_of == "free" else 0)
+        share = int(free * share_of_free(asked, free, whole, ranks=rollout.replica_size)) - weights
         return {ROLLOUT_WEIGHTS: weights, CACHE: max(0, share) if job.device == "cuda" else rollout.kv_cache_gib << 30}
     rows = min(rollout.max_num_seqs, -(-job.cfg.data.gen_batch_size * rollout.n // job.plan.pools.rollout_ranks))
     prompts = min(-(-rows // rollout.n) * job.lengths.prompt, rollout.max_num_batched_tokens)

@@ -150,8 +150,7 @@ class _Sizes:
             return
         size = self.largest(key, stage, least, room=sum(self.needs({key: least}, stage).values()))
         needs = self.needs({key: size}, stage)
-        total = sum(needs.values())
-        if total > self.machine.device_bytes:
+        if (total := sum(needs.values())) > self.machine.device_bytes:
             raise _refusal(f"{stage} with one sequence at a time", needs, self.machine, key)
         self.choose(key, size, f" ({total / GIB:.1f} GiB)" if needs else "")
 
@@ -187,11 +186,10 @@ def choose_sizes(
     sizes.choose_update(policy.actor, plan.actor, MODEL, ACTOR_BUDGET, least)
     if plan.critic is not None:
         sizes.choose_update(critic, plan.critic, "critic.model", CRITIC_BUDGET, of_critic)
+        sizes.choose_scoring(f"critic.forward_{_TOKENS}", critic.scoring, CRITIC_BUDGET, "values", of_critic)
     sizes.choose_scoring(f"{ROLLOUT}.{scored}", policy.rollout.scoring, ACTOR_BUDGET, "old_log_prob", least)
     if cfg.use_reference:
         sizes.choose_scoring(f"{_POLICY}.ref.{scored}", policy.ref.scoring, ACTOR_BUDGET, "ref", least)
-    if plan.critic is not None:
-        sizes.choose_scoring(f"critic.forward_{_TOKENS}", critic.scoring, CRITIC_BUDGET, "values", of_critic)
     if grader.enable:
         key = f"reward.reward_model.forward_{_TOKENS}"
         sizes.choose_scoring(key, grader.scoring, key, "reward_model", longest)

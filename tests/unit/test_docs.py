@@ -297,3 +297,15 @@ def test_tables_of_planned_steps_are_what_their_commands_print(shown_by: str) ->
     command = [sys.executable, *shlex.split(shown[1])[1:]]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=scaled_s(120), check=True)
     assert done.stdout.strip() == shown[2]
+
+
+def test_the_memory_table_is_what_its_command_prints() -> None:
+    text = (ROOT / "docs" / "oom.md").read_text()
+    shown = re.search(
+        r"(python scripts/plan.py --memory smollm2 --model 7B .*)\n```.*?prints\n\n```\n(.*?)\n```", text, re.DOTALL
+    )
+    assert shown is not None
+    command = [sys.executable, *shlex.split(shown[1])[1:]]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=scaled_s(60), check=False)
+    assert done.returncode == 1, "it does not fit"
+    assert done.stdout.strip() == shown[2]

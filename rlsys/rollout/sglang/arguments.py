@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rlsys.config.engines import QUANTIZATION
+from rlsys.config.engines import QUANTIZATION, share_of_free
 from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.models.hf import dtype_name
 from rlsys.models.quantized import block_settings
@@ -95,16 +95,11 @@ def server_arguments(
 
 
 def _static_share(utilization: float, replica: ReplicaRank) -> float:
-    """The share of the free memory, of which SGLang takes a share, that is `utilization` of all memory of the GPU.
-
-    They differ beside a trainer in this process. `utilization` itself where so much is not free, and for a rank of a
-    larger replica: the caches of all ranks must be equal, and what is free on the other GPUs is not known.
-    """
-    if replica.size > 1 or not torch.cuda.is_initialized():
+    """SGLang's share of what is free beside a trainer in this process."""
+    if not torch.cuda.is_initialized():
         return utilization
     free, whole = torch.cuda.mem_get_info()
-    # activations and CUDA graphs need the rest
-    return share if (share := utilization * whole / free) < 0.92 else utilization
+    return share_of_free(utilization, free, whole, ranks=replica.size)
 
 
 def _attention_arguments(path: str | Path, config: GenerationConfig) -> dict[str, object]:

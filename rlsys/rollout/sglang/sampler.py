@@ -118,8 +118,7 @@ def install(sampler_of: Callable[[Any], SchedulerSampler | None]) -> None:
     def sample(self: object, logits_output: Any, forward_batch: Any) -> object:
         sampler = sampler_of(self)
         if sampler is not None and forward_batch.rids:
-            mode = forward_batch.forward_mode
-            last = forward_batch.positions if mode.is_decode() else forward_batch.seq_lens - 1
+            last = forward_batch.positions if forward_batch.forward_mode.is_decode() else forward_batch.seq_lens - 1
             logits = logits_output.next_token_logits
             sampler.force(logits, forward_batch.rids, last[: logits.shape[0]])
             if sampler.samples is not None and get_pp_group().world_size > 1:

@@ -236,10 +236,18 @@ def test_stages_share_layers_with_their_weights_and_their_cache() -> None:
     assert fp.served_cache(fp.decoder_of(SHAPES["7B"]), rollout) == 7 * 2 * 512 // 2
 
 
-def test_sglang_takes_its_share_of_what_the_actor_leaves() -> None:
+def test_sglang_takes_its_share_of_the_device_or_of_what_the_actor_leaves() -> None:
+    """One process takes that share of the device, if so much is free, and ranks of a larger replica of what is free."""
     names = ("actor_rollout_ref.rollout.name=sglang", "actor_rollout_ref.rollout.gpu_memory_utilization=0.5")
-    by_name = stages(planned(config(*names, "trainer.n_gpus_per_node=1"), SHAPES["tiny"], device_bytes=10 * GIB))
-    assert sum_of(by_name["rollout"], "rollout weights", "cache") == (10 * GIB - 3 * 4 * N) // 2
+    one, two = (f"trainer.n_gpus_per_node={size}" for size in (1, 2))
+    small, tp2 = 5 * 4 * N, "actor_rollout_ref.rollout.tensor_model_parallel_size=2"
+    for settings, device_bytes, size in (
+        ([one], 10 * GIB, 5 * GIB),
+        ([one], small, (small - 3 * 4 * N) // 2),
+        ([two, tp2], 10 * GIB, int(10 * GIB - 3 * 4 * N / 2) // 2),
+    ):
+        by_name = stages(planned(config(*names, *settings), SHAPES["tiny"], device_bytes=device_bytes))
+        assert sum_of(by_name["rollout"], "rollout weights", "cache") == size
     apart = config(*names, "trainer.n_gpus_per_node=1", "trainer.rollout_workers=1")
     (_, serving, _) = planned(apart, SHAPES["tiny"], device_bytes=10 * GIB).rollout
     assert sum_of(serving, "rollout weights", "cache") == 5 * GIB
