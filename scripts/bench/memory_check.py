@@ -51,6 +51,7 @@ class TensorBytes:
     """Stands in for torch.cuda in the ledger of a CPU run: bytes of the tensors that Python can reach."""
 
     def memory_stats(self) -> dict[str, int]:
+        gc.unfreeze()  # the engines of the job freeze what lives when they start
         gc.collect()
         storages = {}
         for tensor in gc.get_objects():
