@@ -1,6 +1,6 @@
 """Asynchronous training against synchronous training on the same devices, with long-tailed answer lengths.
 
-    python scripts/bench/async.py --out runs/async
+    python scripts/bench/async.py
     python scripts/bench/async.py --out runs/async --steps 20 --longest 16384 --median 400 --batch 64 --answers 8 \\
       --devices 2 -- actor_rollout_ref.model.path=MODEL actor_rollout_ref.rollout.name=vllm
 
@@ -169,7 +169,7 @@ def measure(args: argparse.Namespace, kind: str, k: int, more: list[str]) -> dic
 def main() -> int:
     split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=lambda path: Path(path).absolute(), required=True)
+    parser.add_argument("--out", type=Path, default=Path("runs/async"))
     parser.add_argument("--child", choices=KINDS, help=argparse.SUPPRESS)
     for name, default in (
         ("steps", 10),
@@ -186,6 +186,7 @@ def main() -> int:
     parser.add_argument("--ks", type=int, nargs="*", default=[1, 2, 4, 8])
     parser.add_argument("--kinds", choices=KINDS, nargs="+", default=KINDS)
     args, more = parser.parse_args(sys.argv[1:split]), sys.argv[split + 1 :]
+    args.out = args.out.absolute()
     sys.path[:0] = [str(ROOT)]
     if args.child:
         return run_child(args, more)

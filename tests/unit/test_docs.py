@@ -177,6 +177,41 @@ def test_benches_start_from_the_folder_of_the_repository(path: Path) -> None:
     assert "usage:" in done.stdout
 
 
+PARSES = """
+import argparse, runpy, sys
+
+def parsing(parse):
+    def stop(*args, **kwargs):
+        parsed = parse(*args, **kwargs)
+        is_inner = sys._getframe(1).f_code.co_filename == argparse.__file__
+        return parsed if is_inner else sys.exit(0)
+
+    return stop
+
+for name in ("parse_args", "parse_known_args", "parse_intermixed_args"):
+    setattr(argparse.ArgumentParser, name, parsing(getattr(argparse.ArgumentParser, name)))
+sys.argv = sys.argv[1:]
+sys.path.insert(0, sys.argv[0].rpartition("/")[0])
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""Runs a program until its arguments are parsed."""
+
+
+@pytest.mark.slow
+def test_commands_within_sentences_of_the_figures_have_right_arguments() -> None:
+    text = re.sub(r"```.*?```", "", (ROOT / "docs/performance.md").read_text(), flags=re.DOTALL)
+    spans = {" ".join(span.split()) for span in re.findall(r"`([^`]+)`", text)}
+    given = {named[1] for span in spans if (named := re.search(r"(scripts/[\w/]+\.py .+)", span))}
+    wrong = []
+    for command in sorted(given - {"scripts/bench/decode.py ENGINE MODEL --rows 512 --tokens 256"}):
+        words = shlex.split(command.replace("--ks K", "--ks 4"))
+        call = [sys.executable, "-c", PARSES, *words]
+        done = subprocess.run(call, cwd=ROOT, capture_output=True, text=True, timeout=scaled_s(60), check=False)
+        wrong += [f"{command}: {done.stderr[-300:]}"] if done.returncode else []
+    assert not wrong, "\n".join(wrong)
+    assert len(given) > 10
+
+
 JOB_OF = {"train": "main_ppo", "sft": "main_sft", "rm": "main_rm", "dpo": "main_dpo", "eval": "main_eval"}
 SCHEMAS = dict(zip(JOB_OF.values(), (PPOConfig, SFTConfig, RMConfig, DPOConfig, EvalConfig), strict=True))
 MODEL = "actor_rollout_ref.model.path=model"
