@@ -108,8 +108,8 @@ def _replicas(cfg: GradedJob, name: str, ranks: int) -> Iterator[str]:
         yield wrong(cfg, whole, f"the kernels of {name} for CPUs have no experts in other processes", 1)
     elif experts > 1 and name == "vllm" and sharing != experts:
         yield note(cfg, whole, f"{why}, whatever the number")
-    elif size % experts:
-        yield wrong(cfg, whole, f"{why}; set {size}, or 1 to divide each expert")
+    elif sharing % experts:
+        yield wrong(cfg, whole, f"{why}; set a divisor of {sharing}, or a larger {KEY}.tensor_model_parallel_size")
     if ranks % size:
         cuts = {"tensor_model": ranks, "pipeline_model": ranks // tp, "data": ranks // rollout.attention_size}
         cut, divided = next(one for one in cuts.items() if one[1] % getattr(rollout, f"{one[0]}_parallel_size"))

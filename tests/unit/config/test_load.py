@@ -252,6 +252,7 @@ SAME = [
     (f"{A}.fsdp_config.mixed_precision.param_dtype=bf16", f"{A}.fsdp_config.dtype", "bfloat16"),
     (f"{A}.eps_clip=0.3", f"{A}.clip_ratio", 0.3),
     (f"{A}.c_clip=4.0", f"{A}.clip_ratio_c", 4.0),
+    (f"{A}.megatron.override_transformer_config.fp8=hybrid", f"{A}.megatron.fp8", "hybrid"),
     (f"{R}.group_size=4", f"{R}.n", 4),
     (f"{R}.prompt_length=20", "data.max_prompt_length", 20),
     (f"{R}.update_weights_bucket_megabytes=64", f"{R}.checkpoint_engine.update_weights_bucket_megabytes", 64),

@@ -280,7 +280,14 @@ FOREIGN = [
     bad(
         [f"{R}.name=sglang", f"{R}.expert_parallel_size=2", "trainer.device=cuda"],
         f"{R}.expert_parallel_size",
-        "whole experts among the 1 processes",
+        f"among the 1 processes of a copy; set a divisor of 1, or a larger {R}.tensor_model_parallel_size",
+    ),
+    bad(
+        [
+            *(f"{R}.name=sglang", "trainer.n_gpus_per_node=4", "trainer.device=cuda", f"{R}.expert_parallel_size=4"),
+            *(f"{R}.{cut}_model_parallel_size=2" for cut in ("tensor", "pipeline")),
+        ],
+        f"{R}.expert_parallel_size = 4: sglang divides whole experts among the 2 processes",
     ),
     bad(
         [
@@ -332,6 +339,12 @@ FOREIGN = [
             "vllm.worker_cls=mine": "a worker of the job",
             "vllm.enable_eplb=true": "where it was at the start",
             "vllm.prefill_context_parallel_size=2": "does not place",
+            "vllm.data_parallel_size_local=2": "set rollout.data_parallel_size",
+            "vllm.data_parallel_rank=1": "over nodes too",
+            "vllm.data_parallel_backend=ray": "over nodes too",
+            "vllm.data_parallel_external_lb=true": "least loaded replica",
+            "vllm.runner=pooling": "engines generate",
+            "sglang.is_embedding=true": "engines generate",
             "sglang.enable_eplb=true": "where it was at the start",
             "sglang.init_expert_location=a.json": "where it was at the start",
             "sglang.ep_num_redundant_experts=2": "to one place",
