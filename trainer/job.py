@@ -24,6 +24,7 @@ from rlsys.config.arguments import Arguments
 from rlsys.config.derive import ENGINE
 from rlsys.config.introspect import replaced, value_at
 from rlsys.config.schema.jobs import GradedJob, SupervisedConfig
+from rlsys.config.schema.model import ShardConfig
 from rlsys.telemetry.log import FILE_ONLY, get_logger, redact, setup_logging
 from rlsys.utils import errors
 from rlsys.utils.gpus import GPUS
@@ -90,7 +91,7 @@ def _check(config: C, arguments: Arguments) -> tuple[list[str], dict[str, str]]:
             from trainer.episodes import load_agents
 
             load_agents(config)
-    if arguments.dry_run and isinstance(config, PPOConfig | SupervisedConfig) and _on_megatron(config):
+    if arguments.dry_run and isinstance(config, PPOConfig | SupervisedConfig) and _is_split(config):
         from workers.build import check_models  # torch, where a model may be refused
 
         check_models(config, all_here=False)
@@ -107,9 +108,10 @@ def _check(config: C, arguments: Arguments) -> tuple[list[str], dict[str, str]]:
     return notes, facts | {"memory": memory_line(config, machine)}
 
 
-def _on_megatron(config: PPOConfig | SupervisedConfig) -> bool:
+def _is_split(config: PPOConfig | SupervisedConfig) -> bool:
+    """Whether models are split after plans that not every model has: on Megatron, or matrices on FSDP."""
     roles = (config.actor_rollout_ref.actor, config.critic) if isinstance(config, PPOConfig) else (config.engine,)
-    return "megatron" in [role.strategy for role in roles]
+    return any(not isinstance(role.shard, ShardConfig) or role.shard.tensor_parallel_size > 1 for role in roles)
 
 
 def _choose(config: C, given: Collection[str], arguments: Arguments) -> tuple[Mapping[str, object], str]:
