@@ -86,7 +86,7 @@ def merge_resource_pool(first: P, second: P) -> P:
 
 SECTIONS = {"train": "trainer", "reward_model": "reward.reward_model", "teacher": "distillation"}
 """Where the configuration has the nodes of a pool."""
-KEYS = {"rollout": "trainer.rollout_workers=", "first rollout": "actor_rollout_ref.rollout.min_replicas="}
+KEYS = {"rollout": "trainer.rollout_workers", "first rollout": "actor_rollout_ref.rollout.min_replicas"}
 """Where it has the processes of others."""
 
 
@@ -112,8 +112,8 @@ class PoolNeed:
         counts = self.process_on_nodes
         if section := SECTIONS.get(self.name):
             return f"{section}.nnodes={len(counts)} {section}.n_gpus_per_node={counts[0]}"
-        key = KEYS.get(self.name, f"pool '{self.name}': ")
-        return f"{key}{sum(counts)}, by node {list(counts)}"
+        key = KEYS.get(self.name, f"pool '{self.name}'")
+        return f"{sum(counts)} of {key}: {', '.join(f'{n} x {k} on one node' for k, n in Counter(counts).items())}"
 
 
 def check_capacity(needs: Sequence[PoolNeed], nodes: Sequence[NodeCapacity]) -> None:

@@ -220,7 +220,7 @@ def test_a_pool_that_others_hold_is_logged_and_an_error_after_the_start_deadline
     try:
         with pytest.raises(
             DeadlineError,
-            match=r"needed are pool '.*': 1, by node \[1\], 8 CPUs and 0 GPUs for each process; free are \d CPUs",
+            match=r"needed are 1 of pool '.*': 1 x 1 on one node, 8 CPUs and 0 GPUs for each process; free are \d CPUs",
         ):
             _group(Sleeper, pool=RayResourcePool([1], use_gpu=False, num_cpus=8.0), deadlines={"start": 1.0})
         assert "waiting for a place on the cluster at" in caplog.text

@@ -172,8 +172,8 @@ def test_a_manager_checks_the_whole_plan() -> None:
 @pytest.mark.parametrize(
     ("least", "says"),
     [
-        ({"rollout": 9}, r"needs 10 CPUs .*; actor_rollout_ref\.rollout\.min_replicas=9, by node"),
-        ({}, r"needs 17 CPUs .*; trainer\.rollout_workers=16, by node"),
+        ({"rollout": 9}, r"needs 10 CPUs .*; 9 of actor_rollout_ref\.rollout\.min_replicas: 9 x 1 on one node"),
+        ({}, r"needs 17 CPUs .*; 16 of trainer\.rollout_workers: 16 x 1 on one node"),
     ],
 )
 def test_a_cluster_too_small_for_the_first_replicas_names_their_key(least: dict[str, int], says: str) -> None:

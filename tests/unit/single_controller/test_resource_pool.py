@@ -85,8 +85,9 @@ def test_capacity_counts_whole_nodes() -> None:
         ({"train": (16,)}, "(trainer.nnodes=1 trainer.n_gpus_per_node=16)"),
         (
             {"train": (8, 8), "rollout": (1,) * 4},
-            "(trainer.nnodes=2 trainer.n_gpus_per_node=8; trainer.rollout_workers=4, by node [1, 1, 1, 1])",
+            "(trainer.nnodes=2 trainer.n_gpus_per_node=8; 4 of trainer.rollout_workers: 4 x 1 on one node)",
         ),
+        ({"rollout": (8, 2, 8, 2)}, "(20 of trainer.rollout_workers: 2 x 8 on one node, 2 x 2 on one node)"),
         ({"rollout": (8, 8), "teacher": (4,)}, "distillation.nnodes=1 distillation.n_gpus_per_node=4"),
     ],
 )
