@@ -40,10 +40,11 @@ TensorSource = Mapping[str, StoredTensor]
 
 def saved_config(path: str | Path, *, trust_remote_code: bool = False) -> Any:
     """The configuration of a model directory, of transformers' own class: engines put others in their place."""
-    own = CONFIG_MAPPING_NAMES.get(str(model_facts(path).get("model_type")))
+    # transformers does not know Kimi-K2's name for the same model
+    own = CONFIG_MAPPING_NAMES.get(kind := str(model_facts(path).get("model_type")).replace("kimi_k2", "deepseek_v3"))
     if own is None or trust_remote_code:
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
-    return getattr(transformers, own).from_pretrained(path, local_files_only=True)
+    return getattr(transformers, own).from_pretrained(path, local_files_only=True, model_type=kind)
 
 
 def saved_generation(path: str | Path) -> GenerationConfig | None:

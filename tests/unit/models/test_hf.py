@@ -15,6 +15,7 @@ from rlsys.config.schema.model import ModelConfig
 from rlsys.models.flops import ModelFlops, measured_flops
 from rlsys.models.hf import build, check_names, open_model_dir, open_weights, read_config, read_whole, saved_config
 from rlsys.utils.errors import CheckpointError, ConfigError
+from tests.contracts.train_engine import MODELS
 
 QWEN: dict[str, Any] = {
     "model_type": "qwen2",
@@ -57,6 +58,18 @@ def test_a_configuration_is_of_transformers_class_where_an_engine_put_its_own(
     monkeypatch.setitem(CONFIG_MAPPING._extra_content, "qwen2", OfAnEngine)  # what AutoConfig.register does
     assert type(read_config(ModelConfig(path=str(directory)))) is Qwen2Config
     assert type(saved_config(directory)) is Qwen2Config
+
+
+def test_kimi_k2_is_read_as_the_deepseek_v3_that_it_is(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_config(read_config(ModelConfig(override_config=MODELS["deepseek-v3"]))).eval()
+    model.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**saved, "model_type": "kimi_k2"}))
+    config = read_config(ModelConfig(path=str(tmp_path)))
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, config=config).eval()
+    ids = torch.arange(1, 9)[None]
+    assert (config.model_type, type(again)) == ("deepseek_v3", type(model))
+    assert torch.equal(again(ids).logits, model(ids).logits)
 
 
 def test_structure_has_no_memory_but_true_buffers() -> None:
