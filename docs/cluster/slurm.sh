@@ -20,12 +20,13 @@ export RAY_ADDRESS="$head:6379"
 
 srun --nodes=1 --ntasks=1 --nodelist="$head" --overlap \
   ray start --head --port=6379 --dashboard-host=127.0.0.1 --block &
-timeout 300 bash -c 'until ray status >/dev/null 2>&1; do sleep 2; done'
+timeout 300 bash -c 'until ray status >/dev/null 2>&1; do sleep 2; done' ||
+  { echo "Ray's head on $head did not answer within 300 s" >&2 && exit 1; }
 if ((${#nodes[@]} > 1)); then
   srun --nodes=$((${#nodes[@]} - 1)) --ntasks=$((${#nodes[@]} - 1)) --exclude="$head" --overlap \
     ray start --address="$RAY_ADDRESS" --block &
 fi
-timeout 300 python - "${#nodes[@]}" <<'EOF'
+timeout 300 python - "${#nodes[@]}" <<'EOF' || { echo "not all of ${nodes[*]} joined Ray within 300 s" >&2 && exit 1; }
 import sys, time, ray
 ray.init(logging_level="ERROR")
 while sum(node["Alive"] for node in ray.nodes()) < int(sys.argv[1]):
