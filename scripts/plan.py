@@ -29,7 +29,7 @@ from dataclasses import replace
 from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
@@ -59,10 +59,11 @@ from rlsys.types import WeightLayout  # noqa: E402
 from rlsys.utils.errors import ConfigError, WeightTransferError, raised_as  # noqa: E402
 from rlsys.utils.gpus import GPUS  # noqa: E402
 from rlsys.utils.tables import aligned  # noqa: E402
-from rlsys.weights.plan import Plan, make_plan  # noqa: E402
 from scripts.model_shapes import SHAPES, sizes_of  # noqa: E402
-from scripts.weight_layouts import EngineSizes, bytes_by_link, engine_layouts, fsdp_layouts, megatron_layouts  # noqa: E402
 from trainer.machine import SERVING  # noqa: E402
+
+if TYPE_CHECKING:  # torch, which only plans of transfers need
+    from rlsys.weights.plan import Plan
 
 MOST_LINES, NODE = 40, 8
 GIB = 1 << 30
@@ -99,6 +100,8 @@ def hf_config_of(name: str) -> dict[str, Any]:
 
 def trainer_of(config: Mapping[str, Any], text: str, ranks_per_host: int, dtype: str) -> list[WeightLayout]:
     """The layout of every trainer rank for sizes such as TP2xPP2 or FSDP4."""
+    from scripts.weight_layouts import fsdp_layouts, megatron_layouts
+
     sizes = sizes_of(text, ("tp", "pp", "dp", "ep", "etp", "vp", "first", "last", "fsdp"))
     family = family_of(config)
     if ranks := sizes.pop("fsdp", 0):
@@ -114,6 +117,8 @@ def trainer_of(config: Mapping[str, Any], text: str, ranks_per_host: int, dtype:
 
 def engine_of(config: Mapping[str, Any], text: str, ranks_per_host: int, dtype: str) -> list[WeightLayout]:
     """The layout of every rollout engine rank for sizes such as TP2xDP2."""
+    from scripts.weight_layouts import EngineSizes, engine_layouts
+
     sizes = EngineSizes(**{f"{name}_size": size for name, size in sizes_of(text, ("tp", "pp", "dp", "ep")).items()})
     family = family_of(config)
     return engine_layouts(
@@ -126,8 +131,12 @@ def engine_of(config: Mapping[str, Any], text: str, ranks_per_host: int, dtype: 
     )
 
 
-def limit_of(plan: Plan, hosts: Mapping[str, Mapping[int, str]], rates: Mapping[str, float]) -> tuple[float, int, str]:
+def limit_of(
+    plan: "Plan", hosts: Mapping[str, Mapping[int, str]], rates: Mapping[str, float]
+) -> tuple[float, int, str]:
     """Seconds of the device that needs longest, which one it is, and what holds it up."""
+    from scripts.weight_layouts import bytes_by_link
+
     totals: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for (giver, taker), num_bytes in bytes_by_link(plan).items():
         far = hosts["source"][giver] != hosts["destination"][taker]
@@ -145,9 +154,11 @@ def limit_of(plan: Plan, hosts: Mapping[str, Mapping[int, str]], rates: Mapping[
 
 
 def transfer_table(
-    plan: Plan, args: argparse.Namespace, sources: list[WeightLayout], engines: list[WeightLayout]
+    plan: "Plan", args: argparse.Namespace, sources: list[WeightLayout], engines: list[WeightLayout]
 ) -> str:
     """Copies, bytes by rank and the heaviest links of a transfer, as text."""
+    from scripts.weight_layouts import bytes_by_link
+
     links = bytes_by_link(plan)
     given, taken, kept = (defaultdict[int, int](int) for _ in range(3))
     for (giver, taker), num_bytes in links.items():
@@ -199,6 +210,8 @@ def plan_transfer() -> None:
     parser.add_argument("--network", type=positive(float), default=50, help="GB/s of a device between hosts")
     parser.add_argument("--links", type=positive(int), default=20, help="how many of the heaviest links are printed")
     args = parser.parse_args()
+    from rlsys.weights.plan import make_plan
+
     try:
         config = hf_config_of(args.model)
         sources = trainer_of(config, args.trainer, args.ranks_per_host, args.dtype)

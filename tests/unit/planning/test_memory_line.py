@@ -195,6 +195,19 @@ def test_a_plan_beyond_the_device_says_so(tmp_path: Path) -> None:
         )
 
 
+def test_the_tables_of_the_guide_need_no_torch() -> None:
+    code = (
+        "import runpy, sys\n"
+        "sys.modules['torch'] = None\n"
+        "sys.argv = sys.argv[1:]\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    argv = ["scripts/plan.py", "--job", "docs/scaling_job.yaml", "--model", "7B", "--gpu", "H100", "--gpus", "64"]
+    command = [sys.executable, "-c", code, *argv]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert "FSDP64; rollout TP4 x DP16" in done.stdout, done.stderr
+
+
 def test_a_dry_run_plans_without_torch(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_7B))
     code = (
