@@ -115,10 +115,9 @@ class SampleLog:
         slots, columns, _ = self._table.shape
         needed = len(self._slots) + len(self._free)
         if needed > slots or width > columns:
-            grown = np.full((max(slots, 2 * needed), max(columns, 2 * width), FIELDS), np.nan)
-            grown[:slots, :columns] = self._table
-            self._table = grown
-            self._lengths = np.pad(self._lengths, (0, len(grown) - len(self._lengths)))
+            more, wider = max(0, 2 * needed - slots), max(0, 2 * width - columns)
+            self._table = np.pad(self._table, [(0, more), (0, wider), (0, 0)], constant_values=np.nan)
+            self._lengths = np.pad(self._lengths, (0, more))
 
 
 def _copied_to_host(numbers: Sequence[int], samples: Tensor) -> _Step:
