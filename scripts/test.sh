@@ -24,7 +24,8 @@ export -f run
 export log
 
 gpu=(  # the longest first; gated delta layers in two waves, since all of them build the same kernels
-  'tests/gpu/test_gated_delta_cuda.py -k (trains_as)and(full)and(not(1-one))'
+  'tests/gpu/test_gated_delta_cuda.py -k (trains_as)and(full)and(not(1-one))and(next)'
+  'tests/gpu/test_gated_delta_cuda.py -k (trains_as)and(full)and(not(1-one))and(3.5)'
   'tests/gpu/test_gated_delta_cuda.py -k (float64)and(3.5)'
   'tests/gpu/test_gated_delta_cuda.py -k next-float32'
   'tests/e2e/test_gated_delta.py -k fsdp'
@@ -40,6 +41,8 @@ gpu=(  # the longest first; gated delta layers in two waves, since all of them b
   'tests/e2e/test_experts.py -k (large_updates)and(sglang)'
   'tests/e2e/test_router_replay.py -k (vllm)and(not(copies))'
   'tests/gpu/test_vllm_cuda.py -k two_stages'
+  'tests/gpu/test_gated_delta_cuda.py -k (trains_as)and(lora)and(not(1-one))and(next)'
+  'tests/gpu/test_gated_delta_cuda.py -k (trains_as)and(lora)and(not(1-one))and(3.5)'
   'tests/gpu/test_sglang_cuda.py -k retracts'
   'tests/gpu/test_elastic_cuda.py -k sglang'
   'tests/gpu/test_fp8_cuda.py -k 128-sglang'
@@ -52,7 +55,6 @@ gpu=(  # the longest first; gated delta layers in two waves, since all of them b
   'tests/gpu/test_megatron_cuda.py -k same_adapters'
   'tests/gpu/test_megatron_cuda.py -k (of_the_source)or(float64)'
   'tests/gpu/test_megatron_cuda.py -k shared_sequences'
-  'tests/gpu/test_gated_delta_cuda.py -k (trains_as)and(lora)and(not(1-one))'
   'tests/gpu/test_gated_delta_cuda.py -k (trains_as)and(1-one)'
   'tests/gpu/test_gated_delta_cuda.py -k next-bfloat16'
   'tests/gpu/test_elastic_cuda.py -k vllm'
