@@ -141,7 +141,7 @@ def _start(arguments: dict[str, Any], settings: SchedulerSettings) -> Any:
         if ranks > 1:
             os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _stage_cores(ranks, tp_size, arguments["node_rank"]))
     if tp_size > copies:
-        os.environ["SYNC_TOKEN_IDS_ACROSS_TP"] = "1"  # the first rank's tokens are the logged ones
+        os.environ["SYNC_TOKEN_IDS_ACROSS_TP"] = "1"  # all take the least of their tokens
     if ranks > 1:
         # Ranks share their GPUs with stages of unlike size, so SGLang must not compare their free memory.
         os.environ["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"

@@ -4,6 +4,7 @@ A request's SampleSpec is encoded in its id (`request_id`), which SGLang carries
 """
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -43,8 +44,9 @@ class SchedulerSampler:
         self.samples: Tensor | None = None
         self.temperature, self.half_read = 1.0, ""
         self._rids: Sequence[str] = ()
-        self._repeats = dict[str, tuple[int, int, np.ndarray]]()
-        self._lock = threading.Lock()
+        self._recent = deque[tuple[Sequence[str], Tensor]](maxlen=4)  # SGLang starts one step ahead of its outputs
+        self._repeats = dict[str, dict[int, Tensor]]()
+        self._lock = threading.RLock()
 
     def force(self, logits: Tensor, rids: Sequence[str], last_positions: Tensor) -> None:
         """Change the logits (N, V) so that greedy decoding takes our samples after `last_positions` (N,)."""
@@ -59,15 +61,15 @@ class SchedulerSampler:
             if self.half_read and self.half_read in rids:
                 positions[rids.index(self.half_read)] = -1
             self.samples = self.rows.force(logits, positions)
-            for rid in [rid for rid in self._repeats if rid in rids]:
-                row, (number, first, drawn) = rids.index(rid), self._repeats[rid]
-                at = int(self.samples[row, 0]) - first
-                if at >= len(drawn):
+            for rid in self._repeats.keys() & rids:
+                row, drawn = rids.index(rid), self._repeats[rid]
+                if (again := drawn.pop(int(self.samples[row, 0]), None)) is not None:
+                    self.samples[row] = again
+                    logits[row, int(again[1])] = torch.inf  # above the forced one
+                    self.add([rid], self.samples[row : row + 1])
+                if not drawn:
                     del self._repeats[rid]
-                elif at >= 0:
-                    self.samples[row, 1:] = torch.from_numpy(drawn[at])
-                    logits[row, int(drawn[at, 0])] = torch.inf  # above the forced one
-                    self.rows.log.add([number], self.samples[row : row + 1])
+            self._recent.append((rids, self.samples))
 
     def add(self, rids: Sequence[str], samples: Tensor) -> None:
         """Log the samples (N, 5) of `RowSampler.force` that the last pipeline stage made for these requests."""
@@ -83,13 +85,13 @@ class SchedulerSampler:
     def retract(self, rid: str, length: int) -> None:
         """Draw the tokens of a request from an index on again as they were: SGLang drops them, but they may be known.
 
-        Waits for steps on their way.
+        Every rank does, since SGLang takes the least of their tokens. Waits for steps on their way.
         """
-        if (spec := spec_of(rid)) is not None:
-            if self.rows.device.type == "cuda":
-                torch.cuda.synchronize()
-            with self._lock:
-                self._repeats[rid] = spec.number, length, self.rows.log.take([spec.number], [length])[1]
+        if self.rows.device.type == "cuda":
+            torch.cuda.synchronize()
+        with self._lock:
+            recent = [samples[rids.index(rid)].cpu() for rids, samples in self._recent if rid in rids]
+            self._repeats[rid] = {at: sample for sample in recent if (at := int(sample[0])) >= length}
 
     def clear(self) -> None:
         """Drop samples that were made after their request had ended."""
@@ -109,15 +111,13 @@ def install(sampler_of: Callable[[Any], SchedulerSampler | None]) -> None:
     original, run = ModelRunner.sample, ModelRunner.forward
 
     def forward(self: ModelRunner, forward_batch: ForwardBatch, *args: object, **kwargs: object) -> object:
-        sampler = sampler_of(self)
-        if sampler is not None:
+        if (sampler := sampler_of(self)) is not None:
             spec = spec_of(forward_batch.rids[0]) if forward_batch.return_logprob and forward_batch.rids else None
             sampler.temperature, sampler.samples = spec.params.temperature if spec else 1.0, None
         return run(self, forward_batch, *args, **kwargs)
 
     def sample(self: object, logits_output: Any, forward_batch: Any) -> object:
-        sampler = sampler_of(self)
-        if sampler is not None and forward_batch.rids:
+        if (sampler := sampler_of(self)) is not None and forward_batch.rids:
             last = forward_batch.positions if forward_batch.forward_mode.is_decode() else forward_batch.seq_lens - 1
             logits = logits_output.next_token_logits
             sampler.force(logits, forward_batch.rids, last[: logits.shape[0]])

@@ -153,24 +153,31 @@ def test_samples_of_a_later_stage_are_logged_by_the_first_rank_alone() -> None:
 
 
 def test_what_sglang_drops_of_a_request_that_it_retracts_is_drawn_again_as_it_was() -> None:
-    """The worker may know the token of a step that ran ahead, and other weights would draw another one."""
+    """The worker may know the token of a step that ran ahead, and other weights would draw another one.
+
+    Tensor-parallel ranks that keep no log draw it again too: SGLang takes the least of their tokens.
+    """
     rng = torch.Generator().manual_seed(5)
-    sampler = SchedulerSampler(11, torch.device("cpu"), logged=True)
+    sampler, peer = (SchedulerSampler(11, torch.device("cpu"), logged=logged) for logged in (True, False))
     rids = [request_id(SampleSpec(number, 3, SamplingParams(9, seed=number))) for number in (4, 6)]
 
     def draw(rids: list[str], *indices: int) -> list[int]:
-        logits = torch.randn(len(rids), 97, generator=rng)
+        logits, same = torch.randn(len(rids), 97, generator=rng).repeat(2, 1, 1)
         sampler.force(logits, rids, torch.tensor(indices) + 2)
+        peer.force(same, rids, torch.tensor(indices) + 2)
+        assert torch.equal(logits.argmax(1), same.argmax(1))
+        assert torch.equal(sampler.samples, peer.samples)
         return logits.argmax(1).tolist()
 
     tokens = [draw(rids, at, at) for at in range(4)]
     before = sampler.take([4], [0])[1]
-    sampler.retract("HEALTH_CHECK_1", 0)
-    sampler.retract(rids[0], 1)
+    for rank in (sampler, peer):
+        rank.retract("HEALTH_CHECK_1", 0)
+        rank.retract(rids[0], 1)
     draw(rids[1:], 4)
-    sampler.half_read = rids[0]
+    sampler.half_read = peer.half_read = rids[0]
     draw(rids, 0, 5)
-    sampler.half_read = ""
+    sampler.half_read = peer.half_read = ""
     again = [draw(rids, at, at + 5)[0] for at in range(1, 6)]
     assert again[:3] == [first for first, _ in tokens[1:]]
     counts, after = sampler.take([4, 6])
