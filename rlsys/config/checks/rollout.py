@@ -12,7 +12,7 @@ from rlsys.config.vocabulary import EXPERTS
 from rlsys.utils.errors import ConfigError
 
 KEY = "actor_rollout_ref.rollout"
-DP_ATTENTION = ("deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "qwen2_moe", "qwen3_moe")
+DP_ATTENTION = ("deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "kimi_k2", "qwen2_moe", "qwen3_moe")
 """Models (model_type) with experts whose attention and head SGLang has in several copies."""
 
 

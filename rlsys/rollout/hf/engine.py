@@ -45,7 +45,7 @@ def load_causal_lm(path: str | Path, *, load_format: LoadFormat, dtype: str, dev
     if load_format == "dummy":
         return auto.from_config(config, dtype=kind, trust_remote_code=False).to(device)
     own = {"local_files_only": True, "trust_remote_code": False, "output_loading_info": True}
-    model, loaded = auto.from_pretrained(path, dtype=kind, **own)
+    model, loaded = auto.from_pretrained(path, config=config, dtype=kind, **own)
     if missing := sorted(loaded["missing_keys"]):
         raise ConfigError(f"{path} is not the whole model: {len(missing)} tensors are missing ({missing[0]}, ...)")
     return model.to(device)

@@ -34,6 +34,7 @@ ODD_MODELS = {
     "sparse": {"text_config": {"num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128}},
     "six": {"text_config": {"num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 6}},
     "mixtral": {"model_type": "mixtral", "num_local_experts": 8},
+    "kimi": {"model_type": "kimi_k2", "n_routed_experts": 384, "num_attention_heads": 64, "num_key_value_heads": 64},
     "qwen35": {"model_type": "qwen3_5", "text_config": {"linear_num_value_heads": 32}},
     "uneven": {"hidden_size": 512, "num_attention_heads": 8, "intermediate_size": 1120},
 }
@@ -911,11 +912,15 @@ def check_words(text: str, says: tuple[str, ...]) -> None:
             *(f"{M}.path=sparse", "trainer.n_gpus_per_node=8"),
             *(f"{R}.tensor_model_parallel_size=8", f"{R}.expert_parallel_size=8"),
         ],
+        [
+            *(f"{M}.path=kimi", "trainer.n_gpus_per_node=8", f"{R}.name=sglang"),
+            *(f"{R}.data_parallel_size=8", f"{R}.expert_parallel_size=8"),
+        ],
     ],
 )
 def test_parallel_sizes_that_suit_the_model_are_taken(argv: list[str]) -> None:
-    sizes = [f"{R}.name=vllm", "trainer.device=cuda", "data.train_batch_size=1792", "critic.ppo_mini_batch_size=1792"]
-    assert load_config([*argv, *sizes, f"{A}.ppo_mini_batch_size=1792", "data.train_files=null"])
+    sizes = ["trainer.device=cuda", "data.train_batch_size=1792", "critic.ppo_mini_batch_size=1792"]
+    assert load_config([f"{R}.name=vllm", *argv, *sizes, f"{A}.ppo_mini_batch_size=1792", "data.train_files=null"])
 
 
 def test_the_table_is_long_enough() -> None:

@@ -14,6 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from rlsys.config.schema.model import ModelConfig
 from rlsys.models.flops import ModelFlops, measured_flops
 from rlsys.models.hf import build, check_names, open_model_dir, open_weights, read_config, read_whole, saved_config
+from rlsys.rollout.hf.engine import load_causal_lm
 from rlsys.utils.errors import CheckpointError, ConfigError
 from tests.contracts.train_engine import MODELS
 
@@ -66,7 +67,7 @@ def test_kimi_k2_is_read_as_the_deepseek_v3_that_it_is(tmp_path: Path) -> None:
     saved = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**saved, "model_type": "kimi_k2"}))
     config = read_config(ModelConfig(path=str(tmp_path)))
-    again = AutoModelForCausalLM.from_pretrained(tmp_path, config=config).eval()
+    again = load_causal_lm(tmp_path, load_format="auto", dtype="float32", device="cpu").eval()
     ids = torch.arange(1, 9)[None]
     assert (config.model_type, type(again)) == ("deepseek_v3", type(model))
     assert torch.equal(again(ids).logits, model(ids).logits)
