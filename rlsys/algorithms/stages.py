@@ -219,7 +219,7 @@ def filter_groups(batch: DataProto, *, metric: str = "seq_reward") -> tuple[Data
     scores = column(batch, ROW_SUMS.get(metric, SCORES)).sum(dim=1) + branch_rewards(batch)
     if metric == "acc" and "episode_end" in batch.non_tensor_batch:
         accs = batch.non_tensor_batch.get("acc", [None] * len(batch))
-        values = torch.tensor([score if acc is None else acc for acc, score in zip(accs, scores.tolist())])
+        values = torch.tensor([float(score if acc is None else acc) for acc, score in zip(accs, scores.tolist())])
     else:
         values = scores if metric in ROW_SUMS else _numbers(batch, metric, "filter_groups.metric", ROW_SUMS)
     ids, answered = group_ids(batch), column(batch, "response_mask").any(dim=1)

@@ -284,6 +284,9 @@ def test_filter_groups_keeps_rows_in_order() -> None:
         known = "choose from seq_reward, score, seq_final_reward, acc$"
         with pytest.raises(ConfigError, match=rf"filter_groups\.metric={metric} is not a number of every.*{known}"):
             filter_groups(batch, metric=metric)
+    batch.non_tensor_batch["episode_end"] = np.array(["stop"] * 4, dtype=object)
+    batch.non_tensor_batch["acc"] = np.array([1, 1, 0, 1], dtype=object)
+    assert filter_groups(batch, metric="acc")[0].non_tensor_batch["uid"].tolist() == ["b", "b"]
 
 
 def test_a_group_is_named_by_the_whole_uid() -> None:
