@@ -110,8 +110,10 @@ def _check(config: C, arguments: Arguments) -> tuple[list[str], dict[str, str]]:
 
 def _is_split(config: PPOConfig | SupervisedConfig) -> bool:
     """Whether models are split after plans that not every model has: on Megatron, or matrices on FSDP."""
-    roles = (config.actor_rollout_ref.actor, config.critic) if isinstance(config, PPOConfig) else (config.engine,)
-    return any(not isinstance(role.shard, ShardConfig) or role.shard.tensor_parallel_size > 1 for role in roles)
+    shards: list[object] = [] if isinstance(config, PPOConfig) else [config.engine.shard]
+    if isinstance(config, PPOConfig):
+        shards = [config.actor_rollout_ref.actor.shard, config.actor_rollout_ref.ref_shard, config.critic.shard]
+    return any(not isinstance(shard, ShardConfig) or shard.tensor_parallel_size > 1 for shard in shards)
 
 
 def _choose(config: C, given: Collection[str], arguments: Arguments) -> tuple[Mapping[str, object], str]:

@@ -50,10 +50,8 @@ def training_prompts(
     if isinstance(dataset, RowStream):
         return CollatedPrompts(dataset, dataset, data.max_prompt_length, pad_token_id)
     make_cursor = Cursor if sampler is None else partial(SamplerCursor, sampler)
-    size, seed, rows = data.gen_batch_size, data.seed, dataset.fingerprint
-    cursor = make_cursor(
-        len(dataset), batch_size=size, seed=seed, shuffle=data.shuffle, dataset=rows, restarts=restarts
-    )
+    options = {"batch_size": data.gen_batch_size, "seed": data.seed, "shuffle": data.shuffle}
+    cursor = make_cursor(len(dataset), **options, dataset=dataset.fingerprint, restarts=restarts)
     return CollatedPrompts(cursor, dataset, data.max_prompt_length, pad_token_id)
 
 

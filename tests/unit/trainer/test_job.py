@@ -167,9 +167,13 @@ def test_a_dry_run_plans_the_ranks_that_split_matrices(tmp_path: Path, capsys: p
     key = "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size"
     assert f"{key} = 2: does not divide num_key_value_heads=3; set {key}=1" in capsys.readouterr().err
     (tmp_path / "config.json").write_text(json.dumps(MODELS["qwen3-moe"]))
-    with pytest.raises(SystemExit, match="2"):
-        checked_config([*split, f"actor_rollout_ref.model.path={tmp_path}", "data.train_files=null"], PPOConfig)
-    assert "size=2: transformers' plan of qwen3_moe does not say how to split" in capsys.readouterr().err
+    split[2:] = [f"actor_rollout_ref.model.path={tmp_path}", "data.train_files=null"]
+    split += ["trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.use_kl_loss=true"]
+    for role in ("actor", "ref"):
+        with pytest.raises(SystemExit, match="2"):
+            checked_config([*split, f"actor_rollout_ref.{role}.fsdp_config.tensor_parallel_size=2"], PPOConfig)
+        why = f"{role}.fsdp_config: tensor_parallel_size=2: transformers' plan of qwen3_moe does not say how to split"
+        assert why in capsys.readouterr().err
 
 
 def test_a_dry_run_refuses_a_job_without_a_model(capsys: pytest.CaptureFixture[str]) -> None:
