@@ -1,8 +1,8 @@
 """The base of everything that runs on a rank, and the environment a rank is born into."""
 
-import errno
 import os
 import socket
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from random import SystemRandom
@@ -12,6 +12,8 @@ from rlsys.single_controller.dispatch import Dispatch, Execute, MeshRank, regist
 from rlsys.utils.errors import ConfigError
 
 QUIET_PORTS = range(20000, 32000)
+_given = list[socket.socket]()
+"""A socket for each port that this process was given: its name is taken as long as it is there."""
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -30,10 +32,8 @@ class Worker:
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         worker = super().__new__(cls)
         worker._environment = born = {name: os.environ[name] for name in RANK_VARIABLES if name in os.environ}
-        worker.rank = int(born.get("RANK", 0))
-        worker.world_size = int(born.get("WORLD_SIZE", 1))
-        worker.local_rank = int(born.get("LOCAL_RANK", 0))
-        worker.local_world_size = int(born.get("LOCAL_WORLD_SIZE", 1))
+        worker.rank, worker.local_rank = (int(born.get(name, 0)) for name in ("RANK", "LOCAL_RANK"))
+        worker.world_size, worker.local_world_size = (int(born.get(f"{of}WORLD_SIZE", 1)) for of in ("", "LOCAL_"))
         worker._meshes = {}
         return worker
 
@@ -54,8 +54,7 @@ class Worker:
 
     def _query_dispatch_collect_info(self, mesh_name: str) -> MeshRank:
         if mesh_name not in self._meshes:
-            known = ", ".join(sorted(self._meshes)) or "none"
-            who = type(self).__name__
+            who, known = type(self).__name__, ", ".join(sorted(self._meshes)) or "none"
             raise ValueError(f"{who} never called _register_dispatch_collect_info('{mesh_name}', ...); known: {known}")
         return self._meshes[mesh_name]
 
@@ -90,11 +89,14 @@ def rank_environment(
 def free_port(address: str = "127.0.0.1") -> int:
     """A TCP port that no process listens on at this moment.
 
-    It is used seconds later, so it is outside the range that systems assign to outgoing connections.
+    It is used seconds later, so it is outside the range that systems assign to outgoing connections, and on Linux no
+    other process of this host is given it as long as this one lives.
     """
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     for port in (*SystemRandom().sample(QUIET_PORTS, 32), 0):
-        with socket.socket(family, socket.SOCK_STREAM) as probe, suppress(OSError):
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe, suppress(OSError):
             probe.bind((address, port))
+            if port and sys.platform == "linux":
+                _given.append(socket.socket(socket.AF_UNIX))
+                _given[-1].bind(f"\0rlsys-port-{port}")  # a name without a file, which goes with the process
             return probe.getsockname()[1]
-    raise OSError(errno.EADDRINUSE, f"no port is free on {address}")
+    raise OSError(f"no port is free on {address}")
