@@ -68,10 +68,12 @@ def test_megatron_tp2_trains_and_sglang_serves_in_processes_of_their_own(toy: To
     check(lines, tmp_path / "weights")
 
 
-@pytest.mark.parametrize(("wait_s", "updates"), [(60.0, 0), (0.02, 20)])
+@pytest.mark.parametrize(("wait_s", "updates"), [(60.0, 0), (0.02, 40)])
 def test_tokens_of_requests_that_sglang_retracts_are_those_that_it_returns(
-    wait_s: float, updates: int, tmp_path: Path
+    wait_s: float, updates: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if updates:
+        monkeypatch.setenv("SGLANG_TEST_RETRACT", "1")  # one in three steps, right after updates too
     tiny_model().save_pretrained(tmp_path)
     check_retracted(tmp_path, EngineContext(), wait_s=wait_s, updates=updates)
 

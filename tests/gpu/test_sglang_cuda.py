@@ -36,7 +36,6 @@ def test_a_run_serves_in_two_stages(enforce_eager: bool, on_update: str, toy: To
 def test_tokens_of_requests_that_sglang_retracts_are_those_that_it_returns(
     wait_s: float, updates: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step runs ahead of the outputs here: SGLang drops the token of a request that it retracts meanwhile."""
     if updates:
         monkeypatch.setenv("SGLANG_TEST_RETRACT", "1")  # one in three steps, right after updates too
     sizes = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
