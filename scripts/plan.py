@@ -268,7 +268,7 @@ def machine_of(
     files = ["data.train_files=null", "data.val_files=null"]
     files += ["actor_rollout_ref.model.path=null"] if args.model else []
     argv = ["--config-name", args.job, *args.settings, *files, *more]
-    loaded = load(parse_arguments(argv), PPOConfig)
+    loaded = load(replace(parse_arguments(argv), gpu=args.gpu or ""), PPOConfig)  # packages here do not matter
     cfg, notes = loaded.config, list(loaded.notes)
     path, critic, grader = cfg.actor_rollout_ref.model.path, cfg.critic.model.path, cfg.reward.reward_model
     if not args.model and path is None:

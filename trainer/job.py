@@ -94,7 +94,7 @@ def _check(config: C, arguments: Arguments) -> tuple[list[str], dict[str, str]]:
     if arguments.dry_run and isinstance(config, PPOConfig | SupervisedConfig) and _is_split(config):
         from workers.build import check_models  # torch, where a model may be refused
 
-        check_models(config, all_here=False)
+        check_models(config, all_here=False, is_here=arguments.gpu is None)
     notes = check_machine(config, dry_run=arguments.dry_run, here=arguments.gpu is None)
     gpu, machine = arguments.gpu, _machine(config, arguments) if isinstance(config, PPOConfig) else None
     if gpu is not None and not (machine and machine.actor):

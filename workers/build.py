@@ -79,33 +79,35 @@ def _engine(model: ModelConfig, section: Shard, run: EngineRun, *, sp_size: int,
     return FSDPEngine(model, engine_options, shard=section, sp_size=sp_size)
 
 
-def check_model(key: str, model: ModelConfig, section: Shard, *, head: Head = "lm", device: str = "auto") -> None:
+def check_model(
+    key: str, model: ModelConfig, section: Shard, *, head: Head = "lm", device: str = "auto", is_here: bool = True
+) -> None:
     """ConfigError that names `key` unless the engine of `section` trains the model as configured; reads config.json
-    only. A dtype that depends on the `device` is not compared where that is "auto"."""
-    assert model.path is not None, "the start model is resolved before workers start"
-    with raised_as(ConfigError, f"{key}", ConfigError):
+    only. A dtype that depends on the `device` is not compared where that is "auto", and packages that the model needs
+    are only looked for if the engine `is_here`."""
+    with raised_as(ConfigError, key, ConfigError):
+        config = read_config(model)
         if isinstance(section, MegatronShardConfig):
-            family, hf_config = decoder_family(read_config(model))
-            if family.linear:
+            family, hf_config = decoder_family(config)
+            if family.linear and is_here:
                 need_packed_delta()
             family.check(hf_config, RankPlace(ParallelSizes.from_config(section)))
             dtype = None if section.dtype == device == "auto" else dtype_name(section.dtype, device)
             family.free_overrides(section, family.transformer_config(hf_config, dtype))
         else:
-            config, packed = read_config(model), model.use_remove_padding
-            built = build(config, head=head, packed=packed, trust_remote_code=model.trust_remote_code)
+            built = build(config, head=head, packed=model.use_remove_padding, trust_remote_code=model.trust_remote_code)
             if section.tensor_parallel_size > 1:
                 tensor_parallel_plan(built, model, section.tensor_parallel_size)
 
 
-def check_models(config: PPOConfig | SupervisedConfig, *, all_here: bool = True) -> None:
+def check_models(config: PPOConfig | SupervisedConfig, *, all_here: bool = True, is_here: bool = True) -> None:
     """ConfigError, before any worker starts, for a model that its engine cannot train as configured.
 
-    Unless they are `all_here`, those that are not set or not downloaded yet are left out.
+    Unless they are `all_here`, those that are not set or downloaded yet are left out; `is_here` as in `check_model`.
     """
     for key, model, section, head in _models(config):
         if all_here or not (model.path is None or is_hub_id(model.path)):
-            check_model(key, model, section, head=head, device=config.trainer.device)
+            check_model(key, model, section, head=head, device=config.trainer.device, is_here=is_here)
 
 
 def _models(config: PPOConfig | SupervisedConfig) -> Iterator[tuple[str, ModelConfig, Shard, Head]]:

@@ -79,12 +79,12 @@ def load(
         values = layers.resolve()
     config, wrong = _validated(values, layers, schema)
     problems = [*arguments.problems, *layers.refused.values(), *layers.problems, *conflicts, *wrong]
-    names = unknown_names(values, schema)
+    names = [*unknown_names(values, schema)]
     if config is None or problems:
         raise ConfigError(_listed([*problems, *names]))
-    conflicts, notes = check(config)
+    conflicts, notes = check(config, is_here=arguments.gpu is None)
     if conflicts and is_draft and ENGINE in leaves(schema) and ENGINE not in layers.given:
-        others = check(replaced(config, {ENGINE: "vllm"}))[0]
+        others = check(replaced(config, {ENGINE: "vllm"}), is_here=arguments.gpu is None)[0]
         conflicts = [one for one in conflicts if one in others]
     if names or conflicts:
         raise ConfigError(_listed([*names, *conflicts]))

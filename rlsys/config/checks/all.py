@@ -13,13 +13,13 @@ from rlsys.config.schema.base import Section
 from rlsys.config.schema.jobs import EvalConfig, GradedJob, PPOConfig, SupervisedConfig
 
 
-def check(cfg: Section) -> tuple[list[str], list[str]]:
-    """The problems and the notes of a configuration."""
-    findings = [*check_rules(cfg)]
+def check(cfg: Section, *, is_here: bool = False) -> tuple[list[str], list[str]]:
+    """The problems and the notes of a configuration; of a run that `is_here` also the packages that are not."""
+    findings = [*check_rules(cfg, is_here=is_here)]
     if isinstance(cfg, PPOConfig | SupervisedConfig | EvalConfig):
         findings += check_files(cfg)
     if isinstance(cfg, PPOConfig | SupervisedConfig):
-        findings += [*check_run(cfg), *check_megatron(cfg)]
+        findings += [*check_run(cfg, is_here=is_here), *check_megatron(cfg)]
     if isinstance(cfg, GradedJob):
         findings += check_vision(cfg)
     if isinstance(cfg, PPOConfig):

@@ -9,10 +9,10 @@ from rlsys.config.introspect import absolute, leaves, rules, shown, value_at
 from rlsys.config.schema.base import ActiveIf, Condition, Registered, Requires, Section
 
 
-def check_rules(cfg: Section) -> Iterator[str]:
-    """Keys whose `Requires` rule is broken."""
+def check_rules(cfg: Section, *, is_here: bool = False) -> Iterator[str]:
+    """Keys whose `Requires` rule is broken; the rules on installed packages only hold for a run that `is_here`."""
     for key, parent, rule in rules(type(cfg)):
-        if isinstance(rule, Requires):
+        if isinstance(rule, Requires) and (is_here or not rule.installed):
             other, value = absolute(rule.key, parent), value_at(cfg, key)
             default = leaves(type(cfg))[key].get_default(call_default_factory=True)
             is_given = value in rule.given if rule.given else value != default
@@ -22,18 +22,16 @@ def check_rules(cfg: Section) -> Iterator[str]:
                 yield note(cfg, key, why) if rule.is_note else wrong(cfg, key, f"{why}; {fix}")
 
 
-def unknown_names(values: Mapping[str, object], schema: type[Section]) -> list[str]:
+def unknown_names(values: Mapping[str, object], schema: type[Section]) -> Iterator[str]:
     """Values, by key, that are not in the key's registry, unless a module named in external_lib may add them."""
     if any(value for key, value in values.items() if key.endswith("model.external_lib")):
-        return []
+        return
     own = "register your own in a module named in actor_rollout_ref.model.external_lib"
-    problems = []
     for key, _, rule in rules(schema):
         if isinstance(rule, Registered) and isinstance(name := values[key], str) and name not in rule.names:
             near = get_close_matches(name.lower().replace("-", "_"), rule.names, n=1)
             hint = f"set {key}={near[0]}; " if near else ""
-            problems.append(f"{key} = {shown(name)}: unknown name; {hint}choose from {', '.join(rule.names)}, or {own}")
-    return problems
+            yield f"{key} = {shown(name)}: unknown name; {hint}choose from {', '.join(rule.names)}, or {own}"
 
 
 def unused_settings(cfg: Section, given: Collection[str]) -> Iterator[Note]:

@@ -18,13 +18,13 @@ ROLLOUT, WORKERS, STALENESS = "actor_rollout_ref.rollout", "trainer.rollout_work
 ENGINE = f"{ROLLOUT}.checkpoint_engine.backend"
 
 
-def check_run(cfg: PPOConfig | SupervisedConfig) -> Iterator[str]:
-    """Trackers, streams, resume and profiled steps."""
+def check_run(cfg: PPOConfig | SupervisedConfig, *, is_here: bool) -> Iterator[str]:
+    """Trackers, for a run that `is_here` installed ones, streams, resume and profiled steps."""
     for name in cfg.trainer.logger:
         known, extra = (*TRACKERS, *ALWAYS_WRITTEN), TRACKERS.get(name)
         if name not in known:
             yield wrong(cfg, "trainer.logger", f"unknown tracker '{name}'; choose from {', '.join(known)}")
-        elif extra and importlib.util.find_spec(name) is None:
+        elif extra and is_here and importlib.util.find_spec(name) is None:
             yield wrong(cfg, "trainer.logger", f"{name} is not installed; pip install -e '.[{extra}]' or remove {name}")
     if cfg.data.streaming and cfg.data.val_max_samples < 1 and any(map(is_rows_id, cfg.data.val_files or ())):
         yield wrong(cfg, "data.val_max_samples", "a stream has no length; its first rows are taken", "<rows>")

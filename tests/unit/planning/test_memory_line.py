@@ -242,6 +242,11 @@ GATED_DELTA = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 16,
+    "linear_num_value_heads": 32,
+    "linear_num_key_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
 }
 
 
@@ -258,7 +263,6 @@ def dry_run(folder: Path, shape: dict[str, Any], *settings: str) -> int | str | 
     ("shape", "stages", "says"),
     [
         ({"model_type": "falcon"}, 1, "Megatron and the planner have no table for falcon"),
-        (GATED_DELTA, 1, "Megatron computes gated delta layers on packed rows with other packages: pip install "),
         (
             {"num_hidden_layers": 61},
             8,
@@ -278,6 +282,32 @@ def test_a_dry_run_refuses_what_the_start_refuses(
     cut = f"{ACTOR}.megatron.pipeline_model_parallel_size={stages}"
     assert dry_run(tmp_path, LLAMA_7B | shape, *sizes, cut) == 2
     assert f"rlsys: {ACTOR}.megatron: {says}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("shape", "settings"),
+    [
+        ({}, MEGATRON),
+        (GATED_DELTA, MEGATRON),
+        ({}, "actor_rollout_ref.model.lora_rank=8"),
+        ({}, "trainer.logger=[console,wandb]"),
+    ],
+)
+def test_a_plan_for_another_machine_needs_no_packages_of_this_one(
+    shape: dict[str, Any],
+    settings: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for package in ("megatron", "peft", "wandb"):
+        monkeypatch.setitem(sys.modules, package, None)
+    rows = ("data.train_batch_size=64", f"{ACTOR}.ppo_mini_batch_size=64", f"{ROLLOUT}.n=8")
+    many = ("trainer.nnodes=8", "trainer.n_gpus_per_node=8", *rows, settings)
+    assert dry_run(tmp_path, LLAMA_7B | shape, *many, "--gpu=H100") == 0, capsys.readouterr().err
+    assert " s a step at full length" in capsys.readouterr().out
+    assert dry_run(tmp_path, LLAMA_7B | shape, *many) == 2
+    assert "is not installed; pip install -e" in capsys.readouterr().err
 
 
 def test_a_dry_run_that_refuses_a_layout_proposes_those_that_fit(
