@@ -21,7 +21,7 @@ from rlsys.fleet.external.settings import settings_of
 from rlsys.rollout.versions import SGLANG, VLLM
 from rlsys.telemetry.trackers import flat_settings
 from rlsys.utils.errors import ConfigError, raised_as
-from rlsys.utils.fields import unknown_fields
+from rlsys.utils.fields import wrong_fields
 from rlsys.utils.gpus import OTHER_GPUS
 from rlsys.utils.hub import download_config, is_hub_id
 
@@ -80,16 +80,16 @@ def installed_engines() -> Iterator[str]:
 
 
 def _check_arguments(config: GradedJob, *, is_here: bool) -> Iterator[str]:
-    """ConfigError for names in engine_kwargs that the workers' engine lacks, and a note where it is not here."""
+    """ConfigError for engine_kwargs that the workers' engine does not take, and a note where it is not here."""
     name = config.actor_rollout_ref.rollout.name
     asked = getattr(config.actor_rollout_ref.rollout.engine_kwargs, name, {})
     key = f"actor_rollout_ref.rollout.engine_kwargs.{name}"
-    fixes = unknown_fields(name, ARGUMENTS[name], asked) if asked and is_here else None
-    if asked and fixes is None:
-        yield f"{key}: the workers' {name} is not installed here, so names of its arguments are not checked"
-    elif fixes:
-        why = f"{name} {SERVING[name].installed()} has no such argument"
-        raise ConfigError("\n".join(f"{key}.{one}: {why}; {fix}" for one, fix in fixes.items()))
+    wrong = wrong_fields(name, ARGUMENTS[name], asked) if asked and is_here else None
+    if asked and wrong is None:
+        yield f"{key}: the workers' {name} is not installed here, so its arguments are not checked"
+    elif wrong:
+        owner = f"{name} {SERVING[name].installed()}"
+        raise ConfigError("\n".join(f"{key}.{one}: {owner} {why}" for one, why in wrong.items()))
 
 
 def _joins_a_cluster(config: JobConfig) -> bool:

@@ -1,5 +1,6 @@
 """The presets: which one a command line starts from, and the YAML files that it builds on."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -58,7 +59,7 @@ def default_preset(arguments: Arguments, schema: type[Section], *, has_model: bo
     return Preset(name or ("eval" if job == "eval" else f"{job}_trainer"), folders)
 
 
-def read_preset(preset: Preset, _seen: tuple[str, ...] = ()) -> list[tuple[str, dict[str, object]]]:
+def read_preset(preset: Preset, _seen: tuple[str, ...] = ()) -> Iterator[tuple[str, dict[str, object]]]:
     """(file name, tree) of a preset and those it builds on, in the order they apply."""
     path = _find(preset)
     if path.stem in _seen:
@@ -67,15 +68,13 @@ def read_preset(preset: Preset, _seen: tuple[str, ...] = ()) -> list[tuple[str, 
     parents = tree.pop("defaults", [])
     if not isinstance(parents, list):
         raise ConfigError(f"{path}: 'defaults' must be a list of presets to build on, e.g. [ppo_trainer, _self_]")
-    layers: list[tuple[str, dict[str, object]]] = []
     for parent in parents if "_self_" in parents else [*parents, "_self_"]:
         if parent == "_self_":
-            layers.append((str(path), tree))
+            yield str(path), tree
         elif isinstance(parent, str):
-            layers += read_preset(Preset(parent, (path.parent, *preset.folders)), (*_seen, path.stem))
+            yield from read_preset(Preset(parent, (path.parent, *preset.folders)), (*_seen, path.stem))
         else:
             raise ConfigError(f"{path}: 'defaults' lists presets only, not {parent}; config groups are not supported")
-    return layers
 
 
 def _find(preset: Preset) -> Path:

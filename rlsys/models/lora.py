@@ -120,11 +120,8 @@ def adapted_weights(model: nn.Module) -> dict[str, AdaptedWeight]:
     """The adapted weights of `model` by HF name."""
     from peft.tuners.lora import LoraLayer
 
-    adapted = {}
-    for name, module in model.named_modules():
-        if isinstance(module, LoraLayer):
-            adapted[f"{name}.weight"] = adapter_of(name, module.scaling[ADAPTER])
-    return adapted
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    return {f"{name}.weight": adapter_of(name, layer.scaling[ADAPTER]) for name, layer in layers.items()}
 
 
 @contextmanager

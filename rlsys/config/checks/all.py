@@ -5,7 +5,7 @@ from rlsys.config.checks.batches import check_ppo_batches, check_supervised_batc
 from rlsys.config.checks.files import check_files
 from rlsys.config.checks.findings import Note
 from rlsys.config.checks.megatron import check_megatron
-from rlsys.config.checks.rollout import check_rollout, check_sampling
+from rlsys.config.checks.rollout import check_rollout
 from rlsys.config.checks.rules import check_rules
 from rlsys.config.checks.run import check_ppo_run, check_run, check_training
 from rlsys.config.checks.vision import check_vision
@@ -23,7 +23,7 @@ def check(cfg: Section, *, is_here: bool = False) -> tuple[list[str], list[str]]
     if isinstance(cfg, GradedJob):
         findings += check_vision(cfg)
     if isinstance(cfg, PPOConfig):
-        findings += [*check_ppo_batches(cfg), *check_algorithm(cfg), *check_sampling(cfg), *check_ppo_run(cfg)]
+        findings += [*check_ppo_batches(cfg), *check_algorithm(cfg), *check_ppo_run(cfg)]
     elif isinstance(cfg, EvalConfig):
         findings += check_rollout(cfg, cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node)
     elif isinstance(cfg, SupervisedConfig):

@@ -11,7 +11,7 @@ from rlsys.config.schema.base import Section
 from rlsys.config.schema.jobs import PPOConfig, SupervisedConfig, TrainedConfig
 from rlsys.config.schema.megatron import HAS_FLASH_ATTENTION, MegatronConfig, MegatronShardConfig
 from rlsys.config.schema.model import ModelConfig
-from rlsys.utils.fields import unknown_fields
+from rlsys.utils.fields import wrong_fields
 
 SETTINGS = (("core/transformer/transformer_config.py", "*Config"), ("core/model_parallel_config.py", "*Config"))
 """Files of Megatron-Core, and the classes in them, that have the settings of TransformerConfig."""
@@ -66,9 +66,8 @@ def _sizes(cfg: Section, key: str, section: MegatronShardConfig, ranks: int) -> 
             yield wrong(cfg, f"{key}.{name}_parallel_size", why, fits, value=size)
             break
     overrides, own = section.override_transformer_config, f"{key}.override_transformer_config"
-    unknown = unknown_fields("megatron", SETTINGS, overrides) if overrides else None
-    for name, fix in (unknown or {}).items():
-        yield f"{own}.{name}: Megatron-Core has no such setting; {fix}"
+    for name, why in (wrong_fields("megatron", SETTINGS, overrides) or {}).items():
+        yield f"{own}.{name}: Megatron-Core {why}"
     if (backend := overrides.get("attention_backend") or "auto") not in ("auto", "flash", "fused", "unfused"):
         yield f"{own}.attention_backend = {backend}: set it to auto, flash, fused or unfused"
     elif backend == "flash" and find_spec("transformer_engine") and not HAS_FLASH_ATTENTION:

@@ -1,4 +1,4 @@
-"""Whether the settings of the rollout engine suit it, and whether sampling gives answers to learn from and compare."""
+"""Whether the settings of the rollout engine suit it, the model and the processes."""
 
 from collections.abc import Iterator
 from math import gcd
@@ -122,11 +122,15 @@ def _replicas(cfg: GradedJob, name: str, ranks: int) -> Iterator[str]:
             yield wrong(cfg, f"{KEY}.tensor_model_parallel_size", why)
 
 
-def check_elastic(cfg: PPOConfig) -> Iterator[str]:
-    """Whether enough processes only generate for the replicas that the run starts with."""
-    rollout, workers, key = cfg.actor_rollout_ref.rollout, cfg.trainer.rollout_workers, f"{KEY}.min_replicas"
+def check_ppo_rollout(cfg: PPOConfig) -> Iterator[str]:
+    """Whether enough processes only generate for the replicas at the start, and weights are pushed when compared."""
+    rollout, workers, sync_freq = cfg.actor_rollout_ref.rollout, cfg.trainer.rollout_workers, cfg.trainer.sync_freq
     if rollout.min_replicas is not None and workers < rollout.min_replicas:
-        yield wrong(cfg, key, f"there are {workers} processes that only generate; set trainer.rollout_workers to more")
+        why = f"there are {workers} processes that only generate; set trainer.rollout_workers to more"
+        yield wrong(cfg, f"{KEY}.min_replicas", why)
+    if rollout.parity.freq > 0 and rollout.parity.freq % sync_freq:
+        why = f"weights can only be compared after a push, and they are pushed every {sync_freq} steps"
+        yield note(cfg, f"{KEY}.parity.freq", why)
 
 
 def _quantised(cfg: GradedJob, name: str) -> Iterator[str]:
@@ -143,11 +147,3 @@ def _quantised(cfg: GradedJob, name: str) -> Iterator[str]:
         engines.float8_block(model_facts(policy.model.path), policy.rollout, is_pushed=is_pushed)
     except ConfigError as error:
         yield str(error)
-
-
-def check_sampling(cfg: PPOConfig) -> Iterator[str]:
-    """The frequency of the parity probe."""
-    sync_freq, freq = cfg.trainer.sync_freq, cfg.actor_rollout_ref.rollout.parity.freq
-    if freq > 0 and freq % sync_freq:
-        why = f"weights can only be compared after a push, and they are pushed every {sync_freq} steps"
-        yield note(cfg, f"{KEY}.parity.freq", why)

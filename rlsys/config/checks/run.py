@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rlsys.config.checks.findings import note, wrong
-from rlsys.config.checks.rollout import check_elastic, check_rollout
+from rlsys.config.checks.rollout import check_ppo_rollout, check_rollout
 from rlsys.config.engines import rollout_backend
 from rlsys.config.pools import generates_ahead, resolve_pools
 from rlsys.config.schema.actor import TrainedRoleConfig
@@ -56,7 +56,7 @@ def check_ppo_run(cfg: PPOConfig) -> Iterator[str]:
     """Pools and staleness, checkpoints of both roles, and validation."""
     trainer, policy, data = cfg.trainer, cfg.actor_rollout_ref, cfg.data
     yield from check_rollout(cfg, resolve_pools(cfg).rollout_ranks)
-    for check in (check_elastic, _pools, _staleness, _weights):
+    for check in (check_ppo_rollout, _pools, _staleness, _weights):
         yield from check(cfg)
     yield from check_training(cfg, "actor_rollout_ref.actor.", policy.actor)
     if policy.model.lora_rank and "hf_model" not in policy.actor.checkpoint.save_contents:

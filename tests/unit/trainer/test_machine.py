@@ -70,10 +70,65 @@ def test_arguments_of_an_engine_are_checked_by_name(tmp_path: Path, monkeypatch:
     assert notes(f"{ROLLOUT}.name=sglang", f"{arguments}.moe_runner_backend=triton", f"{arguments}.trust=true") == []
     for name, fix in (("swap-spaces", "set swap_space instead"), ("nonsense", "remove it"), ("made", "remove it")):
         for dry_run in (True, False):
-            with pytest.raises(ConfigError, match=rf"\.vllm\.{name}: vllm 0\.33\.0 has no such argument; {fix}"):
+            with pytest.raises(ConfigError, match=rf"\.vllm\.{name}: vllm 0\.33\.0 has no such setting; {fix}"):
                 notes(*vllm, f"{ROLLOUT}.engine_kwargs.vllm.{name}=1", dry_run=dry_run)
     (note,) = notes(*vllm, "ray_kwargs.ray_init.runtime_env={pip: [vllm]}")
-    assert "the workers' vllm is not installed here, so names of its arguments are not checked" in note
+    assert "the workers' vllm is not installed here, so its arguments are not checked" in note
+
+
+FIELDS = """
+class EngineArgs:
+    block_size: int | None = None
+    max_num_seqs: int = 1
+    swap_space: float = 4
+    enforce_eager: bool = False
+    revision: str | None = None
+    served_model_name: str | list[str] | None = None
+    max_lora_rank: MaxLoRARanks = 16
+class ServerArgs:
+    max_running_requests: A[Optional[int], "The maximum, number."] = None
+    page_size: A[int | None, Arg(help="tokens")] = None
+    loader_config: A[str, "JSON"] = "{}"
+    trust: Optional[bool] = None
+    names: A[Optional[List[str]], "names"] = None
+"""
+
+
+@pytest.mark.parametrize(
+    ("engine", "setting", "wants"),
+    [
+        ("vllm", "block_size=foo", "int, not 'foo'"),
+        ("vllm", "max_num_seqs=true", "int, not True"),
+        ("vllm", "max_num_seqs=64.5", "int, not 64.5"),
+        ("vllm", "swap_space=[4]", r"float, not \[4\]"),
+        ("vllm", "enforce_eager=maybe", "bool, not 'maybe'"),
+        ("vllm", "revision=7", "str, not 7"),
+        ("sglang", "max_running_requests=foo", "int, not 'foo'"),
+        ("sglang", "page_size=foo", "int, not 'foo'"),
+        ("sglang", "trust=maybe", "bool, not 'maybe'"),
+        ("vllm", "block_size=16", ""),
+        ("vllm", "block_size=null", ""),
+        ("vllm", "swap_space=8", ""),
+        ("vllm", "enforce_eager=1", ""),
+        ("vllm", "served_model_name=7", ""),
+        ("vllm", "max_lora_rank=foo", ""),
+        ("sglang", "loader_config={threads: 8}", ""),
+        ("sglang", "names=foo", ""),
+    ],
+)
+def test_arguments_of_an_engine_are_checked_by_simple_types(
+    engine: str, setting: str, wants: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path, "vllm", "0.33.0", {"engine/arg_utils.py": FIELDS})
+    install(tmp_path, "sglang", "0.5.23", {"srt/server_args.py": FIELDS})
+    monkeypatch.syspath_prepend(str(tmp_path))
+    argv = [f"{ROLLOUT}.name={engine}", f"{ROLLOUT}.engine_kwargs.{engine}.{setting}"]
+    if not wants:
+        assert notes(*argv) == []
+        return
+    key = rf"\.{engine}\.{setting.partition('=')[0]}"
+    with pytest.raises(ConfigError, match=rf"{key}: {engine} [\d.]+ takes a value of type {wants}; set one"):
+        notes(*argv)
 
 
 def test_a_gpu_that_is_asked_for_must_be_visible() -> None:
