@@ -42,7 +42,8 @@ ANSWER_S, SMI_S = 2.0, 20.0
 def check_machine(config: JobConfig, *, dry_run: bool, here: bool = True) -> list[str]:
     """Notes on what a run here would lack; ConfigError for an engine, a device, a model or a server that is not there.
 
-    A run that is not `here` is only compared with models and with the arguments of an engine that is installed here.
+    A run that is not `here` is only compared with models and with the arguments of an engine that is installed here,
+    which is noted where it has a Ray cluster to join.
     Models by name, servers and the Ray cluster to join are only looked for in a dry run; a run waits for servers and
     downloads models itself, but for a reward model, whose config.json is read first.
     """
@@ -58,6 +59,8 @@ def check_machine(config: JobConfig, *, dry_run: bool, here: bool = True) -> lis
         notes += _capacity(config)
     elif here and dry_run:
         _check_cluster(config)
+    elif not here and _joins_a_cluster(config):
+        notes.append("the job's Ray cluster is not compared with a plan for another machine; for that remove --gpu")
     settings = flat_settings(config.model_dump())
     teachers = [key for key in settings if key.startswith("distillation.") and key.endswith(".model_path")]
     is_scored = isinstance(config, PPOConfig) and not config.reward.has_judge

@@ -11,7 +11,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -225,17 +225,15 @@ def finish(
         raise _late(missing, allowed_s)
 
 
-def _failures(done: Sequence[Pending]) -> list[tuple[Pending, Failure]]:
+def _failures(done: Sequence[Pending]) -> Iterator[tuple[Pending, Failure]]:
     """Those that failed. The stage reports that came with the answers are kept, each once."""
-    failed = []
     for one in done:
         header = one.backend.header(one)
         if header.report is not None and not one.is_noted:
             one.backend.reports.append(header.report)
             one.is_noted = True
         if header.failure is not None:
-            failed.append((one, header.failure))
-    return failed
+            yield one, header.failure
 
 
 def _first_cause(failed: Sequence[tuple[Pending, Failure]]) -> BaseException:

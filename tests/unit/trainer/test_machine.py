@@ -154,6 +154,18 @@ def test_gpus_are_counted_without_torch(monkeypatch: pytest.MonkeyPatch) -> None
     )
 
 
+def test_a_plan_for_another_machine_notes_that_the_cluster_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    says = "the job's Ray cluster is not compared with a plan for another machine"
+    joined = load_config(["ray_kwargs.ray_init.address=10.0.0.1:6379"])
+    (note,) = check_machine(joined, dry_run=True, here=False)
+    assert says in note
+    assert check_machine(load_config(), dry_run=True, here=False) == []
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    (note,) = check_machine(load_config(), dry_run=True, here=False)
+    assert says in note
+    assert check_machine(load_config(), dry_run=False) == []
+
+
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
