@@ -117,17 +117,20 @@ class PoolNeed:
 
 
 def check_capacity(needs: Sequence[PoolNeed], nodes: Sequence[NodeCapacity]) -> None:
-    """ConfigError, with what to change, unless every pool's nodes fit on the cluster's together (largest first)."""
+    """ConfigError, with what to change, unless every pool's nodes fit on the cluster's together (largest first).
+
+    It names the first part that no node has room for, and what each node has left.
+    """
     free = [[node.num_gpus, node.num_cpus] for node in nodes]
-    wanted = [
-        (count * need.gpus_per_process, count * need.cpus_per_process)
-        for need in needs
-        for count in need.process_on_nodes
-    ]
-    for gpus, cpus in sorted(wanted, reverse=True):
+    parts = [(count, need) for need in needs for count in need.process_on_nodes]
+    wanted = [(n * need.gpus_per_process, n * need.cpus_per_process, n, need.name) for n, need in parts]
+    for gpus, cpus, count, name in sorted(wanted, reverse=True):
         fitting = [node for node in free if node[0] >= gpus - 1e-6 and node[1] >= cpus - 1e-6]
         if not fitting:
-            raise ConfigError(_no_room(needs, nodes))
+            left = Counter(f"{node[1]:g} CPUs and {node[0]:g} GPUs" for node in free)
+            on_each = ", ".join(f"{room} on {n} node(s)" for room, n in left.items())
+            lacks = f"{count} process(es) of pool '{name}' with {cpus:g} CPUs and {gpus:g} GPUs: left are {on_each}"
+            raise ConfigError(f"no node has room for {lacks}; {_no_room(needs, nodes)}")
         tightest = min(fitting)  # with the fewest GPUs left
         tightest[0] -= gpus
         tightest[1] -= cpus

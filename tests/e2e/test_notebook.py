@@ -48,5 +48,7 @@ def test_a_dry_run_asks_the_cluster_that_it_would_join(head: Head) -> None:
     fits, too_large = ended.stdout.splitlines()
     assert fits == "[]"
     assert too_large.startswith(
-        "the cluster has 4 CPUs and 0 GPUs on 1 node(s) (at most 4 and 0 on one), the plan needs 8 CPUs"
+        "no node has room for 4 process(es) of pool 'train' with 4 CPUs and 0 GPUs: "
+        "left are 0 CPUs and 0 GPUs on 1 node(s); the cluster has 4 CPUs and 0 GPUs on 1 node(s) "
+        "(at most 4 and 0 on one), the plan needs 8 CPUs"
     )

@@ -99,6 +99,32 @@ def test_a_refused_plan_names_the_keys_and_both_counts(needs: dict[str, tuple[in
     assert "the cluster has 64 CPUs and 16 GPUs on 2 node(s) (at most 32 and 8 on one), the plan" in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("needs", "cpus", "says"),
+    [
+        (
+            {"train": (8,), "rollout": (4,)},
+            1,
+            "for 4 process(es) of pool 'rollout' with 4 CPUs and 4 GPUs: left are 24 CPUs and 0 GPUs on 1 node(s), "
+            "32 CPUs and 2 GPUs on 2 node(s)",
+        ),
+        (
+            {"train": (2, 2), "rollout": (8, 1)},
+            6.5,
+            "for 8 process(es) of pool 'rollout' with 52 CPUs and 8 GPUs: left are 32 CPUs and 8 GPUs on 1 node(s), "
+            "32 CPUs and 2 GPUs on 2 node(s)",
+        ),
+    ],
+)
+def test_a_refused_plan_says_what_the_nodes_have_left(
+    needs: dict[str, tuple[int, ...]], cpus: float, says: str
+) -> None:
+    nodes = [NodeCapacity(32, 8), NodeCapacity(32, 2), NodeCapacity(32, 2)]
+    with pytest.raises(ConfigError) as refused:
+        check_capacity([PoolNeed(name, counts, cpus, 1) for name, counts in needs.items()], nodes)
+    assert str(refused.value).startswith(f"no node has room {says}; the cluster has 96 CPUs and 12 GPUs on 3 node(s)")
+
+
 def test_the_manager_gives_roles_their_pools() -> None:
     mapping = {"actor": "train", "critic": "train", "rollout": "serve"}
     manager = ResourcePoolManager({"train": [4], "serve": [2, 2]}, mapping)
