@@ -188,8 +188,11 @@ class MathRLVRWorkflow(ToolWorkflow):
         self.tools = [tool_of("rlsys.agent.builtin_tools:python")] if self.use_tool else []
         self.reward_fn = self.reward_fn or self._compute_math_reward
 
+    def _verify_math_solution(self, completion: str, answer: object) -> bool:
+        return self.math_verifier.verify(completion, answer)
+
     def _compute_math_reward(self, prompt: str, completion: str, *ids: object, answer: object, **_: object) -> float:
-        return float(self.math_verifier.verify(completion, answer))
+        return float(self._verify_math_solution(completion, answer))
 
 
 async def run_environment(row: Row, session: Session) -> Outcome:
