@@ -9,7 +9,7 @@ from rlsys.data.start_assets import START_MODEL
 from rlsys.planning.footprint import WIDE, decoder_of
 from rlsys.planning.image_encoder import plan_facts
 from rlsys.planning.layouts import propose_layouts
-from rlsys.planning.memory import CACHE, Device, Lengths, Machine, PlanInputs, Stage, device_roles, plan_memory
+from rlsys.planning.memory import CACHE, Device, Lengths, Machine, PlanInputs, device_roles, plan_memory
 from rlsys.planning.sizes import GIB
 from rlsys.planning.step_time import GpuCluster, plan_step, step_seconds
 from rlsys.utils.errors import ConfigError
@@ -31,11 +31,11 @@ def memory_line(cfg: PPOConfig, machine: Machine) -> str:
         return f"cannot be planned: {error}"
     stages = {stage.name: stage for stage in plan.train}
     peak = max((s for s in plan.train if s.name not in ("start", "rollout")), key=lambda stage: stage.total)
-    own, figures = {stage.name: stage for stage in plan.rollout}, [f"{_gib(stages['start'])} to start"]
+    own, figures = {stage.name: stage for stage in plan.rollout}, [f"{stages['start'].total / GIB:.1f} to start"]
     if generating := own.get("rollout") or stages.get("rollout"):
         cache = "" if device == "cpu" or generating.bytes.get(CACHE) else f" + {engine}'s cache"
-        figures.append(f"{_gib(generating)}{cache} to generate{' (on a rollout device)' if own else ''}")
-    figures.append(f"{_gib(peak)} at most in the other stages ({peak.name})")
+        figures.append(f"{generating.total / GIB:.1f}{cache} to generate{' (on a rollout device)' if own else ''}")
+    figures.append(f"{peak.total / GIB:.1f} at most in the other stages ({peak.name})")
     kind = "GPU" if device == "cuda" else "CPU process"
     most = max(stage.total for stage in (*plan.train, *plan.rollout))
     over = f": more than its {size / GIB:.1f}, see docs/oom.md" if 0 < size < most else _disk(cfg, machine)
@@ -63,10 +63,6 @@ def facts_of(cfg: PPOConfig, device: Device, device_bytes: int) -> Machine:
         critic=model_facts(cfg.critic.model.path) if cfg.critic.model.path != policy.model.path else None,
         reward_model=model_facts(grader.model_path) if grader.enable and not cfg.reward.has_judge else None,
     )
-
-
-def _gib(stage: Stage) -> str:
-    return f"{stage.total / GIB:.1f}"
 
 
 def time_facts(cfg: PPOConfig, machine: Machine, gpu: Gpu) -> dict[str, str]:

@@ -14,8 +14,8 @@ from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING
 
-from rlsys.config.engines import float8_block
-from rlsys.config.schema.rollout import GenerationConfig
+from rlsys.config.engines import float8_block, rollout_backend, share_of_free
+from rlsys.config.schema.rollout import GenerationConfig, RolloutConfig
 from rlsys.models.megatron.family import Head, family_of
 from rlsys.models.megatron.parallel import RankPlace
 from rlsys.types import LOGITS_CHUNK_ELEMENTS, HFConfig
@@ -158,6 +158,12 @@ def served_bytes(hf_config: HFConfig, rollout: GenerationConfig, *, c: int) -> i
     held = (copies * (d.outer + (d.parameters - d.outer - d.in_experts) * layers // d.num_layers) + experts) // ranks
     matrices = (copies * d.in_dense * layers // d.num_layers + experts) // ranks if rollout.quantization else 0
     return c * (held - matrices) + matrices + (scale_bytes(matrices, hf_config, rollout) if matrices else 0)
+
+
+def engine_bytes(rollout: RolloutConfig, whole: int, beside: int) -> int:
+    """Weights and cache of an engine that takes a share of a device of `whole` bytes, `beside` of them taken before."""
+    free = whole - (beside if rollout_backend(rollout.name).cache_share_of == "free" else 0)
+    return int(free * share_of_free(rollout.gpu_memory_utilization, free, whole, ranks=rollout.replica_size))
 
 
 def served_cache(d: Decoder, rollout: GenerationConfig) -> int:

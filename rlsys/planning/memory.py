@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from rlsys.config import PPOConfig, plan_batches
 from rlsys.config.checks.batches import sequence_ranks
 from rlsys.config.checks.files import model_facts
-from rlsys.config.engines import rollout_backend, share_of_free
+from rlsys.config.engines import rollout_backend
 from rlsys.config.plan import BatchPlan, RolePlan
 from rlsys.config.schema.megatron import MegatronConfig, MegatronRoleConfig
 from rlsys.config.schema.model import FSDPConfig, ModelConfig, OptimConfig, ShardConfig
@@ -92,10 +92,6 @@ class PlanInputs:
     def plan(self) -> BatchPlan:
         return plan_batches(self.cfg)
 
-    @property
-    def device(self) -> Device:
-        return self.machine.device
-
     @cached_property
     def image_tokens(self) -> int:
         """Those of a prompt at most: all that it has, or as many images as it may have, of the largest size."""
@@ -163,9 +159,9 @@ def _training_stages(job: PlanInputs, roles: list[DeviceRole], engine: ro.Bytes)
     """
     rollout = job.cfg.actor_rollout_ref.rollout
     cache_share_of = rollout_backend(rollout.name).cache_share_of
-    keeps = job.device == "cuda" and not rollout.free_cache_engine and cache_share_of is not None
+    keeps = job.machine.device == "cuda" and not rollout.free_cache_engine and cache_share_of is not None
     weights = engine if keeps else {ROLLOUT_WEIGHTS: engine.get(ROLLOUT_WEIGHTS, 0)}  # during a push, cache asleep
-    beside = {} if job.device == "cuda" and rollout.free_cache_engine else weights
+    beside = {} if job.machine.device == "cuda" and rollout.free_cache_engine else weights
     first = engine if cache_share_of == "device" else weights  # what the engine has as soon as it is started
     waiting = [role.waiting() for role in roles]
     # the engine starts beside all roles; before that these are loaded one after another, and all teachers at once
@@ -212,13 +208,11 @@ def _rollout_stages(engine: ro.Bytes) -> tuple[Stage, ...]:
 def _engine(job: PlanInputs, beside: ro.Bytes) -> ro.Bytes:
     """The rollout's engine while it generates, started where `beside` was already."""
     rollout, d = job.cfg.actor_rollout_ref.rollout, fp.decoder_of(job.machine.actor)
-    c = width_of(rollout.dtype, job.device)
+    c = width_of(rollout.dtype, job.machine.device)
     weights = fp.served_bytes(job.machine.actor, rollout, c=c)
-    if (cache_share_of := rollout_backend(rollout.name).cache_share_of) is not None:
-        whole, asked = job.machine.device_bytes, rollout.gpu_memory_utilization
-        free = whole - (sum(beside.values()) if cache_share_of == "free" else 0)
-        share = int(free * share_of_free(asked, free, whole, ranks=rollout.replica_size)) - weights
-        return {ROLLOUT_WEIGHTS: weights, CACHE: max(0, share) if job.device == "cuda" else rollout.kv_cache_gib << 30}
+    if rollout_backend(rollout.name).cache_share_of is not None:
+        cache = max(0, fp.engine_bytes(rollout, job.machine.device_bytes, sum(beside.values())) - weights)
+        return {ROLLOUT_WEIGHTS: weights, CACHE: cache if job.machine.device == "cuda" else rollout.kv_cache_gib << 30}
     rows = min(rollout.max_num_seqs, -(-job.cfg.data.gen_batch_size * rollout.n // job.plan.pools.rollout_ranks))
     prompts = min(-(-rows // rollout.n) * job.lengths.prompt, rollout.max_num_batched_tokens)
     images, encoding = fp.image_bytes(d, min(prompts, -(-rows // rollout.n) * job.image_tokens), c=c, trained=False)
@@ -232,7 +226,7 @@ def _engine(job: PlanInputs, beside: ro.Bytes) -> ro.Bytes:
 
 def _learning(job: PlanInputs) -> int:
     """What learning where an engine has its largest tensor takes beyond what is reserved: nothing is in pieces yet."""
-    size = 2 * fp.decoder_of(job.machine.actor).largest if job.device == "cuda" else 0
+    size = 2 * fp.decoder_of(job.machine.actor).largest if job.machine.device == "cuda" else 0
     taken = size + LEARNED_COPIES * size // job.cfg.actor_rollout_ref.rollout.tensor_model_parallel_size
     return max(0, taken - (job.machine.device_bytes - job.machine.room_bytes))
 
@@ -240,7 +234,7 @@ def _learning(job: PlanInputs) -> int:
 def _staging(job: PlanInputs, role: ro.Role) -> int:
     """What a push takes beside both sides: copies for checksums, merged adapters, buckets of the gathering way."""
     d, engine = fp.decoder_of(job.machine.actor), job.cfg.actor_rollout_ref.rollout.checkpoint_engine
-    staging = 2 * d.largest + CHECKSUM_WORDS_BYTES if job.device == "cuda" else 0
+    staging = 2 * d.largest + CHECKSUM_WORDS_BYTES if job.machine.device == "cuda" else 0
     if isinstance(role, ro.FsdpRole) and role.lora_rank:
         staging += role.master * role.model.parameters // role.ranks
     if isinstance(role, ro.MegatronRole) and role.adapters:
@@ -258,7 +252,7 @@ def _export(job: PlanInputs) -> int:
     if "hf_model" not in actor.checkpoint.save_contents:
         return 0
     dtype = actor.megatron.dtype if actor.strategy == "megatron" else actor.fsdp_config.model_dtype
-    width = width_of(dtype, job.device)
+    width = width_of(dtype, job.machine.device)
     return min(EXPORT_FILE_BYTES, width * d.parameters) + width * d.largest
 
 
@@ -348,9 +342,10 @@ def _role(
 ) -> ro.Role:
     """`trained` is the model of a trained role; a frozen one has none."""
     ranks, recompute = job.plan.pools.train_ranks, trained is not None and trained.enable_gradient_checkpointing
-    how, lora = ro.Computing(width_of(settings.dtype, job.device), job.device, recompute, entropy), _lora(trained)
+    device, lora = job.machine.device, _lora(trained)
+    how = ro.Computing(width_of(settings.dtype, device), device, recompute, entropy)
     if isinstance(settings, MegatronRoleConfig):
-        sizes, fused = ParallelSizes.from_config(settings), job.device == "cuda"
+        sizes, fused = ParallelSizes.from_config(settings), device == "cuda"
         moments = 0 if optim.override_optimizer_config.optimizer_cpu_offload else 2
         pp_rank = job.stage[0] * sizes.pp // job.stage[1]
         again = with_recompute(settings.override_transformer_config, layers=recompute)
@@ -362,10 +357,10 @@ def _role(
         fp.decoder_of(facts, head=head),
         replace(how, compiled=settings.use_torch_compile),
         ranks=min(settings.fsdp_size, ranks) if settings.fsdp_size > 0 else ranks,
-        master=width_of(settings.model_dtype, job.device),
+        master=width_of(settings.model_dtype, device),
         trained=trained is not None,
         head=head,
-        on_host=settings.offload_policy and job.device == "cuda",
+        on_host=settings.offload_policy and device == "cuda",
         lora_rank=lora.rank if lora is not None else 0,
         optim=optim,
         tp=settings.tensor_parallel_size,

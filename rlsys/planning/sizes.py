@@ -5,7 +5,6 @@ recomputed, how many sequences are decoded together and the share of a GPU that 
 preset set is never changed.
 """
 
-from bisect import bisect
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -20,7 +19,7 @@ from rlsys.config.plan import RolePlan
 from rlsys.config.schema.actor import TrainedRoleConfig
 from rlsys.config.schema.types import MicroBatches
 from rlsys.planning import footprint as fp
-from rlsys.planning.memory import Machine, MemoryPlan, plan_memory, width_of
+from rlsys.planning.memory import CACHE, Machine, MemoryPlan, plan_memory, width_of
 from rlsys.planning.roles import Bytes
 from rlsys.types import LARGEST_IMAGE
 from rlsys.utils.errors import ConfigError
@@ -32,7 +31,7 @@ MOST_TOKENS = {"cuda": 65536, "cpu": 4096}
 ENOUGH_TOKENS = 8192
 """Tokens that keep a GPU busy: activations are recomputed only if fewer fit."""
 FEWEST_SEQS, MOST_SEQS = {"cuda": 256, "cpu": 1}, {"cuda": 1024, "cpu": 384}
-ENGINE_EXTRA, LEAST_SHARE = 4 * GIB, 0.3
+ENGINE_EXTRA, LEAST_PERCENT = 4 * GIB, 30
 _POLICY, _TOKENS = "actor_rollout_ref", "max_token_len_per_gpu"
 ROLLOUT, MODEL = f"{_POLICY}.rollout", f"{_POLICY}.model"
 SEQS, SHARE = f"{ROLLOUT}.max_num_seqs", f"{ROLLOUT}.gpu_memory_utilization"
@@ -81,6 +80,10 @@ class _Sizes:
     def fits(self, settings: dict[str, Any], *stages: str, room: int = 0) -> bool:
         return sum(self.needs(settings, *stages).values()) <= max(room, self.machine.room_bytes)
 
+    def cache_bytes(self, percent: int) -> int:
+        """Of an engine that takes this share."""
+        return self.needs({SHARE: percent / 100}, "rollout").get(CACHE, 0)
+
     def largest(self, key: str, stage: str, least: int, settings: dict[str, bool] | None = None, room: int = 0) -> int:
         """The largest budget with which a stage fits, in steps of a quarter; 0 if not even `least` does."""
         size = max(least, MOST_TOKENS[self.machine.device])
@@ -127,11 +130,11 @@ class _Sizes:
         cache = rows * columns * fp.served_cache(d, rollout)
         encoding = fp.image_bytes(d, min(LARGEST_IMAGE, rollout.max_model_len or columns), c=c, trained=False)
         needed = weights + c * cache + fp.drawing_bytes(d, rows, c=c) + sum(encoding) + ENGINE_EXTRA
-        wanted = max(LEAST_SHARE, needed / machine.device_bytes) if plan_batches(cfg).pools.colocated else 1.0
-        percent = min(90, 5 * round(20 * wanted + 0.49))
-        shares = range(percent, 5, -5)
-        percent -= 5 * bisect(shares, False, key=lambda one: self.fits({SHARE: one / 100}, "start", "rollout"))
-        if percent / 100 * machine.device_bytes < weights:
+        enough = (one for one in range(LEAST_PERCENT, 90, 5) if self.cache_bytes(one) >= needed - weights)
+        percent = next(enough, 90) if plan_batches(cfg).pools.colocated else 90
+        fitting = (one for one in range(percent, 5, -5) if self.fits({SHARE: one / 100}, "start", "rollout"))
+        percent = next(fitting, 5)
+        if not self.cache_bytes(percent):
             is_too_large = weights > machine.room_bytes
             keys = f"a larger {ROLLOUT}.tensor_model_parallel_size, or {SHARE}" if is_too_large else SHARE
             raise _refusal(f"{rollout.name} beside what trains", self.needs({SHARE: 0.01}, "start"), machine, keys)
@@ -172,8 +175,7 @@ def choose_sizes(
     except (ConfigError, KeyError, TypeError, ValueError, ArithmeticError):
         machine = replace(machine, actor={})
     sizes = _Sizes(cfg, given, machine)
-    if machine.device == "cuda":
-        sizes.choose_engine(engines)
+    sizes.choose_engine(engines if machine.device == "cuda" else ())
     if machine.device == "cuda" and not (machine.actor and machine.device_bytes):
         return sizes.values, ", ".join(sizes.words)
     policy, critic, grader, plan = cfg.actor_rollout_ref, cfg.critic, cfg.reward.reward_model, plan_batches(cfg)

@@ -90,8 +90,10 @@ def plan_step(
     Adapters are taken to cost what full training does, and graders to be quick.
     """
     job = PlanInputs(cfg, machine, lengths or Lengths.longest(cfg))
-    rollout = () if job.plan.pools.external else (rollout_phase(job, cluster, sigma),)
-    return (*rollout, *training_phases(job, device_roles(job), cluster))
+    roles, pools = device_roles(job), job.plan.pools
+    beside = sum(sum(one.waiting().values()) for one in roles) if pools.colocated else 0
+    rollout = () if pools.external else (rollout_phase(job, cluster, sigma, beside),)
+    return (*rollout, *training_phases(job, roles, cluster))
 
 
 def training_phases(job: PlanInputs, roles: Sequence[DeviceRole], cluster: GpuCluster) -> Iterator[Phase]:
@@ -189,8 +191,11 @@ def _reduction(job: PlanInputs, role: Role, cluster: GpuCluster) -> Iterator[flo
     yield cluster.ring_s(width * here.experts, role.expert_dp, s.expert_tp * s.ep)
 
 
-def rollout_phase(job: PlanInputs, cluster: GpuCluster, sigma: float) -> Phase:
-    """A prompt is read once for its answers; answers are decoded together, fewer and fewer of them as they end."""
+def rollout_phase(job: PlanInputs, cluster: GpuCluster, sigma: float, beside: int = 0) -> Phase:
+    """A prompt is read once for its answers; answers are decoded together, fewer and fewer of them as they end.
+
+    `beside`: bytes of a GPU that roles hold on it when the engine starts.
+    """
     rollout, lengths, d = job.cfg.actor_rollout_ref.rollout, job.lengths, fp.decoder_of(job.machine.actor)
     rows = -(-job.plan.samples * rollout.attention_size // job.plan.pools.rollout_ranks)
     floor, row_s, scheduled_s = DECODE_S.get(rollout.name, DECODE_S["vllm"])
@@ -201,7 +206,7 @@ def rollout_phase(job: PlanInputs, cluster: GpuCluster, sigma: float) -> Phase:
     flops = MATMUL * cluster.gpu.flops * rollout.tensor_model_parallel_size
     seconds = {"compute": 2 * read * (d.active + d.attended * lengths.mean_prompt / 2) / flops}
     ends = response_quantiles(lengths, sigma)
-    most = max(1.0, min(rows, rollout.max_num_seqs, _cache_rows(job, d, cluster)))
+    most = max(1.0, min(rows, rollout.max_num_seqs, _cache_rows(job, d, cluster, beside)))
     # (decode steps, answers that run, tokens drawn so far of each): first while ended answers are replaced by waiting
     # ones, then from each quantile of the lengths to the next, while those that are left run out
     spans = [((rows / most - 1) * mean(ends), most, lengths.mean_response / 2)]
@@ -215,13 +220,13 @@ def rollout_phase(job: PlanInputs, cluster: GpuCluster, sigma: float) -> Phase:
     return Phase("rollout", seconds)
 
 
-def _cache_rows(job: PlanInputs, d: fp.Decoder, cluster: GpuCluster) -> float:
+def _cache_rows(job: PlanInputs, d: fp.Decoder, cluster: GpuCluster, beside: int) -> float:
     """Answers of mean length that the cache of a serving engine has room for."""
     rollout, lengths = job.cfg.actor_rollout_ref.rollout, job.lengths
     c = width_of(rollout.dtype, "cuda")
     if rollout_backend(rollout.name).cache_share_of is None:
         return inf
-    room = rollout.gpu_memory_utilization * cluster.gpu.memory_bytes - fp.served_bytes(job.machine.actor, rollout, c=c)
+    room = fp.engine_bytes(rollout, cluster.gpu.memory_bytes, beside) - fp.served_bytes(job.machine.actor, rollout, c=c)
     return room / (c * fp.served_cache(d, rollout) * (lengths.mean_prompt + lengths.mean_response))
 
 

@@ -20,6 +20,7 @@ from scripts.model_shapes import SHAPES
 FILES = ("data.train_files=null", "data.val_files=null", "actor_rollout_ref.model.path=null")
 POLICY = "actor_rollout_ref"
 TOKENS, SEQS = f"{POLICY}.actor.ppo_max_token_len_per_gpu", f"{POLICY}.rollout.max_num_seqs"
+ROLLOUT = f"{POLICY}.rollout"
 SCORED = f"{POLICY}.rollout.log_prob_max_token_len_per_gpu"
 RECOMPUTE, SHARE = f"{POLICY}.model.enable_gradient_checkpointing", f"{POLICY}.rollout.gpu_memory_utilization"
 VLLM = f"{POLICY}.rollout.name=vllm"
@@ -81,6 +82,36 @@ def test_a_share_that_is_the_largest_beside_what_trains_by_hand() -> None:
     trains = (12 + 4) * 7_615_616_512 // 4  # masters and moments, the reference; GPUs
     free = (machine.room_bytes - trains) / machine.device_bytes
     assert free - 0.05 < sizes[SHARE] <= free
+
+
+@pytest.mark.parametrize(("tp", "gib", "gpus"), [(1, 139.8, 4), (2, 80, 2), (2, 80, 4), (4, 80, 4)])
+def test_the_share_of_sglang_holds_all_sequences_beside_what_trains(tp: int, gib: float, gpus: int) -> None:
+    """Ranks of a larger replica take their share of what is free beside the trainer, so it must be a larger one."""
+    kl, gpus_key = f"{POLICY}.actor.use_kl_loss=false", f"trainer.n_gpus_per_node={gpus}"
+    size = (kl, gpus_key, f"{ROLLOUT}.tensor_model_parallel_size={tp}", f"{SEQS}={128 * tp}")
+    sizes, text, plan, machine = chosen("7B", gib, f"{ROLLOUT}.name=sglang", *size)
+    (generates,) = [stage.bytes for stage in plan.train if stage.name == "rollout"]
+    held, needed = generates["rollout weights"] + generates["cache"], float(text.split("need ")[1].split(" GiB")[0])
+    assert held / GIB >= needed - 0.05
+    assert sum(generates.values()) <= machine.room_bytes
+    if sizes[SHARE] > 0.3:
+        less = loaded(f"{ROLLOUT}.name=sglang", *size, chosen={**sizes, SHARE: sizes[SHARE] - 0.05}).config
+        (smaller,) = [stage.bytes for stage in plan_memory(less, machine).train if stage.name == "rollout"]
+        assert (smaller["rollout weights"] + smaller["cache"]) / GIB < needed + 0.05
+
+
+def test_of_shares_without_room_for_all_sequences_sglang_gets_the_largest_cache_that_fits() -> None:
+    """One process takes a share of the device up to 0.92 of what is free, and beyond that of what is free, which is
+    less; so one step more may be a smaller cache."""
+    sizes, _, plan, machine = chosen("7B", 139.8, f"{ROLLOUT}.name=sglang", "trainer.n_gpus_per_node=4")
+    (most,) = [stage.bytes["cache"] for stage in plan.train if stage.name == "rollout"]
+    for percent in range(10, 95, 5):
+        changed = {**sizes, SHARE: percent / 100}
+        other = plan_memory(
+            loaded(f"{ROLLOUT}.name=sglang", "trainer.n_gpus_per_node=4", chosen=changed).config, machine
+        )
+        (one,) = [stage for stage in other.train if stage.name == "rollout"]
+        assert one.bytes["cache"] <= most or one.total > machine.room_bytes
 
 
 def test_what_is_set_is_never_changed() -> None:

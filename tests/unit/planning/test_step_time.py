@@ -165,6 +165,20 @@ def test_a_decode_step_reads_weights_and_cache_once_by_hand() -> None:
     assert seconds["memory"] == pytest.approx(4 * 3072 * (read / (steps.MEMORY * 3.35e12) + sent), rel=1e-4)
 
 
+def test_a_larger_sglang_decodes_the_answers_that_its_share_of_the_free_memory_holds() -> None:
+    """Beside the trainer as many at a time as with so much less memory alone."""
+    size = ("trainer.n_gpus_per_node=8", f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.max_num_seqs=1024")
+    share = (f"{ROLLOUT}.tensor_model_parallel_size=2", f"{ROLLOUT}.gpu_memory_utilization=0.3")
+    rows = ("data.train_batch_size=512", f"{ACTOR}.ppo_mini_batch_size=512", f"{ACTOR}.use_kl_loss=false")
+    cfg = config(*size, *share, *rows)
+    held = 12 * fp.decoder_of(SHAPES["7B"]).parameters / 8
+    less = GpuCluster(replace(H100.gpu, memory_gib=H100.gpu.memory_gib - held / (1 << 30)), 8)
+    job = PlanInputs(cfg, machine("7B"), Lengths.longest(cfg))
+    beside = phases("7B", *size, *share, *rows)["rollout"].total
+    assert beside == pytest.approx(steps.rollout_phase(job, less, 0.0).total, rel=1e-6)
+    assert beside > 1.05 * steps.rollout_phase(job, H100, 0.0).total
+
+
 def test_weights_in_fp8_are_read_as_bytes_and_multiplied_faster_by_hand() -> None:
     """Few rows wait for memory, many for products: of layers 1.25 times as fast, of the head as before."""
     d, gpu, seconds = fp.decoder_of(SHAPES["7B"]), Gpu(1e15, 1e15, 0, 4e12, 1e12, 1e12), []
