@@ -410,6 +410,11 @@ def test_ignored_settings_are_noted_in_one_line_for_each_reason() -> None:
         ),
         ("global_profiler.steps=[2] global_profiler.ranks=[]", "ranks = []: no process is profiled"),
         ("global_profiler.steps=[2] global_profiler.ranks=null", ""),
+        ("global_profiler.steps=[2] global_profiler.tool=torch_memory trainer.device=cuda", ""),
+        (
+            "global_profiler.steps=[2] global_profiler.tool=torch_memory trainer.device=cpu",
+            "global_profiler.tool = torch_memory: it needs a GPU, so nothing is profiled; set",
+        ),
         (
             "global_profiler.global_tool_config.torch_memory.stack_depth=32",
             "stack_depth (a profile has operators, kernels",
