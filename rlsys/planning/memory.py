@@ -177,10 +177,9 @@ def _training_stages(job: PlanInputs, roles: list[DeviceRole], engine: ro.Bytes)
         for name, trains, size in role.stages:
             passing = role.role.training(size) if trains else role.role.scoring(size)
             stages.append(Stage(name, ro.together([*others, role.role.held(), passing, beside])))
-    synced = [roles[0].waiting(but=frozenset([ro.PARAMETERS])), *waiting[1:], weights]
-    stages.append(Stage("update_weights", ro.together([*synced, {STAGING: _staging(job, roles[0].role)}])))
-    saved = [roles[0].role.held(), *waiting[1:], weights, {STAGING: _export(job)}]
-    stages.append(Stage("save_checkpoint", ro.together(saved)))
+    pushed, saved = roles[0].waiting(but=frozenset([ro.PARAMETERS])), roles[0].role.held()
+    last = [("update_weights", pushed, _staging(job, roles[0].role)), ("save_checkpoint", saved, _export(job))]
+    stages += [Stage(name, ro.together([own, *waiting[1:], weights, {STAGING: size}])) for name, own, size in last]
     if rollout.quantization:
         kept = {FP8_WEIGHTS: _float8_bytes(roles[0].role, job)}
         stages[1:] = [Stage(stage.name, ro.together([stage.bytes, kept])) for stage in stages[1:]]
@@ -272,8 +271,8 @@ def width_of(dtype: str, device: Device) -> int:
 def _actor(job: PlanInputs) -> DeviceRole:
     policy = job.cfg.actor_rollout_ref
     actor, sharing = policy.actor, sequence_ranks(policy.actor)
-    scored = _scored(job, job.plan.actor, policy.rollout.scoring, sharing)
-    stages = [("update_actor", True, _trained(job, job.plan.actor, sharing))]
+    scored = _pass(job, job.plan.samples // job.plan.actor.dp_size, policy.rollout.scoring, sharing)
+    stages = [("update_actor", True, _pass(job, job.plan.actor.rank_samples, job.plan.actor.size, sharing))]
     if not job.cfg.algorithm.rollout_correction.bypass_mode:
         stages.append(("old_log_prob", False, scored))
     if job.cfg.use_reference and not policy.has_reference_weights:
@@ -290,7 +289,7 @@ def _reference(job: PlanInputs) -> Iterator[DeviceRole]:
         models += [("teacher", model) for model in job.cfg.teachers.values()]
     is_megatron = isinstance(settings, MegatronRoleConfig)
     sharing = settings.context_parallel_size if is_megatron else policy.ref.ulysses_sequence_parallel_size
-    scored = _scored(job, job.plan.actor, policy.ref.scoring, sharing)
+    scored = _pass(job, job.plan.samples // job.plan.actor.dp_size, policy.ref.scoring, sharing)
     leaves = frozenset([ro.PARAMETERS] if settings.param_offload else [])
     for name, model in models:
         facts = job.machine.actor
@@ -301,8 +300,9 @@ def _reference(job: PlanInputs) -> Iterator[DeviceRole]:
 def _critic(job: PlanInputs, plan: RolePlan) -> DeviceRole:
     critic, facts, sharing = job.cfg.critic, job.machine.critic or job.machine.actor, sequence_ranks(job.cfg.critic)
     role = _role(job, facts, critic.shard, critic.model, head="value", optim=critic.optim)
-    values = ("values", False, _scored(job, plan, critic.scoring, sharing))
-    return DeviceRole(role, _leaving(critic.shard), (values, ("update_critic", True, _trained(job, plan, sharing))))
+    values = ("values", False, _pass(job, job.plan.samples // plan.dp_size, critic.scoring, sharing))
+    update = ("update_critic", True, _pass(job, plan.rank_samples, plan.size, sharing))
+    return DeviceRole(role, _leaving(critic.shard), (values, update))
 
 
 def _reward_model(job: PlanInputs, facts: Facts) -> DeviceRole:
@@ -322,12 +322,8 @@ def largest_pass(lengths: Lengths, num_rows: int, size: MicroBatches, sharing: i
     return ro.Pass(micro * row // sharing, responses, count, micro * images)
 
 
-def _scored(job: PlanInputs, plan: RolePlan, size: MicroBatches, sharing: int) -> ro.Pass:
-    return largest_pass(job.lengths, job.plan.samples // plan.dp_size, size, sharing, job.image_tokens)
-
-
-def _trained(job: PlanInputs, plan: RolePlan, sharing: int) -> ro.Pass:
-    return largest_pass(job.lengths, plan.rank_samples, plan.size, sharing, job.image_tokens)
+def _pass(job: PlanInputs, num_rows: int, size: MicroBatches, sharing: int) -> ro.Pass:
+    return largest_pass(job.lengths, num_rows, size, sharing, job.image_tokens)
 
 
 def _role(
@@ -364,6 +360,7 @@ def _role(
         lora_rank=lora.rank if lora is not None else 0,
         optim=optim,
         tp=settings.tensor_parallel_size,
+        reshards=settings.reshard_after_forward,
     )
 
 

@@ -50,7 +50,10 @@ class Computing:
 
 @dataclass(frozen=True)
 class FsdpRole:
-    """A role on FSDP2: `ranks` share one copy, `tp` of them each matrix; with `lora_rank` only adapters are trained."""
+    """A role on FSDP2: `ranks` share one copy, `tp` of them each matrix; with `lora_rank` only adapters are trained.
+
+    Unless it `reshards`, what a forward pass has gathered stays until the backward pass, or the end of scoring.
+    """
 
     model: fp.Decoder
     how: Computing
@@ -62,11 +65,12 @@ class FsdpRole:
     lora_rank: int = 0
     optim: OptimConfig = field(default_factory=OptimConfig)
     tp: int = 1
+    reshards: bool = True
 
     @cached_property
     def _split(self) -> fp.Decoder:
         """The model with its matrices as a rank sees them in a pass."""
-        sizes = ("outer", "layer", "vocab", "q", "kv", "ffn")
+        sizes = ("parameters", "outer", "layer", "vocab", "q", "kv", "ffn")
         return replace(self.model, **{name: getattr(self.model, name) // self.tp for name in sizes})
 
     @property
@@ -101,8 +105,8 @@ class FsdpRole:
         inside = images + max(encoding, fp.layer_passing_bytes(d, size.tokens, c=c, backward=False))
         head = images + fp.head_hidden_bytes(d, size.tokens, size.responses, c=c, backward=False)
         return _higher(
-            {GATHERED: c * (d.outer + d.layer * self._prefetched), ACTIVATIONS: inside},
-            {GATHERED: c * d.outer, ACTIVATIONS: head, LOGITS: _logits(self, size, backward=False)},
+            {GATHERED: self._gathered(self._prefetched), ACTIVATIONS: inside},
+            {GATHERED: self._gathered(0), ACTIVATIONS: head, LOGITS: _logits(self, size, backward=False)},
         )
 
     def training(self, size: Pass) -> Bytes:
@@ -119,15 +123,17 @@ class FsdpRole:
         layer_comm = int((c + fp.WIDE * self._prefetched + added) * d.layer) if full else 0
         outer_comm = int((c + fp.WIDE + added) * d.outer) if full else 0
         summed, logits = grads if size.count > 1 else 0, _logits(self, size, backward=True)
+        with_head = summed + (c * d.vocab * d.hidden if full and self.head == "lm" else 0)
         return _higher(
-            {GRADIENTS: summed, GATHERED: c * d.outer, ACTIVATIONS: kept + head, LOGITS: logits},
-            {
-                GRADIENTS: summed + (c * d.vocab * d.hidden if full and self.head == "lm" else 0),
-                GATHERED: c * (d.outer + d.layer * self._prefetched) + layer_comm,
-                ACTIVATIONS: kept + extra,
-            },
+            {GRADIENTS: summed, GATHERED: self._gathered(0), ACTIVATIONS: kept + head, LOGITS: logits},
+            {GRADIENTS: with_head, GATHERED: self._gathered(self._prefetched) + layer_comm, ACTIVATIONS: kept + extra},
             {GRADIENTS: grads, GATHERED: c * d.outer + outer_comm, ACTIVATIONS: images + encoding},
         )
+
+    def _gathered(self, layers: int) -> int:
+        """What is outside of layers and so many of them, or all, in the computing type."""
+        d = self._split
+        return self.how.c * (d.outer + d.layer * layers if self.reshards else d.parameters)
 
     @property
     def _prefetched(self) -> int:

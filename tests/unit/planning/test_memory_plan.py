@@ -315,6 +315,15 @@ def test_half_a_billion_parameters_on_either_engine_on_one_h200() -> None:
         assert total / GIB == pytest.approx(measured_gib, rel=0.06)
 
 
+def test_layers_that_stay_gathered_for_the_backward_pass_are_a_whole_copy_on_every_rank() -> None:
+    d, stay = fp.decoder_of(SHAPES["7B"]), f"{ACTOR}.fsdp_config.reshard_after_forward=false"
+    freed, kept = (stages(planned(config("trainer.n_gpus_per_node=8", *more), SHAPES["7B"])) for more in ((), (stay,)))
+    for name in ("old_log_prob", "update_actor"):
+        assert kept[name].bytes["gathered"] >= 2 * d.parameters
+        assert kept[name].total - freed[name].total >= 2 * (d.parameters - d.outer - 2 * d.layer)
+    assert kept["update_weights"].total == freed["update_weights"].total
+
+
 def test_optimizers_of_less_memory_are_planned() -> None:
     d, how = fp.decoder_of(SHAPES["0.5B"]), Computing(2, "cuda", recompute=False)
     on_host = OptimConfig(override_optimizer_config=OverrideOptimizerConfig(optimizer_cpu_offload=True))
