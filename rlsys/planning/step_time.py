@@ -151,7 +151,7 @@ def _passes(job: PlanInputs, role: Role, size: Pass, cluster: GpuCluster, *, tra
     if isinstance(role, MegatronRole):
         sent = sum(_exchanges(role, size, cluster, passes=passes, trains=trains))
     else:
-        gathered = d.parameters * (c * (1 + trains) + role.master * trains) / tp
+        gathered = d.parameters * (c * (1 + (trains and role.reshards)) + role.master * trains) / tp
         sent = max(0.0, cluster.ring_s(gathered, role.ranks // tp, tp) - compute - memory)
         sent += d.num_layers * 4 * (forwards + trains) * cluster.ring_s(size.tokens * c * d.hidden, tp)
         heads = d.num_layers * 2 * size.tokens * c * (d.q + d.kv)

@@ -88,6 +88,17 @@ def test_bytes_that_experts_exchange_by_hand() -> None:
     assert split - whole == pytest.approx((exchanged - reduced) / PEER, rel=1e-6)
 
 
+def test_layers_that_stay_gathered_are_sent_once_for_an_update_by_hand() -> None:
+    """Of a GPU that computes in no time: with each micro-batch half as many parameters in bfloat16 are gathered."""
+    cluster = GpuCluster(Gpu(1e30, 1e30, 1e6, 1e30, 450e9), 8)
+    size, stay = ("trainer.n_gpus_per_node=8",), f"{ACTOR}.fsdp_config.reshard_after_forward=false"
+    twice, once = (phases("7B", *size, *more, cluster=cluster) for more in ((), (stay,)))
+    saved = twice["update_actor"].seconds["communication"] - once["update_actor"].seconds["communication"]
+    sent = 2 * fp.decoder_of(SHAPES["7B"]).parameters * 7 / 8 / PEER
+    assert saved == pytest.approx(512 * 4096 / 8 / 16384 * sent, rel=1e-6)
+    assert twice["old_log_prob"] == once["old_log_prob"]
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.sampled_from([2, 4, 7]), st.sampled_from([8192, 16384, 65536]))
 def test_bubbles_are_those_of_a_simulated_schedule(pp: int, tokens: int) -> None:
