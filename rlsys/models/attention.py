@@ -11,7 +11,6 @@ slice of the tokens with all heads between attentions; inside attention all toke
 
 import math
 from collections.abc import Sequence
-from contextlib import suppress
 from inspect import signature
 from typing import Any
 
@@ -27,13 +26,7 @@ from rlsys.models.packing import sequence_ends
 from rlsys.utils.errors import ConfigError
 
 ATTENTION = "rlsys_packed"
-_GROUPED: dict[str, bool] = {}
-"""What asks the kernel for grouped heads; read here, since a compiled layer guards all that it reads."""
-with suppress(ImportError):  # torch 2.9 has no such kernel
-    from torch.nn.attention.varlen import varlen_attn
-
-    if "enable_gqa" in signature(varlen_attn).parameters:  # releases without it take grouped heads unasked
-        _GROUPED["enable_gqa"] = True
+_UNSUPPORTED = ("softcap", "position_bias")
 
 
 class PackReachedError(Exception):
@@ -69,7 +62,7 @@ def packed_attention(
     `s_aux` (heads,) are sinks: logits of a key without a value. ConfigError for what would otherwise be left out:
     dropout, logit caps, biases, or the packing itself, which some models do not pass on.
     """
-    odd = [name for name in ("softcap", "position_bias") if options.get(name) is not None]
+    odd = [name for name in _UNSUPPORTED if options.get(name) is not None]
     if packing is None or odd or dropout or attention_mask is not None:
         what = odd or ["packing" if packing is None else "dropout" if dropout else "attention_mask"]
         raise ConfigError(f"packed rows do not go with the attention's {what[0]}: set use_remove_padding=false")
@@ -94,7 +87,11 @@ def packed_attention(
 def _varlen(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None, window: int | None
 ) -> Tensor:
-    options: dict[str, Any] = {"scale": scaling, "window_size": (-1 if window is None else window - 1, 0), **_GROUPED}
+    from torch.nn.attention.varlen import varlen_attn
+
+    options: dict[str, Any] = {"scale": scaling, "window_size": (-1 if window is None else window - 1, 0)}
+    if "enable_gqa" in signature(varlen_attn).parameters:  # releases without it take grouped heads unasked
+        options["enable_gqa"] = True
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
     ends, longest = packing.cu_seq_lens, packing.max_length
     out = varlen_attn(q, k, v, ends, ends, longest, longest, **options)
@@ -135,8 +132,9 @@ def sum_over(x: Tensor, group: ProcessGroup) -> Tensor:
 def kv_repeats(num_heads: int, num_kv_heads: int, group_size: int) -> int:
     """How often each key/value head is repeated so that the heads divide over the group; ConfigError if they cannot."""
     if num_heads % group_size:
-        why = f"the model has {num_heads}; choose ulysses_sequence_parallel_size among its divisors"
-        raise ConfigError(f"sequence parallelism over {group_size} ranks does not divide the attention heads: {why}")
+        how = "choose ulysses_sequence_parallel_size among its divisors"
+        why = f"needs a number of attention heads divisible by it, the model has {num_heads}: {how}"
+        raise ConfigError(f"sequence parallelism over {group_size} ranks {why}")
     return math.lcm(num_kv_heads, group_size) // num_kv_heads
 
 

@@ -1,6 +1,5 @@
 """Finding real tokens, laying them out, and exact attention within each sequence of a pack."""
 
-import inspect
 import math
 
 import pytest
@@ -164,12 +163,3 @@ def test_what_packed_attention_does_not_do_it_refuses(odd: dict[str, object]) ->
     x = torch.randn(1, 2, 4, 8)
     with pytest.raises(ConfigError, match=next(iter(odd))):
         packed_attention(nn.Module(), x, x, x, None, **{"packing": Packing([4], CPU), **odd})
-
-
-def test_no_signature_is_read_where_layers_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.compile would guard all that is read of it; the kernel itself needs a GPU."""
-    query, packing = torch.randn(1, 4, 10, 16, dtype=torch.bfloat16), Packing([4, 6], CPU)
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr(inspect.Signature, "from_callable", lambda *_, **__: pytest.fail("a signature is read"))
-    with pytest.raises(NotImplementedError, match="_flash_attention_forward"):
-        packed_attention(nn.Identity(), query, query[:, :2], query[:, :2], None, packing=packing)
