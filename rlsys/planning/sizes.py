@@ -5,6 +5,7 @@ recomputed, how many sequences are decoded together and the share of a GPU that 
 preset set is never changed.
 """
 
+from bisect import bisect
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -130,10 +131,9 @@ class _Sizes:
         cache = rows * columns * fp.served_cache(d, rollout)
         encoding = fp.image_bytes(d, min(LARGEST_IMAGE, rollout.max_model_len or columns), c=c, trained=False)
         needed = weights + c * cache + fp.drawing_bytes(d, rows, c=c) + sum(encoding) + ENGINE_EXTRA
-        enough = (one for one in range(LEAST_PERCENT, 90, 5) if self.cache_bytes(one) >= needed - weights)
-        percent = next(enough, 90) if plan_batches(cfg).pools.colocated else 90
-        fitting = (one for one in range(percent, 5, -5) if self.fits({SHARE: one / 100}, "start", "rollout"))
-        percent = next(fitting, 5)
+        most = 90 - 5 * bisect(range(90, 5, -5), False, key=lambda x: self.fits({SHARE: x / 100}, "start", "rollout"))
+        enough = (one for one in range(LEAST_PERCENT, most, 5) if self.cache_bytes(one) >= needed - weights)
+        percent = next(enough, most) if plan_batches(cfg).pools.colocated else most
         if not self.cache_bytes(percent):
             is_too_large = weights > machine.room_bytes
             keys = f"a larger {ROLLOUT}.tensor_model_parallel_size, or {SHARE}" if is_too_large else SHARE

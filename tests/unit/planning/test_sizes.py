@@ -100,20 +100,6 @@ def test_the_share_of_sglang_holds_all_sequences_beside_what_trains(tp: int, gib
         assert (smaller["rollout weights"] + smaller["cache"]) / GIB < needed + 0.05
 
 
-def test_of_shares_without_room_for_all_sequences_sglang_gets_the_largest_cache_that_fits() -> None:
-    """One process takes a share of the device up to 0.92 of what is free, and beyond that of what is free, which is
-    less; so one step more may be a smaller cache."""
-    sizes, _, plan, machine = chosen("7B", 139.8, f"{ROLLOUT}.name=sglang", "trainer.n_gpus_per_node=4")
-    (most,) = [stage.bytes["cache"] for stage in plan.train if stage.name == "rollout"]
-    for percent in range(10, 95, 5):
-        changed = {**sizes, SHARE: percent / 100}
-        other = plan_memory(
-            loaded(f"{ROLLOUT}.name=sglang", "trainer.n_gpus_per_node=4", chosen=changed).config, machine
-        )
-        (one,) = [stage for stage in other.train if stage.name == "rollout"]
-        assert one.bytes["cache"] <= most or one.total > machine.room_bytes
-
-
 def test_what_is_set_is_never_changed() -> None:
     given = (VLLM, f"{TOKENS}=2048", f"{SHARE}=0.4", f"{SEQS}=7", f"{RECOMPUTE}=true", f"{COMPILE}=false")
     sizes, text, plan, _ = chosen("7B", 79.2, *given)
