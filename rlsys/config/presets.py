@@ -85,8 +85,7 @@ def _find(preset: Preset) -> Path:
     if paths := [path for folder in preset.folders if (path := folder / f"{stem}.yaml").is_file()]:
         return paths[0]
     known = sorted({name for folder in preset.folders for name in preset_names(folder)})
-    near = get_close_matches(stem, known, n=1)
-    hint = f"did you mean {near[0]}? " if near else ""
+    hint = "".join(f"did you mean {near}? " for near in get_close_matches(stem, known, n=1))
     where = " or ".join(str(folder) for folder in dict.fromkeys(preset.folders))
     raise ConfigError(f"--config-name={name}: no such preset in {where}; {hint}choose from {', '.join(known)}")
 
