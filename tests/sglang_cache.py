@@ -16,17 +16,17 @@ from tests.contracts.rollout_engine import Driver, requests_of
 
 def shaken(engine: Any) -> Mapping[str, Method]:
     """Logits differ each time they are computed, and by much more than a GPU's; retractions are counted."""
-    force, retract, cuts = engine.sampler.force, engine.sampler.retract, list[object]()
+    force, retract, retracted = engine.sampler.force, engine.sampler.retract, list[object]()
 
     def shake(logits: Tensor, *args: Any) -> None:
         force(logits.add_(torch.randn_like(logits)), *args)
 
     def count(*args: Any) -> None:
-        cuts.append(args)
+        retracted.append(args)
         retract(*args)
 
     engine.sampler.force, engine.sampler.retract = shake, count
-    return {"num_cuts": lambda: len(cuts)}
+    return {"num_retracted": lambda: len(retracted)}
 
 
 def check_retracted(model: Path, context: EngineContext, *, wait_s: float, updates: int = 0) -> None:
@@ -50,7 +50,7 @@ def check_retracted(model: Path, context: EngineContext, *, wait_s: float, updat
             engine.finish_update(version)
         responses = driver.finish(wait_s=wait_s)
         assert max(version for response in responses for version in response.output_versions) >= updates // 2
-        assert engine.remote.call("num_cuts", deadline_s=30.0) > 0
+        assert engine.remote.call("num_retracted", deadline_s=30.0) > 0
         assert all(59 <= len(response.output_tokens) <= 60 for response in responses)
     finally:
         engine.close()
