@@ -51,9 +51,14 @@ def _reshape_rows(data: DataProto, reshape: Callable[[Any], Any]) -> DataProto:
     return folded
 
 
+def answer_mask(data: DataProto) -> Tensor:
+    """The part of the attention mask (B, P+R) that belongs to the responses (B, R), tool results included."""
+    return data.tensors["attention_mask"][:, -data.tensors["responses"].shape[1] :]
+
+
 def response_lengths(data: DataProto) -> Tensor:
     """Tokens of each response (B,), those of tool results included."""
-    return data.tensors["attention_mask"][:, -data.tensors["responses"].shape[1] :].sum(-1)
+    return answer_mask(data).sum(-1)
 
 
 def pad_rows(rows: Sequence[Sequence[float]], *, value: float, left: bool = False, length: int | None = None) -> Tensor:

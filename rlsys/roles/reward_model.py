@@ -8,6 +8,7 @@ from torch.nn.functional import logsigmoid
 from rlsys.algorithms.masked import at_last_token
 from rlsys.interfaces import TrainEngine
 from rlsys.protocol import DataProto
+from rlsys.protocol.rows import answer_mask
 from rlsys.roles.update import RankSums, RowLoss, at_first, train_pairwise
 
 
@@ -23,7 +24,7 @@ class RWEngine:
 
     def score(self, batch: DataProto) -> DataProto:
         """Column `rm_scores` (B, R): each row's score at the last token of its response, other columns 0."""
-        return DataProto.from_dict(tensors={"rm_scores": _at_end(self._outputs(batch), _response_mask(batch))})
+        return DataProto.from_dict(tensors={"rm_scores": _at_end(self._outputs(batch), answer_mask(batch).cpu())})
 
     def train_rw(self, batch: DataProto) -> dict[str, float]:
         """One optimizer step on all pairs by Bradley-Terry: `-log sigmoid(s_chosen - s_rejected)` (arXiv:1706.03741).
@@ -47,7 +48,7 @@ class RWEngine:
 def _pair_loss(batch: DataProto, outputs: Tensor) -> RowLoss:
     if len(batch) % 2:
         raise ValueError(f"pairs need an even number of rows on a rank, got {len(batch)}")
-    mask = _response_mask(batch)
+    mask = answer_mask(batch).cpu()
     scores = _at_end(outputs, mask).sum(dim=1).view(-1, 2)
     margin = scores[:, 0] - scores[:, 1]
     real = mask.any(dim=1).view(-1, 2).all(dim=1).to(margin.dtype)
@@ -59,8 +60,3 @@ def _pair_loss(batch: DataProto, outputs: Tensor) -> RowLoss:
 def _at_end(outputs: Tensor, mask: Tensor) -> Tensor:
     """The outputs at the last response token of each row, other columns 0."""
     return outputs * at_last_token(outputs.new_ones(len(outputs)), mask)
-
-
-def _response_mask(batch: DataProto) -> Tensor:
-    """Which response positions hold a token (B, R) bool, on the CPU."""
-    return batch.tensors["attention_mask"][:, -batch.tensors["responses"].shape[1] :].bool().cpu()
