@@ -76,14 +76,11 @@ def open_checkpoint(directory: Path, hf_config: HFConfig, backend: str | None = 
 
     Every file of a training checkpoint is checked against its manifest first.
     """
-    if is_split(directory):
-        written_by, weights = "megatron", _split_weights
-    else:
-        written_by = "fsdp" if (directory / "fsdp_config.json").is_file() else "megatron"
-        weights = _training_weights
+    written_by = "fsdp" if (directory / "fsdp_config.json").is_file() else "megatron"
     if backend not in (None, written_by):
         raise CheckpointError(f"{directory} is a checkpoint of {written_by}, not of {backend}")
-    return weights(directory, hf_config)
+    read = _split_weights if is_split(directory) else _training_weights
+    return read(directory, hf_config)
 
 
 def _split_weights(directory: Path, hf_config: HFConfig) -> dict[str, PiecedTensor]:
