@@ -254,8 +254,7 @@ def optimal_token_baseline(
     return advantages.to(token_level_rewards.dtype), returns.to(token_level_rewards.dtype)
 
 
-tir_optimal_token_baseline = partial(optimal_token_baseline, by_generated_tokens=True)
-register_adv_est("tir_optimal_token_baseline")(tir_optimal_token_baseline)
+register_adv_est("tir_optimal_token_baseline")(partial(optimal_token_baseline, by_generated_tokens=True))
 
 
 def _token_baseline(returns: Tensor, energy: Tensor, mask: Tensor, group_ids: Tensor, handle_zero_tail: bool) -> Tensor:
