@@ -128,7 +128,7 @@ class RayPPOTrainer(CheckpointedLoop):
                 self.init_workers()
             self.resume()
             self.push_weights()
-            if self.cfg.actor_rollout_ref.rollout.parity.freq >= 0:
+            if self.cfg.actor_rollout_ref.rollout.parity.is_enabled:
                 self.parity_probe(record=self.global_step == 0)
             if (run.val_before_train and self.global_step == 0) or run.val_only:
                 self.evaluate()
