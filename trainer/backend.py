@@ -15,6 +15,7 @@ from rlsys.single_controller.base import ClassWithInitArgs, WorkerGroup
 from rlsys.single_controller.local import LocalWorkerGroup
 from rlsys.single_controller.resource_pool import ResourcePoolManager
 from rlsys.utils.errors import ConfigError
+from rlsys.utils.hosts import num_cores
 from rlsys.utils.plugins import import_libraries
 from trainer.job import exit_on_sigterm, exit_without_gcs
 
@@ -65,8 +66,9 @@ def start_backend(run: RunConfig, ray_kwargs: RayKwargsConfig, *, num_ranks: int
     worker_env = {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     if "OMP_NUM_THREADS" not in os.environ:
         # Teams that together have more threads than there are cores wait for each other in every operation on the CPU.
+        # Beside GPUs these are small, and the engines' schedulers need the cores: one thread, as with torchrun.
         in_node = max(1, min(num_ranks or run.nnodes * run.n_gpus_per_node, node_size))
-        num_threads = max(1, (os.cpu_count() or 1) // in_node)
+        num_threads = 1 if device == "cuda" else max(1, num_cores() // in_node)
         torch.set_num_threads(num_threads)
         worker_env["OMP_NUM_THREADS"] = str(num_threads)
     manager = partial(on_ray.ResourcePoolManager, use_gpu=device != "cpu", max_colocate_count=1)

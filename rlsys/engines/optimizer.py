@@ -1,6 +1,7 @@
 """An optimizer step as every training engine does it: the learning-rate schedule, clipping, refusal of NaN."""
 
 import math
+import os
 from abc import ABC, abstractmethod
 
 import torch
@@ -10,6 +11,7 @@ from torch.optim.adamw import adamw
 from rlsys.config.schema.model import OptimConfig
 from rlsys.types import StepReport
 from rlsys.utils.errors import ConfigError
+from rlsys.utils.hosts import num_cores
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -55,7 +57,11 @@ class BaseOptimizer(ABC):
     @torch.no_grad()
     def step(self, count: float, share: float = 1.0) -> StepReport:
         """Divide the gradient sums by `count`, clip and step, which is a `share` of a step of the schedule. Without a
-        positive count, or with a norm that is not finite, only the gradients change: they are dropped."""
+        positive count, or with a norm that is not finite, only the gradients change: they are dropped. What of it runs
+        on the CPU beside a GPU, where a worker has one thread else, has its rank's share of the cores."""
+        num_threads = torch.get_num_threads()
+        if torch.cuda.is_available():
+            torch.set_num_threads(max(num_threads, num_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
         norm, lr = self._gradient_norm(count), lr_at(self.lr_steps, self.optim, self.total_steps)
         applied = count > 0 and math.isfinite(norm)
         if applied:
@@ -63,6 +69,7 @@ class BaseOptimizer(ABC):
             self.num_steps += 1
             self.lr_steps += share
         self.zero_grad()
+        torch.set_num_threads(num_threads)
         return StepReport(norm, lr, applied=applied)
 
     @abstractmethod

@@ -30,15 +30,12 @@ class WorkerHost:
     def set_environment(self, values: Mapping[str, str]) -> None:
         """Set variables before anything that reads them is imported.
 
-        A rank that sees exactly one CUDA device finds it at index 0, whatever its position on the host. Unless a
-        number of threads is set, the ranks of a host share its cores. A group of weights that has lost a peer asks all
-        groups of the process for a dump, and torch ends the process minutes after one.
+        A rank that sees exactly one CUDA device finds it at index 0, whatever its position on the host. A group of
+        weights that has lost a peer asks all groups of the process for a dump, and torch ends the process minutes
+        after one.
         """
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
         os.environ.update(values)
-        if "OMP_NUM_THREADS" not in values:
-            num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-            os.environ["OMP_NUM_THREADS"] = str(max(1, num_cores // int(values.get("LOCAL_WORLD_SIZE", 1))))
         if (devices := os.environ.get("CUDA_VISIBLE_DEVICES")) and "," not in devices:
             os.environ["LOCAL_RANK"] = "0"
 

@@ -68,7 +68,7 @@ MEGATRON, TWO = f"{ACTOR}.strategy=megatron", "trainer.n_gpus_per_node=2"
 FULL, FORCED, SHORT = (55, 512, 512), (128, 256, 256), (40, 27, 64)
 LONG = {"tokens": 4096, "kept": True}
 CHOSEN_JOB = job(64, 8, VLLM, COMPILED, f"{ROLLOUT}.num_scheduler_steps=8", tokens=65536, kept=True)
-COMPILED_JOB, COMPILED_SGLANG = (job(64, 8, engine, COMPILED, kept=True) for engine in (VLLM, SGLANG))
+COMPILED_JOB = job(64, 8, VLLM, COMPILED, kept=True)
 RUNS = (
     Measured(
         "TP2 PP2, vLLM", "7B H200", FULL, job(64, 4, layout("vllm:d2t2|megatron:t2p2")), (3.03, 1.27, 4.38, 0, 8.9)
@@ -109,7 +109,7 @@ RUNS = (
         "1.5B H200",
         FORCED,
         job(64, 8, SGLANG, COMPILED, tokens=36864, kept=True),
-        (3.12, 1.61, 4.14, 0.076, 9.58, 0.25),
+        (1.97, 1.29, 3.76, 0.022, 7.22, 0.20),
     ),
     Measured("compiled FSDP, vLLM", "0.5B H200", FORCED, COMPILED_JOB, (2.99, 0.59, 1.58, 0.04, 5.28)),
     Measured("the same, another host", "0.5B H200", FORCED, COMPILED_JOB, (3.48, 0.66, 1.85, 0.056, 6.20)),
@@ -117,9 +117,10 @@ RUNS = (
     Measured("the same, another host", "0.5B H200", FORCED, CHOSEN_JOB, (2.69, 0.62, 1.61, 0.03, 5.17, 0.21)),
     Measured("the same, a third host", "0.5B H200", FORCED, CHOSEN_JOB, (2.14, 0.61, 1.57, 0.04, 4.70, 0.26)),
     Measured("the same, a fourth host", "0.5B H200", FORCED, CHOSEN_JOB, (1.82, 1.15, 2.26, 0.03, 5.95, 0.22)),
-    Measured("compiled FSDP, SGLang", "0.5B H200", FORCED, COMPILED_SGLANG, (2.33, 1.01, 2.43, 0.054, 5.91, 0.12)),
+    Measured("the same, a fifth host", "0.5B H200", FORCED, CHOSEN_JOB, (2.29, 0.59, 1.57, 0.02, 4.74, 0.27)),
+    Measured("the same, a sixth host", "0.5B H200", FORCED, CHOSEN_JOB, (1.47, 0.55, 1.50, 0.007, 3.64, 0.19)),
     Measured(
-        "the same, sizes chosen",
+        "sizes chosen, SGLang",
         "0.5B H200",
         FORCED,
         job(64, 8, SGLANG, COMPILED, tokens=65536, kept=True),

@@ -1,5 +1,6 @@
 """Learning-rate schedules against transformers' own, and settings that contradict each other."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from transformers import (
 
 from rlsys.config.schema.model import OptimConfig
 from rlsys.engines.fsdp.optim import ShardedOptimizer
-from rlsys.engines.optimizer import lr_at, num_warmup_steps
+from rlsys.engines.optimizer import BaseOptimizer, lr_at, num_warmup_steps
 from rlsys.utils.errors import ConfigError
 
 THEIRS: dict[str, Callable[[Any, int, int], Any]] = {
@@ -74,3 +75,37 @@ def test_a_schedule_that_needs_the_total_says_so(settings: dict[str, Any]) -> No
     for total in ({}, {"total_steps": 0}):
         with pytest.raises(ConfigError, match="total number of training steps"):
             ShardedOptimizer({}, OptimConfig(**settings), groups=[], **total)
+
+
+class Threads(BaseOptimizer):
+    """Notes how many threads its updates have."""
+
+    seen = 0
+
+    def _gradient_norm(self, count: float) -> float:
+        return 1.0
+
+    def _update(self, count: float, clip: float, lr: float) -> None:
+        self.seen = torch.get_num_threads()
+
+    def zero_grad(self) -> None:
+        pass
+
+    def set_num_updates(self, count: int) -> None:
+        self.num_steps = count
+
+
+@pytest.mark.parametrize(("has_gpus", "expected"), [(True, 3), (False, 1)])
+def test_a_step_has_the_cores_of_its_rank_where_the_rest_beside_a_gpu_has_one(
+    monkeypatch: pytest.MonkeyPatch, has_gpus: bool, expected: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpus)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(7)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    optimizer = Threads(OptimConfig(lr=1.0), grad_clip=1.0, total_steps=1)
+    optimizer.step(1.0)
+    after = torch.get_num_threads()
+    torch.set_num_threads(before)
+    assert (optimizer.seen, after) == (expected, 1)
