@@ -68,11 +68,12 @@ def rollout_backend(name: str) -> RolloutBackend:
 def share_of_free(utilization: float, free: int, whole: int, *, ranks: int) -> float:
     """The share of the free memory of a GPU, of which SGLang takes a share, that is `utilization` of its whole memory.
 
-    They differ beside a trainer. `utilization` itself where so much is not free, since activations and CUDA graphs
-    need the rest, and for a rank of a larger replica: the caches of all ranks must be equal, and what is free on the
-    other GPUs is not known.
+    They differ beside a trainer. Where so much is not free, 0.92 of what is free or, if that is more, `utilization` of
+    it, since activations and CUDA graphs need the rest: a larger `utilization` is never a smaller share. `utilization`
+    itself for a rank of a larger replica: the caches of all ranks must be equal, and what is free on the other GPUs is
+    not known.
     """
-    return utilization * whole / free if ranks == 1 and utilization * whole < 0.92 * free else utilization
+    return min(utilization * whole / max(free, 1), max(0.92, utilization)) if ranks == 1 else utilization
 
 
 def decoder_sizes(hf_config: Mapping[str, object]) -> dict[str, int]:

@@ -100,6 +100,23 @@ def test_the_share_of_sglang_holds_all_sequences_beside_what_trains(tp: int, gib
         assert (smaller["rollout weights"] + smaller["cache"]) / GIB < needed + 0.05
 
 
+@pytest.mark.parametrize(("shape", "gib", "gpus"), [("1.5B", 79.6, 1), ("7B", 79.6, 4)])
+def test_of_shares_without_room_for_all_sequences_sglang_gets_the_largest_cache_that_fits(
+    shape: str, gib: float, gpus: int
+) -> None:
+    """A share of the device up to 0.92 of what is free; more is never a smaller cache."""
+    settings, caches = (f"{ROLLOUT}.name=sglang", f"trainer.n_gpus_per_node={gpus}"), list[int]()
+    sizes, _, plan, machine = chosen(shape, gib, *settings)
+    (most,) = [stage for stage in plan.train if stage.name == "rollout"]
+    assert most.total <= machine.room_bytes
+    for percent in range(10, 95, 5):
+        other = plan_memory(loaded(*settings, chosen={**sizes, SHARE: percent / 100}).config, machine)
+        (one,) = [stage for stage in other.train if stage.name == "rollout"]
+        assert one.bytes["cache"] <= most.bytes["cache"] or one.total > machine.room_bytes
+        caches.append(one.bytes["cache"])
+    assert caches == sorted(caches)
+
+
 def test_what_is_set_is_never_changed() -> None:
     given = (VLLM, f"{TOKENS}=2048", f"{SHARE}=0.4", f"{SEQS}=7", f"{RECOMPUTE}=true", f"{COMPILE}=false")
     sizes, text, plan, _ = chosen("7B", 79.2, *given)

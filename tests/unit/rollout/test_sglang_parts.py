@@ -121,12 +121,14 @@ def test_every_setting_reaches_sglang_under_its_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("utilization", "size", "expected"), [(0.3, 1, 0.3 * 140 / 78), (0.3, 2, 0.3), (0.6, 1, 0.6)], ids=str
+    ("utilization", "size", "expected"),
+    [(0.3, 1, 0.3 * 140 / 78), (0.3, 2, 0.3), (0.51, 1, 0.51 * 140 / 78), (0.515, 1, 0.92), (0.9, 1, 0.92), (1, 1, 1)],
+    ids=str,
 )
 def test_the_cache_beside_a_trainer_is_a_share_of_all_memory(
     utilization: float, size: int, expected: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a GPU of 140 GiB 78 are free; of these SGLang takes a share."""
+    """Of a GPU of 140 GiB 78 are free; of these SGLang takes a share, which a larger setting never makes smaller."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (78 << 30, 140 << 30))
     made = arguments(gpu_memory_utilization=utilization, replica=ReplicaRank(0, size, "127.0.0.1:9"))
