@@ -240,8 +240,8 @@ def check_episodes(results: Sequence[EpisodeResult], cfg: GradedJob) -> None:
         ends = Counter(result.end for result in results)
         hints = "; ".join(HINTS[end] for end in ends if end in HINTS)
         raise RolloutError(f"no episode has an answer: {dict(ends)}. {hints}")
-    if lost := [result for result in results if result.counts.get("ungraded")]:
-        first = f"{len(lost)} of {len(results)} episodes have no score. First: {lost[0].extra.get('reward_error', '')}"
+    if lost := [result for result in results if result.error and result.end not in FAILED]:
+        first = f"{len(lost)} of {len(results)} episodes have no score. First: {lost[0].error}"
         check_share(len(lost), len(results), first, cfg.reward.max_failed)
 
 

@@ -59,8 +59,8 @@ class EpisodeStart:
 class EpisodeResult:
     """How an episode ended and its training rows, none where it failed or was rejected.
 
-    `end` is stop, ungraded where its grader gave no score, a budget (turns, length, context, tool), rejected, deadline
-    or error; `counts` what happened in it.
+    `end` is stop, ungraded where its grader gave the last answer no score, a budget (turns, length, context, tool),
+    rejected, deadline or error; `counts` what happened in it; `error` why it failed or has no score.
     """
 
     rows: Sequence[TraceRow]
@@ -265,9 +265,9 @@ class EpisodeRunner:
                 outcome = await workflow.run(row, session)
             rows, score = _scored(outcome, session)
             session.log.differs |= session.log.has_unread
-            returned = "ungraded" if session.counts["ungraded"] else "stop"
+            returned = "ungraded" if session.lost_score else "stop"
             end = "rejected" if outcome is None else session.end or (returned if rows else "no_draw")
-            return EpisodeResult(rows, score.reward, end, extra=dict(score.extra))
+            return EpisodeResult(rows, score.reward, end, extra=dict(score.extra), error=session.lost_score)
         except (RolloutError, WeightTransferError, DeadlineError, ConfigError):
             raise
         except EpisodeEnd as ended:

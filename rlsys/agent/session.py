@@ -69,7 +69,8 @@ class Answer:
 class Session:
     """An episode under way; `trace` has its tokens, `messages` the conversation, `counts` what happened in it.
 
-    Once it `is_over`, what its workflow left behind is cancelled where it draws.
+    `lost_score` is why the last answer that was graded got no score, empty where it got one. Once it `is_over`, what
+    its workflow left behind is cancelled where it draws.
 
     Draws are functions of `seed` and the tokens before them, so the same calls give the same episode. What `log` has
     of them is not drawn again.
@@ -83,7 +84,7 @@ class Session:
         self.tools: EpisodeTools | None = None
         self.counts: Counter[str] = Counter()
         self.tool_s = self.tool_reward = 0.0
-        self.end, self.is_over = "", False
+        self.end, self.lost_score, self.is_over = "", "", False
         self._drawn: dict[str, Span] = {}
         self._given: dict[tuple[int, str], Span] = {}
         self._num_draws: Counter[int] = Counter()
@@ -150,7 +151,8 @@ class Session:
         assert self.settings.grade is not None, "the job has no reward function"
         text = answer.text if isinstance(answer, Answer) else answer
         score = await self.settings.grade(self.row, text, {"num_turns": self.trace.num_turns, **extra_info})
-        self.counts["ungraded"] += "reward_error" in score.extra
+        self.lost_score = str(score.extra.get("reward_error", ""))
+        self.counts["ungraded"] += self.lost_score != ""
         return score
 
     async def draw_ids(self, ids: Sequence[int], **sampling: object) -> ModelResponse:

@@ -5,7 +5,7 @@ from renderings of a short conversation, and proved not to depend on the history
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from random import Random
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Kind = Literal["user", "tool"]
 Tools = Sequence[JsonObject]
-Form = Callable[[Messages], list[Message]]
+Form = Callable[[Message], Message]
 T = TypeVar("T")
 
 SENTINEL = "\u2603SENTINEL\u2603"
@@ -47,13 +47,9 @@ def tool_call(id: str, name: str, arguments: object) -> JsonObject:
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def _in_parts(messages: Messages) -> list[Message]:
-    return [
-        {**message, "content": [{"type": "text", "text": message["content"]}]}
-        if isinstance(message["content"], str)
-        else message
-        for message in messages
-    ]
+def _in_parts(message: Message) -> Message:
+    text = message["content"]
+    return {**message, "content": [{"type": "text", "text": text}]} if isinstance(text, str) else message
 
 
 def with_arguments(message: Message, write: Callable[[object], object]) -> dict[str, object]:
@@ -63,8 +59,8 @@ def with_arguments(message: Message, write: Callable[[object], object]) -> dict[
     return {**message, "tool_calls": written} if written else dict(message)
 
 
-FORMS: tuple[Form, ...] = (list, _in_parts, lambda messages: [with_arguments(one, json.dumps) for one in messages])
-"""How messages are given to a template: as they are, contents as lists of parts, arguments of calls as JSON text."""
+FORMS: tuple[Form, ...] = (dict, _in_parts, lambda message: with_arguments(message, json.dumps))
+"""How a message is given to a template: as it is, its content as a list of parts, arguments of calls as JSON text."""
 
 
 class ChatTemplate:
@@ -135,8 +131,8 @@ class ChatTemplate:
         """The text of a conversation in the first form of which the template takes the contents."""
 
         def text(form: Form) -> str:
-            self._behind_sentinel(form([{"role": "user", "content": SENTINEL}]), None)
-            return self._render(form(messages), tools, prompt=True)
+            self._behind_sentinel(map(form, [{"role": "user", "content": SENTINEL}]), None)
+            return self._render(map(form, messages), tools, prompt=True)
 
         return _first(text)[1]
 
@@ -169,7 +165,7 @@ class ChatTemplate:
     def _accepted(self, form: Form, history: Messages) -> Messages:
         """The history, without its system message if the template has none."""
         try:
-            self._render(form(history), None, prompt=True)
+            self._render(map(form, history), None, prompt=True)
         except ValueError:
             return [message for message in history if message["role"] != "system"]
         return history
@@ -178,42 +174,42 @@ class ChatTemplate:
         """What is written behind the content of an assistant turn after `history`, up to the next one's."""
         last: dict[str, Any] = {"role": "assistant", "content": SENTINEL}
         if kind == "user":
-            return self._behind_sentinel(form([*history, last, *new]), tools)
+            return self._behind_sentinel(map(form, [*history, last, *new]), tools)
         results = [m for m in new if m["role"] in ("tool", "ipython")]
         names = [(m.get("tool_call_id") or call_id(n), m.get("name") or "lookup") for n, m in enumerate(results)]
         last["tool_calls"] = [tool_call(*name, {"word": "w"}) for name in names]
         for content in (SENTINEL, ""):
             called = [*history, {**last, "content": content}]
             try:
-                before = self._render(form(called), tools, prompt=False)
-                whole = self._render(form([*called, *new]), tools, prompt=True)
+                before = self._render(map(form, called), tools, prompt=False)
+                whole = self._render(map(form, [*called, *new]), tools, prompt=True)
                 close = self._close(before, form, history, tools)
             except ValueError:
                 continue
             if close and whole.startswith(before):
                 return close + whole[len(before) :]
         del last["tool_calls"]
-        return self._behind_sentinel(form([*history, last, *new]), tools)
+        return self._behind_sentinel(map(form, [*history, last, *new]), tools)
 
     def _close(self, text: str, form: Form, history: Messages, tools: Tools | None) -> str:
         """What ends an assistant turn with tool calls: as other turns end, else from the last special token on."""
         last = {"role": "assistant", "content": SENTINEL}
-        close = self._behind_sentinel(form([*history, last]), tools, prompt=False)
+        close = self._behind_sentinel(map(form, [*history, last]), tools, prompt=False)
         if text.endswith(close):
             return close
         at = max((text.rfind(token) for token in self.tokenizer.all_special_tokens), default=-1)
         return text[at:] if at >= 0 else ""
 
-    def _behind_sentinel(self, messages: Messages, tools: Tools | None, *, prompt: bool = True) -> str:
+    def _behind_sentinel(self, messages: Iterable[Message], tools: Tools | None, *, prompt: bool = True) -> str:
         text = self._render(messages, tools, prompt=prompt)
         at = text.rfind(SENTINEL)
         if at < 0:
             raise ValueError("it leaves out contents")
         return text[at + len(SENTINEL) :]
 
-    def _render(self, messages: Messages, tools: Tools | None, *, prompt: bool) -> str:
+    def _render(self, messages: Iterable[Message], tools: Tools | None, *, prompt: bool) -> str:
         kwargs = {**self._kwargs, "tools": list(tools)} if tools else self._kwargs
-        return render(self.tokenizer, messages, add_generation_prompt=prompt, template_kwargs=kwargs)
+        return render(self.tokenizer, list(messages), add_generation_prompt=prompt, template_kwargs=kwargs)
 
     def _encode(self, text: str, *, start: bool = False) -> tuple[int, ...]:
         return tuple(encode_text(self.tokenizer, text, special_tokens=start and not self.tokenizer.chat_template))

@@ -23,14 +23,16 @@ from rlsys.agent.runner import EpisodeRunner, EpisodeStart, Rounds, episode_metr
 from rlsys.agent.session import Score
 from rlsys.agent.template import ChatTemplate
 from rlsys.agent.tools import tool_of
+from rlsys.config import PPOConfig
 from rlsys.config.schema.rollout import AgentConfig, MultiTurnConfig
 from rlsys.protocol import DataProto, object_array
 from rlsys.types import GenerationHyperparameters, ModelRequest, SamplingParams
-from rlsys.utils.errors import ConfigError, RolloutError
+from rlsys.utils.errors import ConfigError, RewardError, RolloutError
 from tests.timing import scaled_s
 from tests.unit.agent import user_tools
 from tests.unit.agent.engine import RandomEngine, settings_for, tool_pool
 from tests.unit.agent.templates import HERMES, tokenizer_with
+from trainer.episodes import check_episodes
 from trainer.source import joined
 
 TOKENIZER = tokenizer_with(HERMES)
@@ -454,6 +456,36 @@ def test_an_episode_whose_grader_is_lost_ends_ungraded_and_not_as_scored_by_its_
     collate = partial(collate_episodes, prompts=prompts, pad_token_id=0, prompt_length=64, response_length=128)
     apart = joined([collate([lost, own]), collate([right, right])]).non_tensor_batch["acc"]
     assert list(apart) == [0.0, None, 1.0, 1.0]
+
+
+def test_an_answer_that_gets_its_score_at_the_second_grading_is_graded(episode):
+    async def persistent(row, session):
+        await session.draw(row["prompt"])
+        return [await session.grade(answer) for answer in answers][-1]
+
+    answers = ["lost", "42"]
+    graded = episode(persistent, lambda _: "x")
+    answers.reverse()
+    lost = episode(persistent, lambda _: "x")
+    assert [(one.end, one.reward, one.error) for one in (graded, lost)] == [
+        ("stop", 1.0, ""),
+        ("ungraded", 0.0, "the grader is gone"),
+    ]
+    assert episode_metrics([graded, lost])["agent/ungraded"] == 2.0
+
+
+def test_too_many_episodes_without_a_score_end_the_run_with_the_cause(episode):
+    async def with_bonus(row, session):
+        return (await session.grade(await session.draw(row["prompt"]))).reward + 0.5
+
+    async def again(row, session):
+        await session.grade(await session.draw(row["prompt"]))
+        return await session.grade("42")
+
+    lost, graded = episode(with_bonus, lambda _: "lost"), episode(again, lambda _: "lost")
+    check_episodes([lost, graded, graded], PPOConfig())
+    with pytest.raises(RewardError, match=r"2 of 3 episodes have no score. First: the grader is gone"):
+        check_episodes([lost, lost, graded], PPOConfig())
 
 
 def test_a_branch_is_a_row_of_its_own(episode):
