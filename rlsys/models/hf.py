@@ -44,7 +44,8 @@ def saved_config(path: str | Path, *, trust_remote_code: bool = False) -> Any:
     own = CONFIG_MAPPING_NAMES.get(kind := str(model_facts(path).get("model_type")).replace("kimi_k2", "deepseek_v3"))
     if own is None or trust_remote_code:
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
-    return getattr(transformers, own).from_pretrained(path, local_files_only=True, model_type=kind)
+    saved, _ = getattr(transformers, own).get_config_dict(path, local_files_only=True)
+    return getattr(transformers, own).from_dict({**saved, "model_type": kind})
 
 
 def saved_generation(path: str | Path) -> GenerationConfig | None:

@@ -1,6 +1,7 @@
 """Configurations, structure without memory, and weights from files."""
 
 import json
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -61,12 +62,16 @@ def test_a_configuration_is_of_transformers_class_where_an_engine_put_its_own(
     assert type(saved_config(directory)) is Qwen2Config
 
 
-def test_kimi_k2_is_read_as_the_deepseek_v3_that_it_is(tmp_path: Path) -> None:
+def test_kimi_k2_is_read_as_the_deepseek_v3_that_it_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = AutoModelForCausalLM.from_config(read_config(ModelConfig(override_config=MODELS["deepseek-v3"]))).eval()
     model.save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**saved, "model_type": "kimi_k2"}))
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     config = read_config(ModelConfig(path=str(tmp_path)))
+    assert not caplog.records, "transformers warns of a model of another type"
     again = load_causal_lm(tmp_path, load_format="auto", dtype="float32", device="cpu").eval()
     ids = torch.arange(1, 9)[None]
     assert (config.model_type, type(again)) == ("deepseek_v3", type(model))
