@@ -48,8 +48,8 @@ def collate_episodes(
     extra: dict[str, object] = {}
     for name in dict.fromkeys(name for result in results for name in result.extra):
         values = [one.extra.get(name, None if name == "acc" and one.end == "stop" else 0.0) for one in results]
-        if all(isinstance(value, int | float | None) for value in values):
-            extra[name] = object_array([None if value is None else float(value) for value in values])
+        if name == "acc" or all(isinstance(value, int | float | None) for value in values):
+            extra[name] = object_array([float(value) if isinstance(value, int | float) else value for value in values])
     return DataProto.from_dict(tensors, columns | extra, {**prompts.meta_info, "reward_extra_keys": sorted(extra)})
 
 

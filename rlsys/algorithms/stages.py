@@ -26,7 +26,7 @@ from rlsys.algorithms.policy_loss import select_tokens
 from rlsys.algorithms.registry import SectionView
 from rlsys.config.schema.actor import ActorConfig
 from rlsys.config.schema.algorithm import AlgorithmConfig, RolloutCorrectionConfig
-from rlsys.protocol import DataProto
+from rlsys.protocol import DataProto, object_array
 from rlsys.protocol.columns import tensors_of
 from rlsys.utils.errors import ConfigError
 
@@ -188,16 +188,17 @@ def compute_advantage(batch: DataProto, config: AlgorithmConfig, *, num_repeat: 
 def _components(batch: DataProto, keys: Sequence[str]) -> Tensor:
     if not keys:
         raise ValueError("gdpo needs algorithm.gdpo_reward_keys: the names of the reward parts of compute_score")
-    return torch.stack([_numbers(batch, key, "gdpo_reward_keys") for key in keys], dim=1)
+    return torch.stack([_numbers(batch.non_tensor_batch, key, "gdpo_reward_keys") for key in keys], dim=1)
 
 
-def _numbers(batch: DataProto, key: str, setting: str, others: Iterable[str] = ()) -> Tensor:
+def _numbers(columns: Mapping[str, np.ndarray], key: str, setting: str, others: Iterable[str] = ()) -> Tensor:
     """The column (B,) that a setting names; ConfigError unless it is a number in every row."""
-    is_number = {n: all(isinstance(v, Real | np.bool_) for v in values) for n, values in batch.non_tensor_batch.items()}
-    if not is_number.get(key):
-        known = ", ".join([*others, *sorted(name for name, holds in is_number.items() if holds)])
-        raise ConfigError(f"algorithm.{setting}={key} is not a number of every answer; choose from {known}")
-    return torch.as_tensor(batch.non_tensor_batch[key].astype(np.float64))
+    odd = {n: [v for v in values if not isinstance(v, Real | np.bool_)] for n, values in columns.items()}
+    if odd.get(key, [None]):
+        known = ", ".join([*others, *sorted(name for name, some in odd.items() if not some)])
+        has = f", one has {odd[key][0]!r:.40}" if key in odd else ""
+        raise ConfigError(f"algorithm.{setting}={key} is not a number of every answer{has}; choose from {known}")
+    return torch.as_tensor(columns[key].astype(np.float64))
 
 
 def add_selected_tokens(batch: DataProto, config: ActorConfig, *, seed: int) -> DataProto:
@@ -217,11 +218,11 @@ def filter_groups(batch: DataProto, *, metric: str = "seq_reward") -> tuple[Data
     scored, have their score. Metrics: training/filter_groups_{kept,dropped}, in groups.
     """
     scores = column(batch, ROW_SUMS.get(metric, SCORES)).sum(dim=1) + branch_rewards(batch)
-    if metric == "acc" and "episode_end" in batch.non_tensor_batch:
-        accs = batch.non_tensor_batch.get("acc", [None] * len(batch))
-        values = torch.tensor([float(score if acc is None else acc) for acc, score in zip(accs, scores.tolist())])
-    else:
-        values = scores if metric in ROW_SUMS else _numbers(batch, metric, "filter_groups.metric", ROW_SUMS)
+    given = batch.non_tensor_batch
+    if metric == "acc" and "episode_end" in given:
+        pairs = zip(given.get("acc", [None] * len(batch)), scores.tolist())
+        given = {**given, "acc": object_array([score if acc is None else acc for acc, score in pairs])}
+    values = scores if metric in ROW_SUMS else _numbers(given, metric, "filter_groups.metric", ROW_SUMS)
     ids, answered = group_ids(batch), column(batch, "response_mask").any(dim=1)
     keep, uids = informative_groups(values, ids) & answered, batch.non_tensor_batch.get("uid", ids.tolist())
     # an episode that failed has a group of its own (`collate_episodes`), but goes where its prompt goes

@@ -19,6 +19,7 @@ from rlsys.algorithms.stages import (
 from rlsys.config.schema.algorithm import AlgorithmConfig, KLControlConfig, NormConfig
 from rlsys.protocol import IMAGES, DataProto, object_array
 from rlsys.types import Finish, ModelResponse
+from rlsys.utils.errors import ConfigError
 
 REWARDS = [1.0, 0.0, 0.5, 1.0, 0.25, 0.0]
 NUM_ROWS = [1, 3, 2, 1, 0, 2]
@@ -94,6 +95,15 @@ def test_an_episode_that_its_workflow_scores_has_no_accuracy_and_one_without_a_s
     columns = batch_of(results).non_tensor_batch
     assert list(columns["acc"]) == [1.0, None, 0.0, 0.0]
     assert list(columns["tool_reward"]) == [0.5, 0.0, 0.0, 0.0]
+
+
+def test_an_accuracy_that_is_text_is_refused_by_a_filter_of_groups() -> None:
+    right, wrong, cut = (replace(episode(1, 1.0), extra={"acc": acc, "pred": "7"}) for acc in ("1.0", "0.0", 0.0))
+    batch = batch_of([right, wrong, replace(cut, end="length"), episode(1, 0.9)])
+    assert list(batch.non_tensor_batch["acc"]) == ["1.0", "0.0", 0.0, None]
+    assert "pred" not in batch.non_tensor_batch
+    with pytest.raises(ConfigError, match=r"filter_groups\.metric=acc is not a number of every answer, one has '1.0'"):
+        filter_groups(batch, metric="acc")
 
 
 def test_a_batch_without_branches_is_left_alone_and_too_many_rows_are_counted() -> None:
