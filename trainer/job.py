@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
 from types import FrameType
-from typing import TYPE_CHECKING, TextIO, TypeVar
+from typing import TextIO, TypeVar
 
 from rlsys.config import DPOConfig, EvalConfig, PPOConfig, RMConfig, SFTConfig, main_config
 from rlsys.config.arguments import Arguments
@@ -25,6 +25,9 @@ from rlsys.config.derive import ENGINE
 from rlsys.config.introspect import replaced, value_at
 from rlsys.config.schema.jobs import GradedJob, SupervisedConfig
 from rlsys.config.schema.model import ShardConfig
+from rlsys.planning.advice import facts_of, layout_lines, memory_line, time_facts
+from rlsys.planning.memory import Machine
+from rlsys.planning.sizes import choose_sizes
 from rlsys.telemetry.log import FILE_ONLY, get_logger, redact, setup_logging
 from rlsys.utils import errors
 from rlsys.utils.gpus import GPUS
@@ -32,12 +35,10 @@ from rlsys.utils.hub import download_config, is_hub_id
 from trainer.machine import SERVING, check_machine, device_memory, installed_engines
 from trainer.summary import summary_lines
 
-if TYPE_CHECKING:
-    from rlsys.planning.memory import Machine
-
 C = TypeVar("C", PPOConfig, SFTConfig, RMConfig, DPOConfig, EvalConfig)
 EXPECTED_ERRORS = tuple(one for one in vars(errors).values() if isinstance(one, type) and issubclass(one, Exception))
 STOP_S = 30.0
+MISSING = "a package that checks these settings is not installed here; pip install -e . brings those of every job"
 DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.EACCES, errno.EPERM)
 FILE_ERRNOS = (*DISK_ERRNOS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
 os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # a child's SIGTERM is not ours, see _exit_late
@@ -55,9 +56,10 @@ def job_main(schema: type[C], job: str) -> Callable[..., int]:
 def checked_config(argv: Sequence[str] | None, schema: type[C]) -> C:
     """The configuration of the command line, printed with its plan; exits with 2 and a message if it is wrong.
 
-    An interrupt while it is checked, or another error, is reported as in `run_job`.
+    An interrupt while it is checked, or another error, is reported as in `run_job`, a missing package as what it is.
     """
-    with exit_on_sigterm(), report_errors(sys.stderr) as outcome:
+    named = errors.raised_as(errors.ConfigError, MISSING, ModuleNotFoundError)
+    with exit_on_sigterm(), report_errors(sys.stderr) as outcome, named:
         return main_config(sys.argv[1:] if argv is None else argv, schema, check=_check, choose=_choose)
     raise SystemExit(outcome.exit_code)
 
@@ -101,8 +103,6 @@ def _check(config: C, arguments: Arguments) -> tuple[list[str], dict[str, str]]:
         raise errors.ConfigError("--gpu plans PPO jobs whose model's config.json is here or on the hub; remove --gpu")
     if not isinstance(config, PPOConfig) or machine is None:
         return notes, facts
-    from rlsys.planning.advice import memory_line, time_facts
-
     if gpu is not None:
         facts |= time_facts(config, machine, GPUS[gpu])
     return notes, facts | {"memory": memory_line(config, machine)}
@@ -120,8 +120,6 @@ def _choose(config: C, given: Collection[str], arguments: Arguments) -> tuple[Ma
     """What is not set and the plan chooses, for the device of this machine or the one that is planned for."""
     if not isinstance(config, PPOConfig):
         return {}, ""
-    from rlsys.planning.sizes import choose_sizes
-
     engines, machine = [*(SERVING if arguments.gpu else installed_engines())], _machine(config, arguments)
     if config.actor_rollout_ref.model.path is None:  # trained before a serving engine has started, or layers compiled
         engines, machine = list[str](), replace(machine, actor={})
@@ -130,16 +128,12 @@ def _choose(config: C, given: Collection[str], arguments: Arguments) -> tuple[Ma
     except errors.ConfigError as error:
         if arguments.gpu is None:
             raise
-        from rlsys.planning.advice import layout_lines
-
         serving = replaced(config, {ENGINE: engines[0]}) if engines and ENGINE not in given else config
         lines = layout_lines(serving, machine, GPUS[arguments.gpu])
         raise errors.ConfigError("\n  ".join([f"{error}; layouts that fit:", *lines])) from None
 
 
-def _machine(config: PPOConfig, arguments: Arguments) -> "Machine":
-    from rlsys.planning.advice import facts_of
-
+def _machine(config: PPOConfig, arguments: Arguments) -> Machine:
     key, path = "actor_rollout_ref.model.path", config.actor_rollout_ref.model.path
     if arguments.gpu is not None:
         here = replaced(config, {key: str(download_config(path, key=key))}) if path and is_hub_id(path) else config

@@ -28,8 +28,6 @@ from trainer.source import GroupFilter, Prompts, is_time, joined, reduced
 from trainer.staleness_window import StalenessWindow
 
 OPEN, WAITING, NUMBER, EPISODES = "open_prompts.dp", "waiting_groups.dp", "group_number", "open_episodes.jsonl"
-AnswerFutures = dict[int, Future[Any]]
-"""By row of a group, but for answers that are complete: futures of responses, or of episodes."""
 
 
 @dataclass(eq=False)
@@ -253,7 +251,8 @@ class OpenAnswers:
 
     def __init__(self, groups: PromptGroups, fleet: RolloutFleet) -> None:
         self.groups, self.fleet = groups, fleet
-        self.running: dict[PromptGroup, AnswerFutures] = {}
+        self.running: dict[PromptGroup, dict[int, Future[Any]]] = {}
+        """By row of a group, but for answers that are complete: futures of responses, or of episodes."""
 
     def submit(self, groups: Sequence[PromptGroup]) -> None:
         """Start all answers of groups but those that a checkpoint has complete."""

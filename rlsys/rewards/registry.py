@@ -12,8 +12,7 @@ from rlsys.utils.errors import ConfigError
 
 log = get_logger(__name__)
 
-_SOURCES = read_table(__file__, "sources.toml")
-ROUTES: dict[str, str] = {source: target for target, sources in _SOURCES.items() for source in sources}
+ROUTES: dict[str, str] = {name: to for to, names in read_table(__file__, "sources.toml").items() for name in names}
 """Data source -> module:function; a trailing * stands for any ending."""
 
 

@@ -17,8 +17,7 @@ def group_by(values: Iterable[ValueT], key: Callable[[ValueT], KeyT]) -> dict[Ke
 
 def buckets(num_bytes: Mapping[KeyT, int], limit: int) -> Iterator[list[KeyT]]:
     """Keys in their order, in groups of at most `limit` bytes; a larger one is a group of its own."""
-    bucket: list[KeyT] = []
-    size = 0
+    bucket, size = list[KeyT](), 0
     for name, own in num_bytes.items():
         if bucket and size + own > limit:
             yield bucket

@@ -284,6 +284,32 @@ def test_a_dry_run_refuses_what_megatron_cannot_split(tmp_path: Path, capsys: py
         assert f"rlsys: {role}" in err
 
 
+WITHOUT_TORCH = """
+import sys
+from importlib.machinery import PathFinder
+
+class Installed(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name == "torch" else super().find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Installed
+from trainer.main_ppo import main
+raise SystemExit(main())
+"""
+
+
+@pytest.mark.parametrize(
+    "setting", ["actor_rollout_ref.actor.strategy=megatron", "actor_rollout_ref.model.lora_rank=8"]
+)
+def test_a_dry_run_that_needs_torch_says_what_to_install(setting: str) -> None:
+    command = [sys.executable, "-c", WITHOUT_TORCH, "--config-name=quickstart", "--dry-run", setting]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=scaled_s(60), check=False)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "pip install -e . brings those of every job: No module named 'torch'" in done.stderr
+
+
 def test_what_does_not_fit_a_machine_without_gpus_says_how_to_plan_for_others(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
