@@ -68,12 +68,13 @@ def rollout_backend(name: str) -> RolloutBackend:
 def share_of_free(utilization: float, free: int, whole: int, *, ranks: int) -> float:
     """The share of the free memory of a GPU, of which SGLang takes a share, that is `utilization` of its whole memory.
 
-    They differ beside a trainer. Where so much is not free, 0.92 of what is free or, if that is more, `utilization` of
-    it, since activations and CUDA graphs need the rest: a larger `utilization` is never a smaller share. `utilization`
-    itself for a rank of a larger replica: the caches of all ranks must be equal, and what is free on the other GPUs is
-    not known.
+    They differ beside a trainer. Activations and CUDA graphs need 0.08 of the whole: where so much is not left, it is
+    the share that leaves it or, if that is more, `utilization` of what is free, so that a larger `utilization` is never
+    a smaller share. `utilization` itself for a rank of a larger replica: the caches of all ranks must be equal, and
+    what is free on the other GPUs is not known.
     """
-    return min(utilization * whole / max(free, 1), max(0.92, utilization)) if ranks == 1 else utilization
+    most = max(free - 0.08 * whole, utilization * free)
+    return min(utilization * whole, most) / max(free, 1) if ranks == 1 else utilization
 
 
 def decoder_sizes(hf_config: Mapping[str, object]) -> dict[str, int]:

@@ -237,14 +237,14 @@ def test_stages_share_layers_with_their_weights_and_their_cache() -> None:
 
 
 def test_sglang_takes_its_share_of_the_device_or_of_what_the_actor_leaves() -> None:
-    """One process takes that share of the device, or 0.92 of what is free, and ranks of a larger replica take their
+    """One process takes that share of the device, or what leaves 0.08 of it free; ranks of a larger replica take their
     share of what is free."""
     names = ("actor_rollout_ref.rollout.name=sglang", "actor_rollout_ref.rollout.gpu_memory_utilization=0.5")
     one, two = (f"trainer.n_gpus_per_node={size}" for size in (1, 2))
     small, tp2 = 5 * 4 * N, "actor_rollout_ref.rollout.tensor_model_parallel_size=2"
     for settings, device_bytes, size in (
         ([one], 10 * GIB, 5 * GIB),
-        ([one], small, int((small - 3 * 4 * N) * 0.92)),
+        ([one], small, int(small - 3 * 4 * N - 0.08 * small)),
         ([two, tp2], 10 * GIB, int(10 * GIB - 3 * 4 * N / 2) // 2),
     ):
         by_name = stages(planned(config(*names, *settings), SHAPES["tiny"], device_bytes=device_bytes))

@@ -104,7 +104,7 @@ def test_the_share_of_sglang_holds_all_sequences_beside_what_trains(tp: int, gib
 def test_of_shares_without_room_for_all_sequences_sglang_gets_the_largest_cache_that_fits(
     shape: str, gib: float, gpus: int
 ) -> None:
-    """A share of the device up to 0.92 of what is free; more is never a smaller cache."""
+    """A share of the device that leaves 0.08 of it free; more is never a smaller cache."""
     settings, caches = (f"{ROLLOUT}.name=sglang", f"trainer.n_gpus_per_node={gpus}"), list[int]()
     sizes, _, plan, machine = chosen(shape, gib, *settings)
     (most,) = [stage for stage in plan.train if stage.name == "rollout"]
