@@ -120,8 +120,13 @@ def _capacity(config: JobConfig) -> Iterator[str]:
     """What a cluster that consists of this machine lacks; ConfigError if it is the device that was asked for."""
     run, num_gpus, is_ppo = config.trainer, visible_gpus(), isinstance(config, PPOConfig)
     other = f"; {OTHER_GPUS}" if is_ppo else ""
+    why = "no GPU is visible on this machine (nvidia-smi, CUDA_VISIBLE_DEVICES)"
+    if run.device == "auto" and not num_gpus:
+        (_, known), (problems, notes) = check(config), check(replaced(config, {"trainer.device": "cpu"}))
+        if problems:
+            raise ConfigError("\n".join([*problems, f"trainer.device = auto: {why}{other}"]))
+        yield from (note for note in notes if note not in known)
     if run.device == "cuda" and not num_gpus:
-        why = "no GPU is visible on this machine (nvidia-smi, CUDA_VISIBLE_DEVICES)"
         fix = f"set trainer.device=cpu, or start the job where GPUs are{other}"
         raise ConfigError(f"trainer.device = cuda: {why}; {fix}")
     if run.nnodes > 1:

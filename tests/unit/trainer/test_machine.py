@@ -140,6 +140,21 @@ def test_a_gpu_that_is_asked_for_must_be_visible() -> None:
     assert notes("trainer.device=cuda", *joined, dry_run=False) == []
 
 
+def test_what_needs_a_gpu_is_reported_where_an_automatic_device_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    profile = ["global_profiler.steps=[2]", "global_profiler.tool=torch_memory"]
+    (note,) = notes(*profile)
+    assert note.startswith("global_profiler.tool = torch_memory: it needs a GPU, so nothing is profiled")
+    actor = "actor_rollout_ref.actor"
+    in_fp8 = [f"{actor}.strategy=megatron", f"{actor}.megatron.fp8=hybrid"]
+    with pytest.raises(
+        ConfigError, match=r"fp8 = hybrid: .* on GPUs only(?s:.*)device = auto: no GPU is visible .*--gpu="
+    ):
+        notes(*in_fp8)
+    assert notes(*profile, "ray_kwargs.ray_init.address=10.0.0.1:6379", dry_run=False) == []
+    monkeypatch.setattr(machine, "visible_gpus", lambda: 1)
+    assert notes(*profile, *in_fp8) == []
+
+
 def test_gpus_are_counted_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine.glob, "glob", lambda pattern: [f"/dev/nvidia{i}" for i in range(4)])
     for visible, expected in (("0,1", 2), ("", 0), ("-1", 0), ("0,1,2,3,4,5", 4)):
