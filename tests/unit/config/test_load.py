@@ -525,6 +525,16 @@ def test_a_folder_of_no_checkpoint_is_not_used_to_resume_automatically() -> None
             ("trainer.device=cuda", f"{R}.name=vllm", f"{R}.expert_parallel_size=2"),
             "{key} = 2: vllm divides whole experts among the 1 processes of a copy, whatever the number",
         ),
+        (("trainer.device=cuda", f"{R}.name=vllm", f"{R}.kv_cache_gib=8"), "ignored: {key} (on GPUs the cache has its"),
+        (
+            ("trainer.device=cpu", f"{R}.name=vllm", f"{R}.gpu_memory_utilization=0.6"),
+            "ignored: {key} (it is a share of",
+        ),
+        (("trainer.device=cpu", f"{R}.name=vllm", f"{R}.cuda_graph_max_bs=8"), "ignored: {key} (CPUs have no CUDA"),
+        (
+            (f"{R}.name=vllm", f"{R}.enforce_eager=true", f"{R}.cuda_graph_max_bs=8"),
+            "ignored: {key} (there are no CUDA",
+        ),
     ],
 )
 def test_what_only_changes_memory_and_speed_is_noted(argv: tuple[str, ...], says: str) -> None:
