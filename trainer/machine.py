@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
@@ -36,6 +37,8 @@ OWN_ENVIRONMENT = ("pip", "uv", "conda", "py_executable", "container", "image_ur
 """Fields of Ray's runtime_env that give workers other packages than this process has."""
 GRADER = "reward.reward_model.model_path"
 MODELS = ("actor_rollout_ref.model.path", "actor_rollout_ref.ref.model.path", "critic.model.path", "model.path", GRADER)
+CONTAINER_LIMITS = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"
+"""Files of cgroups, of version 2 and 1."""
 ANSWER_S, SMI_S = 2.0, 20.0
 
 
@@ -159,12 +162,18 @@ def device_memory(config: PPOConfig) -> tuple[Literal["cuda", "cpu"], int]:
     """
     device = config.trainer.device
     if device == "cpu" or (device == "auto" and not visible_gpus() and not _joins_a_cluster(config)):
-        return "cpu", psutil.virtual_memory().total * config.trainer.nnodes // max(1, resolve_pools(config).total_ranks)
+        return "cpu", host_bytes() * config.trainer.nnodes // max(1, resolve_pools(config).total_ranks)
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     with suppress(OSError, ValueError, subprocess.SubprocessError):
         done = subprocess.run(command, capture_output=True, text=True, timeout=SMI_S, check=True)
         return "cuda", min(int(float(line)) for line in done.stdout.split("\n") if line.strip()) << 20
     return "cuda", 0
+
+
+def host_bytes() -> int:
+    """Bytes of this machine's memory, or of what its container may have of it."""
+    limits = [path.read_text().strip() for path in map(Path, CONTAINER_LIMITS) if path.is_file()]
+    return min([psutil.virtual_memory().total, *(int(limit) for limit in limits if limit.isdecimal())])
 
 
 def _check_servers(config: PPOConfig) -> None:

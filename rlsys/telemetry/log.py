@@ -19,7 +19,6 @@ from rlsys.utils.data_files import read_table
 if TYPE_CHECKING:
     from rich.console import Console
 
-OUR_LOGGERS = ("rlsys", "workers", "trainer")
 FILE_ONLY = "rlsys_file"
 """A logger whose lines only go to the file of `log_to_file`: people have seen them in another form."""
 _HANDLER_NAME = "rlsys"
@@ -57,7 +56,7 @@ def setup_logging(*, role: str = "", rank: int | None = None, console: "Console 
         root.removeHandler(old)
     handler.set_name(_HANDLER_NAME)
     root.addHandler(handler)
-    for name in OUR_LOGGERS:
+    for name in ("rlsys", "workers", "trainer"):
         logging.getLogger(name).setLevel(logging.INFO)
 
 

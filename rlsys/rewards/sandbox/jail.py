@@ -21,7 +21,6 @@ PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, SECCOMP_MODE_FILTER = 1, 
 ALLOW, KILL, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 EPERM, ENOSYS = 1, 38
 CLONE_THREAD = 0x00010000
-SYS_CAPSET = {"x86_64": 126, "aarch64": 91}
 SYS_LANDLOCK = (444, 445, 446)
 NEW_MOUNTS, NEW_IPC, NEW_USER = 0x00020000, 0x08000000, 0x10000000
 MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE, MNT_DETACH = 2, 4, 1 << 12, 1 << 14, 1 << 18, 2
@@ -109,7 +108,7 @@ def limit_resources(limits: dict[str, int]) -> None:
 def drop_capabilities() -> bool:
     """Empty all capability sets; with no_new_privs set, executing a program does not give them back."""
     header = struct.pack("=Ii", 0x20080522, 0)
-    number = SYS_CAPSET.get(platform.machine())
+    number = {"x86_64": 126, "aarch64": 91}.get(platform.machine())  # of the system call capset
     return number is not None and libc.syscall(number, header, bytes(24)) == 0
 
 

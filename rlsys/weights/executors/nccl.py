@@ -29,10 +29,9 @@ from rlsys.weights.rank_plan import PlanReceiver, RankPlan, RankPlans, source_ch
 STAGING_BYTES = 128 << 20
 JOIN_POLL_S = 0.5
 ALIGN_BYTES = 16
-Link = tuple[int, int]
-"""The rank of the process group that sends, and the one that receives."""
-Round = Mapping[Link, tuple[Copy, ...]]
-"""The message of each link in a round: its copies, packed one after the other."""
+Round = Mapping[tuple[int, int], tuple[Copy, ...]]
+"""The messages of a round, by the rank of the process group that sends and the one that receives: copies, packed one
+after the other."""
 Message = tuple[int, tuple[Copy, ...]]
 """A peer's rank in the process group, and the copies to send to it or to receive from it."""
 Rounds = Sequence[Sequence[Message]]

@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rlsys.config import SFTConfig, load_config
@@ -16,7 +17,7 @@ from rlsys.utils.errors import ConfigError
 from tests.hub import Hub
 from tests.timing import scaled_s
 from trainer import machine
-from trainer.machine import check_machine, visible_gpus
+from trainer.machine import check_machine, device_memory, visible_gpus
 
 ROOT = Path(__file__).resolve().parents[3]
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -153,6 +154,17 @@ def test_what_needs_a_gpu_is_reported_where_an_automatic_device_is_the_cpu(monke
     assert notes(*profile, "ray_kwargs.ray_init.address=10.0.0.1:6379", dry_run=False) == []
     monkeypatch.setattr(machine, "visible_gpus", lambda: 1)
     assert notes(*profile, *in_fp8) == []
+
+
+@pytest.mark.parametrize("limit", ["1073741824", "max", "9223372036854771712"])
+def test_a_process_on_cpus_is_planned_for_the_memory_of_its_container(
+    limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config(["trainer.device=cpu", "trainer.n_gpus_per_node=2"])
+    (tmp_path / "limit").write_text(f"{limit}\n")
+    monkeypatch.setattr(machine, "CONTAINER_LIMITS", (str(tmp_path / "none"), str(tmp_path / "limit")))
+    whole = psutil.virtual_memory().total
+    assert device_memory(config) == ("cpu", (int(limit) if limit == "1073741824" else whole) // 2)
 
 
 def test_gpus_are_counted_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
