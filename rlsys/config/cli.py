@@ -8,7 +8,7 @@ from importlib.metadata import version
 from typing import TypeVar
 
 from rlsys.config.arguments import Arguments, parse_arguments
-from rlsys.config.derive import MODE, RANKS
+from rlsys.config.derive import MODE, RANKS, UNSET_RANKS
 from rlsys.config.introspect import default_of, leaves, nest, shown, value_at
 from rlsys.config.load import Loaded, load
 from rlsys.config.plan import plan_text
@@ -54,7 +54,7 @@ def main_config(
     if arguments.print_config:
         _print_and_exit(as_yaml(loaded))
     is_default = {MODE, RANKS}.isdisjoint(loaded.settings) and value_at(loaded.config, RANKS) == 1
-    facts = {**facts, "sizes": sizes, "processes": f"{RANKS} is not set; verl's default is 8" if is_default else ""}
+    facts = {**facts, "sizes": sizes, "processes": UNSET_RANKS if is_default else ""}
     text = "\n".join(filter(None, (f"rlsys: {loaded.headline}", plan_text(loaded.config, facts))))
     if arguments.dry_run:
         _print_and_exit(f"{text}\nrlsys: --dry-run: nothing was started")

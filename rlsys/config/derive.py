@@ -27,6 +27,7 @@ MICRO_BATCHES = {DYNAMIC: f"{_POLICY}.actor.ppo_micro_batch_size_per_gpu"}
 MICRO_BATCHES |= {f"{GRADER}.use_dynamic_bsz": f"{GRADER}.micro_batch_size_per_gpu"}
 BUDGET = "data.max_token_len_per_gpu"
 _NODES, RANKS = "trainer.nnodes", "trainer.n_gpus_per_node"
+UNSET_RANKS = f"{RANKS} is not set; verl's default is 8"
 _ADAPTED = ("cluster.n_nodes", "cluster.n_gpus_per_node", "actor.mb_spec.max_tokens_per_mb")
 """What AReaL's files say of the cluster and of packs of tokens: other keys may ask for other values."""
 

@@ -18,7 +18,7 @@ from rlsys.config.arguments import Arguments, parse_arguments
 from rlsys.config.checks.all import check
 from rlsys.config.checks.rules import unknown_names, unused_settings
 from rlsys.config.compat.reader import prefixes
-from rlsys.config.derive import CHOICE, CHOSEN, DERIVED, ENGINE, derived_settings
+from rlsys.config.derive import CHOICE, CHOSEN, DERIVED, ENGINE, RANKS, UNSET_RANKS, derived_settings
 from rlsys.config.introspect import allowed, choices, default_of, leaves, nest, replaced, shown
 from rlsys.config.merge import Given, Layers
 from rlsys.config.presets import default_preset, model_key, read_preset
@@ -68,9 +68,8 @@ def load(
         layers.add_tree(tree, name)
     layers.add_overrides(arguments.overrides)
     if schema is PPOConfig:
-        is_auto = {key for key, one in layers.given.items() if one.value == "auto" and key.endswith(CHOSEN)}
-        is_auto |= {key for key, one in layers.given.items() if one.value is None and key == ENGINE}
-        layers.given = {key: one for key, one in layers.given.items() if key not in is_auto}
+        given = [(key, one) for key, one in layers.given.items() if (key, one.value) != (ENGINE, None)]
+        layers.given = {key: one for key, one in given if one.value != "auto" or not key.endswith(CHOSEN)}
     layers.given |= {key: Given(value, CHOICE, key) for key, value in (chosen or {}).items()}
     values = layers.resolve()
     derived, conflicts = derived_settings(values, layers.given, layers.engines.values())
@@ -86,6 +85,9 @@ def load(
     if conflicts and is_draft and ENGINE in leaves(schema) and ENGINE not in layers.given:
         others = check(replaced(config, {ENGINE: "vllm"}), is_here=arguments.gpu is None)[0]
         conflicts = [one for one in conflicts if one in others]
+    if conflicts and RANKS in leaves(schema) and RANKS not in layers.given:
+        fewer = check(replaced(config, {RANKS: 8}), is_here=arguments.gpu is None)[0]
+        conflicts = [UNSET_RANKS, *conflicts] if len(fewer) < len(conflicts) else conflicts
     if names or conflicts:
         raise ConfigError(_listed([*names, *conflicts]))
     notes = [*layers.notes(), *notes, *unused_settings(config, typed.given)]

@@ -104,12 +104,10 @@ def _rendered(config: JobConfig, messages: Messages) -> str:
         if template_file.is_file() and not model.custom_chat_template:
             template = template_file.read_text()
         special = {name: text for name, text in known.items() if name.endswith("_token") and isinstance(text, str)}
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        compiled = environment.from_string(template)
+        loops = ["jinja2.ext.loopcontrols"]
+        jinja = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=loops)
         arguments = special | config.data.apply_chat_template_kwargs
-        return compiled.render(messages=messages, add_generation_prompt=True, **arguments)
+        return jinja.from_string(template).render(messages=messages, add_generation_prompt=True, **arguments)
     except Exception:  # a template is a program of the model's author; the tokenizer reports what is wrong with it
         return "\n".join(message["content"] for message in messages)
 

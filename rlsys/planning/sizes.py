@@ -13,7 +13,7 @@ from typing import Any
 from rlsys.config import PPOConfig, plan_batches
 from rlsys.config.checks.all import check
 from rlsys.config.checks.batches import sequence_ranks
-from rlsys.config.derive import COMPILE, ENGINE
+from rlsys.config.derive import COMPILE, ENGINE, MODE, RANKS, UNSET_RANKS
 from rlsys.config.engines import rollout_backend
 from rlsys.config.introspect import replaced, shown
 from rlsys.config.plan import RolePlan
@@ -117,7 +117,7 @@ class _Sizes:
         name, needs = self.cfg.actor_rollout_ref.rollout.name, self.needs({}, "start", "rollout")
         is_ours = SEQS not in self.given and self.machine.device == "cuda"
         if is_ours and not rollout_backend(name).cache_share_of and sum(needs.values()) > self.machine.device_bytes:
-            raise _refusal(f"{name} beside what trains", needs, self.machine, SEQS)
+            raise self.refusal(f"{name} beside what trains", needs, SEQS)
 
     def choose_share(self) -> None:
         """The cache of all sequences at full length, if it fits beside what trains; all that is free where nothing
@@ -137,7 +137,7 @@ class _Sizes:
         if not self.cache_bytes(percent):
             is_too_large = weights > machine.room_bytes
             keys = f"a larger {ROLLOUT}.tensor_model_parallel_size, or {SHARE}" if is_too_large else SHARE
-            raise _refusal(f"{rollout.name} beside what trains", self.needs({SHARE: 0.01}, "start"), machine, keys)
+            raise self.refusal(f"{rollout.name} beside what trains", self.needs({SHARE: 0.01}, "start"), keys)
         self.choose(SHARE, percent / 100, f" (all sequences need {needed / GIB:.1f} GiB)")
 
     def choose_update(self, of: TrainedRoleConfig, plan: RolePlan, model: str, key: str, least: int) -> None:
@@ -154,12 +154,23 @@ class _Sizes:
         size = self.largest(key, stage, least, room=sum(self.needs({key: least}, stage).values()))
         needs = self.needs({key: size}, stage)
         if (total := sum(needs.values())) > self.machine.device_bytes:
-            raise _refusal(f"{stage} with one sequence at a time", needs, self.machine, key)
+            raise self.refusal(f"{stage} with one sequence at a time", needs, key)
         self.choose(key, size, f" ({total / GIB:.1f} GiB)" if needs else "")
 
     def choose_scoring(self, key: str, size: MicroBatches, follows: str, stage: str, least: int) -> None:
         if size.max_tokens is not None and not {key, follows} & set(self.given):
             self.choose(key, self.largest(key, stage, least) or least)
+
+    def refusal(self, what: str, needs: Mapping[str, int], key: str) -> ConfigError:
+        """An error with the arithmetic; `key` is what may be set to try it nevertheless."""
+        machine, is_unset = self.machine, {MODE, RANKS}.isdisjoint(self.given)
+        parts = " + ".join(f"{owner} {one / GIB:.1f}" for owner, one in needs.items() if one)
+        room = f"tensors have {machine.room_bytes / GIB:.1f} of {machine.device_bytes / GIB:.1f}"
+        room += f", a process's share of this machine's memory ({OTHER_GPUS})" if machine.device == "cpu" else ""
+        how = f"docs/oom.md says what needs less, or set {key} to try it"
+        how += f"; {UNSET_RANKS}" if machine.device == "cuda" and is_unset else ""
+        needed = sum(needs.values()) / GIB
+        return ConfigError(f"{what} does not fit: it needs {needed:.1f} GiB ({parts}), and {room}; {how}")
 
 
 def choose_sizes(
@@ -198,12 +209,3 @@ def choose_sizes(
     sizes.check_sequences()
     room = f" ({machine.room_bytes / GIB:.1f} of {machine.device_bytes / GIB:.1f} GiB to plan with)"
     return sizes.values, f"{', '.join(sizes.words)}{room if sizes.words else ''}"
-
-
-def _refusal(what: str, needs: Mapping[str, int], machine: Machine, key: str) -> ConfigError:
-    parts = " + ".join(f"{owner} {one / GIB:.1f}" for owner, one in needs.items() if one)
-    room = f"tensors have {machine.room_bytes / GIB:.1f} of {machine.device_bytes / GIB:.1f}"
-    room += f", a process's share of this machine's memory ({OTHER_GPUS})" if machine.device == "cpu" else ""
-    how = f"docs/oom.md says what needs less, or set {key} to try it"
-    needed = f"{sum(needs.values()) / GIB:.1f} GiB ({parts})"
-    return ConfigError(f"{what} does not fit: it needs {needed}, and {room}; {how}")

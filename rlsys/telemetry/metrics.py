@@ -44,8 +44,9 @@ def data_metrics(rows: "Mapping[str, Tensor] | TensorDict") -> dict[str, float]:
         **_length_metrics("prompt_length", prompt_lengths, attention_mask.shape[-1] - width),
     }
     if values is not None:
-        metrics |= _spread("critic/values", values[valid].double())
-        metrics["critic/vf_explained_var"] = _explained_variance(values[valid].double(), returns)
+        predicted = values[valid].double()
+        unexplained = (returns - predicted).var() / (returns.var() + 1e-5) if returns.numel() > 1 else math.nan
+        metrics |= {**_spread("critic/values", predicted), "critic/vf_explained_var": 1.0 - unexplained}
     return {name: float(value) for name, value in metrics.items()}
 
 
@@ -120,18 +121,13 @@ def _length_metrics(name: str, lengths: "Tensor", width: int) -> dict[str, float
     return {**_spread(name, lengths), f"{name}/clip_ratio": _mean(lengths == width)}
 
 
-def _explained_variance(values: "Tensor", returns: "Tensor") -> float:
-    return math.nan if returns.numel() < 2 else 1.0 - ((returns - values).var() / (returns.var() + 1e-5)).item()
-
-
 def _reduce(name: str, value: Any) -> float:
     plain = value.tolist() if hasattr(value, "tolist") else value
     items = [float(v) for v in plain] if isinstance(plain, list | tuple) else [float(plain)]
     if not items or any(math.isnan(v) for v in items):
         return math.nan
     words = name.rsplit("/", 1)[-1].split("_")
-    if "max" in words:
-        return max(items)
-    if "min" in words:
-        return min(items)
+    for word, extreme in (("max", max), ("min", min)):
+        if word in words:
+            return extreme(items)
     return math.fsum(items) / len(items) if all(map(math.isfinite, items)) else sum(items) / len(items)

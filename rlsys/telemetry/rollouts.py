@@ -5,13 +5,13 @@ kept, `browser/{step}.texts.js`. Everything in them came from a model or a datas
 """
 
 import base64
-import hashlib
 import io
 import json
 import math
 import random
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -85,10 +85,11 @@ def dump_rollouts(
         "messages": {group: [_without_pixels(one) for one in talks[row]] for group, row in first.items() if talks[row]},
         "rows": [shown[row] for row in kept],
     }
+    hashes = [sha256(" ".join(prompt).encode("utf-8", "backslashreplace")).hexdigest() for prompt in prompts]
     lengths = token_values.get("token_ids")
     index = {
         "step": step,
-        "prompts": [[_digest(" ".join(prompt)), prompt[0][-_PROMPT_END_CHARS:]] for prompt in prompts],
+        "prompts": [[name[:12], text[-_PROMPT_END_CHARS:]] for name, (text, *_) in zip(hashes, prompts, strict=True)],
         "prompt": groups,
         "score": scores,
         "length": [len(lengths[row] if lengths else outputs[row]) for row in range(len(inputs))],
@@ -188,10 +189,6 @@ def _rounded(values: Mapping[str, Sequence[float]], digits: int) -> dict[str, li
 
 def _is_number(value: object) -> bool:
     return value is None or isinstance(value, int | float) or hasattr(value, "dtype")
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()[:12]
 
 
 def _list_step(path: Path, step: int, scores: Sequence[float], num_kept: int) -> None:

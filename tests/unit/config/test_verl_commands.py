@@ -137,6 +137,20 @@ def test_adapters_are_scaled_by_more_than_0_and_use_lora_of_areal_switches_them(
         assert both.actor_rollout_ref.model.lora_rank == 8
 
 
+def test_sizes_of_verls_eight_processes_are_refused_with_the_key_that_it_sets_itself(folder: Path) -> None:
+    argv = [*PPO, "actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.tensor_model_parallel_size=4"]
+    unset = r"trainer\.n_gpus_per_node is not set; verl's default is 8"
+    with pytest.raises(ConfigError, match=rf"wrong:\n  - {unset}\n  - .* the 1 rollout processes cannot hold"):
+        load_config(argv)
+    for more in ("trainer.n_gpus_per_node=1", "trainer.n_gpus_per_node=2"):
+        with pytest.raises(ConfigError) as refused:
+            load_config([*argv, more])
+        assert "is not set" not in str(refused.value)
+    with pytest.raises(ConfigError) as refused:
+        load_config([*PPO, "data.truncation=error", "actor_rollout_ref.rollout.n=0"])
+    assert "is not set" not in str(refused.value)
+
+
 def test_columns_and_conversations_of_older_sft_commands_are_read(folder: Path) -> None:
     argv = ["engine=fsdp", "engine.strategy=fsdp2", "model.partial_pretrain=model", "data.train_files=rows.parquet"]
     dicts = ["data.prompt_key=extra_info", "data.prompt_dict_keys=['question']", "+data.response_dict_keys=['answer']"]

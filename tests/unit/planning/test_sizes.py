@@ -148,6 +148,8 @@ def test_a_model_that_fits_in_no_way_is_refused_with_the_arithmetic() -> None:
         chosen("7B", 79.2, alone)
     with pytest.raises(ConfigError, match=r"and tensors have 69\.9 of 79\.2; docs/oom\.md"):
         chosen("7B", 79.2, VLLM, alone)
+    with pytest.raises(ConfigError, match=r"to try it; trainer\.n_gpus_per_node is not set; verl's default is 8"):
+        chosen("7B", 79.2, VLLM, preset="ppo_trainer")
     sizes, *_ = chosen("7B", 79.2, VLLM, alone, f"{TOKENS}=1536", f"{SHARE}=0.2")
     assert TOKENS not in sizes
     megatron = (f"{POLICY}.actor.strategy=megatron", f"{POLICY}.actor.megatron.expert_model_parallel_size=8")
