@@ -18,8 +18,8 @@ VALIDATION, MEAN = "val-core/", "/mean@"
 def summary_lines(run: RunConfig, *, finished: bool, resumes: bool = True) -> list[str]:
     """First and last values with the best step, the last checkpoint, the files of a run, and what to do next."""
     root = Path(run.default_local_dir).absolute()
-    paths = {"report": root / "index.html", "evaluation": root / "evaluation.json"}
-    paths |= {name: root / path for name, path in RUN_FILES.items()}
+    files = {"report": "index.html", "evaluation": "evaluation.json", **RUN_FILES}
+    paths = {name: root / path for name, path in files.items()}
     if folder := getattr(run, "rollout_data_dir", None):
         paths["rollouts"] = Path(folder).absolute() / "index.html"
     checkpoint = None if (latest := step_folder(root)) == root else latest

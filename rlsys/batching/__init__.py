@@ -105,14 +105,9 @@ def seqlen_metrics(lengths: Lengths, parts: Sequence[np.ndarray]) -> dict[str, f
     sizes = _array(lengths)
     before = np.add.reduceat(sizes, np.arange(0, len(sizes), max(len(sizes) // len(parts), 1)))
     after = [int(sizes[part].sum()) for part in parts]
-    return {
-        "global_seqlen/min": float(before.min()),
-        "global_seqlen/max": float(before.max()),
-        "global_seqlen/minmax_diff": float(before.max() - before.min()),
-        "global_seqlen/balanced_min": float(min(after)),
-        "global_seqlen/balanced_max": float(max(after)),
-        "global_seqlen/mean": float(sizes.sum() / len(parts)),
-    }
+    values = {"min": before.min(), "max": before.max(), "minmax_diff": before.max() - before.min()}
+    values |= {"balanced_min": min(after), "balanced_max": max(after), "mean": sizes.sum() / len(parts)}
+    return {f"global_seqlen/{name}": float(value) for name, value in values.items()}
 
 
 def _array(lengths: Lengths) -> np.ndarray:

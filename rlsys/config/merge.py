@@ -26,6 +26,8 @@ _YIELDS = (
     *((f"actor_rollout_ref.{role}.use_torch_compile", True) for role in ("actor", "ref")),
 )
 """What verl's and AReaL's trainers want beside the setting that counts."""
+_FOLLOWS = "${oc.select:"
+"""How the values of verl's files begin that follow another key."""
 _ADDED = FieldInfo(annotation=dict[str, object], default=None)
 """A key that the schema does not know, of a section that takes any."""
 
@@ -164,8 +166,11 @@ class Layers:
             if path in self.given and self.given[path].spelling == spelling:
                 self._remove(Override(path, removes=True))
             return
-        if isinstance(value, str) and compat.canonical_references(value) == f"${{{path}}}":
+        follows = (path != spelling or path in compat.expansions) and str(value).startswith(_FOLLOWS)
+        if follows or compat.canonical_references(str(value)) == f"${{{path}}}":
             return
+        if path.endswith("model.lora") and isinstance(value, dict) and value.get("rank") == 0:
+            return  # no adapters, or those of lora_rank
         given = Given(value, origin, spelling)
         reason = compat.foreign.get(path)
         if path in compat.expansions and not isinstance(value, dict) and (reason is None or reason.accepts(value)):
@@ -228,10 +233,18 @@ class Layers:
             self._ignored.setdefault("saving and validation have one frequency each, here in steps", []).extend(epochs)
         if names and given.pair in _YIELDS:
             return
-        if before and before.spelling != given.spelling and before.value != given.value and before.pair not in _YIELDS:
-            one = "one setting" if path in (before.spelling, given.spelling) else path
-            self.problems.append(f"{before} and {given} ({given.origin}): two names of {one}; set one of them")
+        if before and before.spelling != given.spelling and before.value != given.value:
+            if self._yields(path, given):
+                return
+            if not self._yields(path, before):
+                one = "one setting" if path in (before.spelling, given.spelling) else path
+                self.problems.append(f"{before} and {given} ({given.origin}): two names of {one}; set one of them")
         self._layer[path] = self.given[path] = given
+
+    def _yields(self, path: str, given: Given) -> bool:
+        """Whether another name of the setting counts where a layer has both: verl's files have all defaults."""
+        is_default = given.origin != "command line" and given.value == default_of(self._leaves.get(path, _ADDED))
+        return is_default or given.pair in _YIELDS or str(given.pair[1]).startswith(_FOLLOWS)
 
     def _remove(self, override: Override) -> None:
         """Reset a key or a section to its defaults, or remove an added key."""
@@ -306,10 +319,11 @@ def _reason(error: Exception, path: str) -> str:
 
 
 def _merge(base: object, over: object) -> object:
-    """`over` where it has a value, of dicts in each of their keys; else `base`."""
-    if not isinstance(base, dict) or not isinstance(over, dict):
+    """`over` where it has a value, of dicts in each of their keys but verl's `_target_`; else `base`."""
+    if not isinstance(over, dict):
         return over
-    return base | {key: _merge(base.get(key), value) for key, value in over.items()}
+    known = base if isinstance(base, dict) else {}
+    return known | {key: _merge(known.get(key), value) for key, value in over.items() if key != "_target_"}
 
 
 def _without(tree: object, path: list[str]) -> object:

@@ -11,9 +11,8 @@ from rlsys.config.schema.base import Section
 from rlsys.utils.errors import ConfigError, raised_as
 
 QUICKSTART_WHY = "no model was set, so the small start model learns arithmetic (to use yours set {key}=<folder>)"
-_DAPO = {"dapo_trainer": "ppo_trainer", "dapo_megatron_trainer": "ppo_megatron_trainer"}
-_DAPO |= {"fully_async_dapo_trainer": "fully_async_ppo_trainer"}
-_OF_VERL = {"sft_trainer_engine": "sft_trainer", **_DAPO}
+_PPO = ("ppo_trainer", "ppo_megatron_trainer", "fully_async_ppo_trainer")
+_OF_VERL = {"sft_trainer_engine": "sft_trainer", **{name.replace("ppo", "dapo"): name for name in _PPO}}
 """Files of verl's config folders, named with a --config-path that only exists there, and the presets like them."""
 
 

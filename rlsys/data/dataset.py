@@ -117,11 +117,8 @@ class PromptDataset:
 
     def metrics(self) -> dict[str, float]:
         """Counts of rows used, skipped as bad, and filtered as too long."""
-        return {
-            "data/rows": float(len(self)),
-            "data/bad_rows": float(len(self.bad_rows)),
-            "data/overlong_prompts": float(self.num_overlong),
-        }
+        counts = {"rows": len(self), "bad_rows": len(self.bad_rows), "overlong_prompts": self.num_overlong}
+        return {f"data/{name}": float(count) for name, count in counts.items()}
 
     @classmethod
     def load(

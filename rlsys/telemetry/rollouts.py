@@ -86,7 +86,7 @@ def dump_rollouts(
         "rows": [shown[row] for row in kept],
     }
     hashes = [sha256(" ".join(prompt).encode("utf-8", "backslashreplace")).hexdigest() for prompt in prompts]
-    lengths = token_values.get("token_ids")
+    lengths, numbers = token_values.get("token_ids"), int | float | None
     index = {
         "step": step,
         "prompts": [[name[:12], text[-_PROMPT_END_CHARS:]] for name, (text, *_) in zip(hashes, prompts, strict=True)],
@@ -95,7 +95,7 @@ def dump_rollouts(
         "length": [len(lengths[row] if lengths else outputs[row]) for row in range(len(inputs))],
         "unit": "tokens" if lengths else "characters",
         "kept": kept,
-        "parts": {name: column for name, column in extras.items() if all(_is_number(value) for value in column)},
+        "parts": {n: c for n, c in extras.items() if all(isinstance(v, numbers) or hasattr(v, "dtype") for v in c)},
         "about": {name: [str(value) for value in column] for name, column in about.items()},
     }
     _write_page(browser, step, texts, index)
@@ -185,10 +185,6 @@ def token_texts_of(token_ids: Sequence[int], decode: Callable[[list[int]], str])
 def _rounded(values: Mapping[str, Sequence[float]], digits: int) -> dict[str, list[float]]:
     """The columns of a row with so many significant digits."""
     return {name: [v if isinstance(v, int) else float(f"{v:.{digits}g}") for v in c] for name, c in values.items()}
-
-
-def _is_number(value: object) -> bool:
-    return value is None or isinstance(value, int | float) or hasattr(value, "dtype")
 
 
 def _list_step(path: Path, step: int, scores: Sequence[float], num_kept: int) -> None:

@@ -151,6 +151,55 @@ def test_sizes_of_verls_eight_processes_are_refused_with_the_key_that_it_sets_it
     assert "is not set" not in str(refused.value)
 
 
+VERLS_FILE = """
+actor_rollout_ref:
+  actor:
+    use_remove_padding: ${oc.select:actor_rollout_ref.model.use_remove_padding,false}
+    ulysses_sequence_parallel_size: 2
+    fsdp_config: {ulysses_sequence_parallel_size: 1}
+  ref:
+    ulysses_sequence_parallel_size: ${oc.select:actor_rollout_ref.actor.ulysses_sequence_parallel_size,1}
+    fsdp_config: {ulysses_sequence_parallel_size: 1, use_torch_compile: true}
+    use_torch_compile: ${oc.select:actor_rollout_ref.actor.use_torch_compile,true}
+  model: {path: model, use_remove_padding: true, lora_rank: %d, lora_alpha: 16, lora: {rank: %d, alpha: 32}}
+  rollout:
+    prompt_length: ${oc.select:data.max_prompt_length,512}
+    multi_turn: {tool_config_path: null}
+critic:
+  forward_micro_batch_size: ${oc.select:.ppo_micro_batch_size,null}
+  forward_micro_batch_size_per_gpu: ${oc.select:.ppo_micro_batch_size_per_gpu,null}
+data:
+  train_files: rows.parquet
+  val_files: rows.parquet
+  max_prompt_length: 700
+  tool_config_path: ${oc.select:actor_rollout_ref.rollout.multi_turn.tool_config_path, null}
+distillation:
+  teacher_models:
+    teacher_model: {_target_: verl.Teacher, key: null, model_path: null, inference: {_target_: verl.Rollout, n: 1}}
+trainer: {n_gpus_per_node: 2}
+"""
+"""What verl writes of a run, .hydra/config.yaml: settings by all their names, with those that follow others."""
+
+
+@pytest.mark.parametrize(("ranks", "lora"), [((0, 0), (0, 16)), ((64, 0), (64, 16)), ((0, 8), (8, 32))])
+def test_a_file_with_all_settings_of_a_run_of_verl_is_a_preset(
+    folder: Path, ranks: tuple[int, int], lora: tuple[int, int]
+) -> None:
+    (folder / "config.yaml").write_text(VERLS_FILE % ranks)
+    run = ["--config-name", "./config.yaml"]
+    cfg = load_config(run)
+    policy = cfg.actor_rollout_ref
+    assert policy.actor.ulysses_sequence_parallel_size == 2
+    assert policy.ref.ulysses_sequence_parallel_size == 1
+    assert (policy.model.lora_rank, policy.model.lora_alpha) == lora
+    assert (cfg.data.max_prompt_length, policy.rollout.multi_turn.tool_config_path) == (700, None)
+    assert cfg.critic.forward_micro_batch_size_per_gpu is None
+    assert load_config([*run, "actor_rollout_ref.model.lora_rank=0"]).actor_rollout_ref.model.lora_rank == 0
+    (folder / "config.yaml").write_text(VERLS_FILE % (4, 8))
+    with pytest.raises(ConfigError, match=r"lora_rank = 4 and .*lora\.rank = 8 .*two names of one setting"):
+        load_config(run)
+
+
 def test_columns_and_conversations_of_older_sft_commands_are_read(folder: Path) -> None:
     argv = ["engine=fsdp", "engine.strategy=fsdp2", "model.partial_pretrain=model", "data.train_files=rows.parquet"]
     dicts = ["data.prompt_key=extra_info", "data.prompt_dict_keys=['question']", "+data.response_dict_keys=['answer']"]
