@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.config import EvalConfig, SFTConfig, load_config
+from rlsys.config import EvalConfig, PPOConfig, SFTConfig, load_config
+from rlsys.config.arguments import parse_arguments
+from rlsys.config.load import load
 from rlsys.utils.errors import ConfigError
 from tests.timing import scaled_s
 
@@ -198,6 +200,24 @@ def test_a_file_with_all_settings_of_a_run_of_verl_is_a_preset(
     (folder / "config.yaml").write_text(VERLS_FILE % (4, 8))
     with pytest.raises(ConfigError, match=r"lora_rank = 4 and .*lora\.rank = 8 .*two names of one setting"):
         load_config(run)
+
+
+def test_sequence_sizes_of_verls_engine_sections_are_those_of_the_roles(folder: Path) -> None:
+    size = "ulysses_sequence_parallel_size"
+    argv = [*PPO, "trainer.n_gpus_per_node=4", f"critic.fsdp.{size}=2", f"actor_rollout_ref.ref.fsdp_config.{size}=4"]
+    cfg = load_config([*argv, "actor_rollout_ref.actor.use_kl_loss=true"])
+    assert (cfg.critic.ulysses_sequence_parallel_size, cfg.actor_rollout_ref.ref.ulysses_sequence_parallel_size) == (
+        2,
+        4,
+    )
+    with pytest.raises(ConfigError, match="two names of one setting"):
+        load_config([*argv, f"actor_rollout_ref.ref.{size}=1"])
+
+
+def test_the_fp8_recipe_of_megatrons_optimizer_is_noted(folder: Path) -> None:
+    key = "actor_rollout_ref.actor.optim.override_optimizer_config.fp8_recipe"
+    (note,) = (note for note in load(parse_arguments([*PPO, f"+{key}=blockwise"]), PPOConfig).notes if "fp8" in note)
+    assert note == f"ignored: {key} (set megatron.override_transformer_config.fp8_recipe)"
 
 
 def test_columns_and_conversations_of_older_sft_commands_are_read(folder: Path) -> None:
