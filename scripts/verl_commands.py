@@ -44,6 +44,7 @@ APART = {
     "audio": r"data\.audio_key|omni|minicpmo",
 }
 IMAGES = r"data\.image_key|[-_](vl|VL)[-_]|vlm|Vision|limit_images|geo3k"
+EXPERTS = r"A\d+B|[-_]a\d+b|[Mm]o[Ee]|deepseek_v|expert_parallel_size=[2-9]|router_replay"
 KINDS = {
     "images": IMAGES,
     "several turns": r"multi_turn\.enable=True|tool_config_path|default_agent_loop|agent_loop_config|multiturn",
@@ -104,11 +105,13 @@ def commands(script: Path, folder: Path) -> list[list[str]]:
     return []
 
 
-def stand_ins(folder: Path, *, has_images: bool = False) -> tuple[Path, Path]:
+def stand_ins(folder: Path, *, has_images: bool = False, has_experts: bool = False) -> tuple[Path, Path]:
     """A model and rows that exist, as far as a configuration looks at them."""
-    model, data = folder / ("vision_model" if has_images else "model"), folder / "rows.parquet"
+    names = [name for name, has in (("vision", has_images), ("sparse", has_experts)) if has]
+    model, data = folder / "_".join([*names, "model"]), folder / "rows.parquet"
     model.mkdir(exist_ok=True)
-    facts = {"model_type": "qwen2_5_vl", "vision_config": {}} if has_images else {}
+    facts: dict[str, object] = {"model_type": "qwen2_5_vl", "vision_config": {}} if has_images else {}
+    facts |= {"num_experts": 256} if has_experts else {}
     config = {"max_position_embeddings": 1 << 20, **facts}
     (model / "config.json").write_text(json.dumps(config))
     (model / "adapter_config.json").write_text("{}")
@@ -118,7 +121,9 @@ def stand_ins(folder: Path, *, has_images: bool = False) -> tuple[Path, Path]:
 
 def replaced(argv: list[str], folder: Path, module: str, schema: type[Section]) -> list[str]:
     """The overrides with our model, data and tracker instead of theirs."""
-    model, data = stand_ins(folder, has_images=re.search(IMAGES, " ".join(argv)) is not None)
+    text = " ".join(argv)
+    has_images, has_experts = (re.search(words, text) is not None for words in (IMAGES, EXPERTS))
+    model, data = stand_ins(folder, has_images=has_images, has_experts=has_experts)
     folders = re.compile(r"^(\+*\S*(model[._]path|_pretrain|adapter_path|tokenizer_path))=.*")
     argv = [folders.sub(rf"\1={model}", word) for word in argv if word not in ARGUMENTS]
     argv = [f"{word}{folder}" if word == "trainer.default_local_dir=" else word for word in argv]

@@ -30,7 +30,7 @@ def wrong_fields(package: str, places: Iterable[tuple[str, str]], given: Mapping
     wrong = dict[str, str]()
     for name, value in sorted(given.items()):
         if name not in known:
-            near = " or ".join(get_close_matches(name.replace("-", "_"), known))
+            near = " or ".join(get_close_matches(name.replace("-", "_"), known, cutoff=0.8))
             wrong[name] = f"has no such setting; {f'set {near} instead' if near else 'remove it'}"
         elif (simple := SIMPLE.fullmatch(known[name])) and type(value) not in (type(None), *TYPES[simple["kind"]]):
             wrong[name] = f"takes a value of type {simple['kind']}, not {value!r}; set one"

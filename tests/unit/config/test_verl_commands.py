@@ -36,6 +36,8 @@ def test_the_share_of_accepted_commands_is_printed_with_the_reasons(tmp_path: Pa
         "bad": "trainer.total_epoch=1",
         "images": "data.image_key=images actor_rollout_ref.actor.freeze_vision_tower=True",
         "audio": "data.audio_key=audios",
+        "experts": "actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B actor_rollout_ref.rollout.name=vllm "
+        "trainer.n_gpus_per_node=4 actor_rollout_ref.rollout.{tensor_model,expert}_parallel_size=4",
     }
     for name, override in scripts.items():
         (tmp_path / f"{name}.sh").write_text(LAUNCHER % override)
@@ -43,8 +45,8 @@ def test_the_share_of_accepted_commands_is_printed_with_the_reasons(tmp_path: Pa
     command = [sys.executable, ROOT / "scripts/verl_commands.py", tmp_path]
     done = subprocess.run(command, capture_output=True, text=True, timeout=scaled_s(60), check=True)
     share, kinds, *reasons, apart = done.stdout.splitlines()
-    assert share == "3 of 4 commands are accepted (75%)"
-    assert kinds == "by kind: FSDP 1 of 2, images 1 of 1, SFT 1 of 1"
+    assert share == "4 of 5 commands are accepted (80%)"
+    assert kinds == "by kind: FSDP 2 of 3, images 1 of 1, SFT 1 of 1"
     assert reasons[0].startswith("    1 trainer.total_epoch (command line): no such key")
     assert apart == "not counted: 1 audio"
 
@@ -212,6 +214,14 @@ def test_sequence_sizes_of_verls_engine_sections_are_those_of_the_roles(folder: 
     )
     with pytest.raises(ConfigError, match="two names of one setting"):
         load_config([*argv, f"actor_rollout_ref.ref.{size}=1"])
+
+
+def test_the_tokenizer_of_a_reward_model_that_is_off_is_noted(folder: Path) -> None:
+    argv = [*PPO, "reward_model.model.input_tokenizer=${actor_rollout_ref.model.path}"]
+    (note,) = (note for note in load(parse_arguments(argv), PPOConfig).notes if "input_tokenizer" in note)
+    assert note == (
+        "ignored: reward.reward_model.input_tokenizer (the reward model is off; set reward.reward_model.enable=true)"
+    )
 
 
 def test_the_fp8_recipe_of_megatrons_optimizer_is_noted(folder: Path) -> None:
