@@ -125,17 +125,10 @@ class StalenessWindow:
 
     def state_dict(self) -> dict[str, object]:
         """Plain values, from which `load_state_dict` continues; the served version is not among them."""
-        return {
-            "groups_per_step": self.groups_per_step,
-            "max_staleness": self.max_staleness,
-            "lookahead": self.lookahead,
-            "issued": self.issued,
-            "trained": self.trained,
-            "skipped": dict(self.skipped),
-            "order": list(self._order),
-            "finished": sorted(self.finished),
-            "trained_ahead": sorted(self._trained_ahead),
-        }
+        limits = {name: getattr(self, name) for name in ("groups_per_step", "max_staleness", "lookahead")}
+        counts = {"issued": self.issued, "trained": self.trained, "skipped": dict(self.skipped)}
+        ended = {"finished": sorted(self.finished), "trained_ahead": sorted(self._trained_ahead)}
+        return {**limits, **counts, "order": list(self._order), **ended}
 
     def load_state_dict(self, state: State) -> None:
         """Continue from `state_dict`."""

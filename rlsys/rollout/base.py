@@ -392,16 +392,10 @@ class BaseRolloutEngine(ABC):
         self._switch(tags, asleep=False)
 
     def health(self) -> dict[str, object]:
-        return {
-            "version": self.version,
-            "quarantined": self._quarantined,
-            "asleep": sorted(self._asleep),
-            "sleep_noops": self._sleep_noops,
-            "running": len(self._running) + len(self._inbox),
-            "num_requests": self._num_requests,
-            "num_tokens": self._num_tokens,
-            "device": self.device,
-        }
+        running = len(self._running) + len(self._inbox)
+        counts = {"running": running, "num_requests": self._num_requests, "num_tokens": self._num_tokens}
+        sleep = {"asleep": sorted(self._asleep), "sleep_noops": self._sleep_noops}
+        return {"version": self.version, "quarantined": self._quarantined, **sleep, **counts, "device": self.device}
 
     def close(self) -> None:
         """Give up running requests and free the model."""

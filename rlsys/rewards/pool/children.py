@@ -16,8 +16,10 @@ from pathlib import Path
 from rlsys.rewards.pool import messages
 from rlsys.rewards.pool.messages import RewardItem, RewardResult, failed
 from rlsys.telemetry.jsonl import plain
+from rlsys.telemetry.log import get_logger
 from rlsys.utils.errors import ConfigError
 
+log = get_logger(__name__)
 ROOT = Path(__file__).resolve().parents[3]
 ASYNC_WINDOW = 64
 STALLED_S = 1.0
@@ -179,7 +181,7 @@ class Children:
         self._queue: asyncio.Queue[PendingItem] = asyncio.Queue()
         self._slots: list[asyncio.Task[None]] = []
         self._endings: set[asyncio.Task[str]] = set()
-        self._num_items = self._failed_starts = 0
+        self._num_items = self._failed_starts = self._num_failed = 0
 
     async def grade(self, items: Sequence[RewardItem | None]) -> list[RewardResult]:
         """Results of `items` in their order; that of None comes when a child has loaded the grader.
@@ -190,11 +192,19 @@ class Children:
         self._num_items += len(items)
         pending = [PendingItem(first + i, item, loop.create_future()) for i, item in enumerate(items)]
         for item in pending:
+            item.result.add_done_callback(self._count_failed)
             self._queue.put_nowait(item)
         self._slots = [slot for slot in self._slots if not slot.done()]
         while len(self._slots) < self._num_workers:
             self._slots.append(asyncio.create_task(self._slot()))
         return await asyncio.gather(*(item.result for item in pending))
+
+    def _count_failed(self, done: asyncio.Future[RewardResult]) -> None:
+        """Warn of the first answer without a score, which may be hours before those of its batch are graded."""
+        if not done.cancelled() and done.exception() is None and (result := done.result()).status != "ok":
+            self._num_failed += 1
+            if self._num_failed == 1:
+                log.warning("an answer could not be graded: %s", result.message)
 
     async def close(self) -> None:
         """End all children; what was not graded is an error."""

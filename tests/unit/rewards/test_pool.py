@@ -214,6 +214,18 @@ def test_a_deadline_for_all_is_an_error_and_the_pool_continues(faults: RewardPoo
     assert faults.score([item("5")])[0].score == 5.0
 
 
+def test_the_first_answer_without_a_score_is_a_warning_at_once(
+    grader_file: Callable[[str], str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with RewardPool(Grader(path=grader_file(FAULTS)), num_workers=1, timeout_s=scaled_s(30)) as pool:
+        graded = pool.submit([item("1"), item("raise"), item("raise"), item("sleep")])
+        wait_until(lambda: caplog.messages, 20)
+        assert not graded.done()
+    assert [text.partition(" (")[0] for text in caplog.messages] == [
+        "an answer could not be graded: ValueError: no such answer"
+    ]
+
+
 VALUES = """
 import numpy as np
 class Torchlike:
