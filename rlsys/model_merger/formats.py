@@ -58,11 +58,13 @@ def find_checkpoint(path: Path) -> Path:
     for place in (folder, folder / "actor", folder / "model"):
         if (place / SPLIT).is_file() or (place / METADATA).is_file():
             return place
-    why = f"it has neither {METADATA} nor {SPLIT}; give a run's folder, global_step_N or global_step_N/actor"
+    lacks = f"it has neither {METADATA} nor {SPLIT}" if folder.is_dir() else "there is no such folder"
+    why = f"{lacks}; give a run's folder, global_step_N or global_step_N/actor"
     if step := next((one for one in (folder, *folder.parents) if one.name.startswith("global_step_")), None):
         files = (file for role in ("actor", "model") for file in step.parent.glob(f"global_step_*/{role}/{METADATA}"))
         kept = ", ".join(sorted(file.parts[-3] for file in files)) or "none"
-        why = f"max_ckpt_to_keep may have removed its weights; of the steps in {step.parent} these have theirs: {kept}"
+        lost = lacks if step.name in kept else "max_ckpt_to_keep may have removed its weights"
+        why = f"{lost}; of the steps in {step.parent} these have theirs: {kept}"
     raise CheckpointError(f"{path} is not a checkpoint: {why}")
 
 

@@ -252,6 +252,15 @@ def test_a_checkpoint_that_was_pruned_is_named_with_those_that_are_there(pruned:
         merge(tmp_path / pruned, tmp_path / "hf")
 
 
+def test_a_folder_that_is_not_there_is_named_as_such(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="not a checkpoint: there is no such folder; give a run's folder"):
+        merge(tmp_path / "checkpoint", tmp_path / "hf")
+    (tmp_path / "global_step_2" / "actor").mkdir(parents=True)
+    (tmp_path / "global_step_2" / "actor" / "tensors.json").touch()
+    with pytest.raises(CheckpointError, match=r"no such folder; of the steps in .* these have theirs: global_step_2"):
+        merge(tmp_path / "global_step_2" / "critic", tmp_path / "hf")
+
+
 def test_a_truncated_file_is_reported(models: dict[str, Path], tmp_path: Path) -> None:
     split(models["mixtral"], tmp_path / "ranks", SplitLayout(tp=2))
     file = tmp_path / "ranks" / FIRST
