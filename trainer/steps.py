@@ -21,7 +21,8 @@ from trainer.reporting import Reporter
 from trainer.residency import Residency
 
 ROWS = ["input_ids", "attention_mask", "position_ids", "responses", "prompts", "response_mask"]
-ACTOR_ROWS, CRITIC_ROWS = [*ROWS, "old_log_probs", "advantages"], [*ROWS, "values", "returns"]
+ACTOR_ROWS = [*ROWS, "old_log_probs", "advantages"]
+CRITIC_ROWS = [*ROWS, "values", "returns"]
 OPTIONAL = ["ref_log_prob", "rollout_log_probs", "rollout_is_weights", "selected_tokens"]
 ACTOR_OPTIONAL = [*OPTIONAL, "teacher_log_probs", "teacher_ids", "routed_experts"]
 

@@ -14,7 +14,8 @@ def header(tensors: Iterable[tuple[str, str, Sequence[int], int]]) -> bytes:
 
     It is padded so that the data are aligned.
     """
-    entries, at = dict[str, object](__metadata__={"format": "pt"}), 0
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at = 0
     for name, dtype, shape, num_bytes in tensors:
         entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + num_bytes]}
         at += num_bytes
