@@ -122,7 +122,7 @@ def load_target(target: str, *, key: str) -> Any:
     if module.endswith(".py"):
         return load_from_file(module, name, key=key)
     with raised_as(ConfigError, f"{key}={target} cannot be loaded"):
-        return resolve_name(target)
+        return resolve_name(f"{module}:{name}")
 
 
 def as_text(result: object, max_chars: int, side: str = "middle") -> str:

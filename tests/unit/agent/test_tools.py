@@ -182,6 +182,14 @@ def test_a_tool_that_cannot_be_used_is_a_config_error(make, message):
         make()
 
 
+def test_the_import_that_a_tools_module_lacks_is_named(tmp_path, monkeypatch):
+    (tmp_path / "half_tools").mkdir()
+    (tmp_path / "half_tools" / "search.py").write_text("import not_installed_here\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="tools=half_tools.search.Search cannot be loaded.*not_installed_here"):
+        tool_of("half_tools.search.Search")
+
+
 def test_python_and_calculator_run_in_the_sandbox():
     assert python("print(123 * 457)") == "56211"
     assert "ZeroDivisionError" in python("1/0")
