@@ -47,8 +47,7 @@ def _policy_loss(cfg: PPOConfig) -> Iterator[str]:
 def _correction(cfg: PPOConfig) -> Iterator[str]:
     correction = cfg.algorithm.rollout_correction
     try:
-        if correction.rollout_is:
-            weight_bounds(correction)
+        weight_bounds(correction)
         if correction.rollout_rs and correction.rollout_rs_threshold:
             rejection_bounds(correction)
     except ValueError as error:

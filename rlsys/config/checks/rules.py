@@ -65,5 +65,5 @@ def _holds(cfg: Section, rule: Condition, parent: str) -> bool:
 
 def _reason(cfg: Section, rule: ActiveIf, other: str) -> str:
     if rule.values:
-        return f"only used with {other}={' or '.join(map(str, rule.values))}"
+        return f"only used with {other}={' or '.join(map(shown, rule.values))}"
     return f"only used with {other}=true" if value_at(cfg, other) is False else f"only used if {other} is set"

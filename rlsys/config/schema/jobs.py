@@ -68,8 +68,8 @@ class PPOConfig(RootConfig):
 
     @property
     def use_ref_settings(self) -> bool:
-        """Whether a model runs as `actor_rollout_ref.ref` sets: a reference or a teacher."""
-        return self.use_reference or self.distillation.enabled
+        """Whether a model runs as `actor_rollout_ref.ref` sets: a reference with weights of its own, or a teacher."""
+        return (self.use_reference and self.actor_rollout_ref.has_reference_weights) or self.distillation.enabled
 
 
 class SupervisedEngineConfig(ShardConfig):
