@@ -58,11 +58,12 @@ class FSDPEngine(BaseTrainEngine[Ranks, ShardedOptimizer]):
             parameter.data = parameter.data.to(self._weight_dtype)
         if (tp_mesh := ranks.tp_mesh) is not None:
             sharding.split_matrices(plain, tp_mesh, sharding.tensor_parallel_plan(plain, model, ranks.tp_size))
-        for name, parameter in plain.named_parameters():
-            parameter.requires_grad_(optim is not None and not (options.freeze_vision_tower and is_tower(name)))
+        plain.requires_grad_(optim is not None)
         self.lora = lora.lora_settings(model, seed=shard.seed) if optim is not None else None
         if self.lora is not None:
             lora.add_adapters(plain, self.lora)
+        for name, parameter in plain.named_parameters() if options.freeze_vision_tower else ():
+            parameter.requires_grad_(parameter.requires_grad and not is_tower(name))
         self._adapted = lora.adapted_weights(plain) if self.lora is not None else {}
         if optim is not None and model.enable_gradient_checkpointing:
             plain.gradient_checkpointing_enable({"use_reentrant": False})

@@ -118,6 +118,9 @@ def test_a_frozen_tower_and_excluded_modules_are_not_trained(family: str) -> Non
     (trained,) = run_ranks(1, trained_names, MODELS[family], {"freeze_vision_tower": True})
     assert trained
     assert not any(name.startswith(TOWER) for name in trained)
+    (adapted,) = run_ranks(1, trained_names, MODELS[family], {"lora": 2, "freeze_vision_tower": True})
+    assert any("lora_A" in name for name in adapted)
+    assert not any(name.startswith(TOWER) for name in adapted)
     lora = {"lora": 2, "model": {"exclude_modules": r".*(visual|vision_model)\..*"}}
     (adapted,) = run_ranks(1, trained_names, MODELS[family], lora)
     assert any("lora_A" in name for name in adapted)
