@@ -312,14 +312,14 @@ def load_agents(cfg: GradedJob, tokenizer: Tokenizer | None = None) -> LoadedAge
     turns, key = generation.multi_turn, "actor_rollout_ref.rollout.multi_turn"
     if (path := turns.interaction_config_path) is not None:
         by_name["tool_agent"] = load_workflow(InteractionWorkflow(path, key=f"{key}.interaction_config_path"))
-    if agent.agent_loop_config_path is not None:
-        path = agent.agent_loop_config_path
+    if (path := agent.agent_loop_config_path) is not None:
         for entry in read_entries(path, list[AgentEntry], key="actor_rollout_ref.rollout.agent.agent_loop_config_path"):
             kwargs = {key: value for key, value in entry.items() if key not in ("name", "_target_")}
             by_name[entry["name"]] = load_workflow(entry["_target_"], kwargs)
     if [generation.workflow, agent.command, agent.path].count(None) < 2:
         raise ConfigError("set one of actor_rollout_ref.rollout.workflow, agent.command and agent.path, not several")
-    name = "tool_agent" if generation.multi_turn.enable else agent.default_agent_loop
+    is_plain = agent.default_agent_loop == "single_turn_agent"
+    name = "tool_agent" if is_plain and turns.enable else agent.default_agent_loop
     if generation.workflow is not None:
         sampling = training_sampling(cfg) if isinstance(cfg, PPOConfig) else validation_sampling(cfg)
         gconfig = GenerationHyperparameters(**vars(sampling), greedy=sampling.greedy)

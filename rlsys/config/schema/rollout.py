@@ -60,7 +60,7 @@ class MultiTurnConfig(Section):
     """verl's settings of tools."""
 
     enable: t.Flag = False
-    """Answer with tools where rollout.workflow is not set."""
+    """Answer with tools where neither rollout.workflow nor another agent is set."""
     format: ToolFormat = "hermes"
     """How the model writes tool calls; hermes is Qwen's too."""
     tool_config_path: t.LocalPath | None = None

@@ -11,6 +11,7 @@ from rlsys.data.start_assets import START_MODEL
 from rlsys.telemetry.jsonl import read_jsonl
 from rlsys.utils.errors import ConfigError, DataError
 from trainer.build import build_trainer, place_roles, prepare
+from trainer.episodes import load_agents
 
 TENSOR = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 
@@ -97,3 +98,15 @@ def test_steps_by_hand_are_reported_with_the_next_one_or_at_the_end(
     records = list(read_jsonl(tmp_path / "out" / "metrics.jsonl"))
     assert [record["step"] for record in records if "critic/score/mean" in record] == [1, 2, 3]
     assert " 3/4 " in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_an_agent_of_ones_own_answers_rows_that_name_none_where_tools_are_on_too(tmp_path: Path) -> None:
+    loops, rollout = tmp_path / "loops.yaml", "actor_rollout_ref.rollout"
+    loops.write_text("[{name: own, _target_: MultiTurnWorkflow}]")
+    tools = ["--config-name=quickstart", f"{rollout}.multi_turn.enable=true"]
+    own = [f"{rollout}.agent.agent_loop_config_path={loops}", f"{rollout}.agent.default_agent_loop=own"]
+    chosen = [load_agents(load_config([*tools, *more])) for more in (own, own[:1])]
+    names = [
+        next(name for name, one in agents.by_name.items() if one is agents.workflow) for agents in chosen if agents
+    ]
+    assert names == ["own", "tool_agent"]
