@@ -30,9 +30,8 @@ from rlsys.protocol import DataProto, object_array
 from rlsys.protocol.columns import tensors_of
 from rlsys.utils.errors import ConfigError
 
-SCORES, REWARDS = "token_level_scores", "token_level_rewards"
-ROW_SUMS = {"seq_reward": SCORES, "score": SCORES, "seq_final_reward": REWARDS}
-"""Metrics of `filter_groups` that are the sums of a column's rows."""
+ROW_SUMS = ("seq_reward", "score", "seq_final_reward")
+"""Metrics of `filter_groups` that are the scores of its rows."""
 
 
 def with_columns(batch: DataProto, **columns: Tensor) -> DataProto:
@@ -213,11 +212,11 @@ def add_selected_tokens(batch: DataProto, config: ActorConfig, *, seed: int) -> 
 def filter_groups(batch: DataProto, *, metric: str = "seq_reward") -> tuple[DataProto, dict[str, float]]:
     """The rows of groups whose metric varies (DAPO's dynamic sampling), in their order, and how many were dropped.
 
-    `metric`: `seq_final_reward`, or `seq_reward` or `score` (the row sum of the token-level rewards or scores), or a
-    non-tensor column of numbers such as `acc`, in whose place episodes that have none, as those that their workflow
-    scored, have their score. Metrics: training/filter_groups_{kept,dropped}, in groups.
+    `metric`: `seq_reward`, `score` or `seq_final_reward` (the row sum of the scores, from which nothing is subtracted
+    yet), or a non-tensor column of numbers such as `acc`, in whose place episodes that have none, as those that their
+    workflow scored, have their score. Metrics: training/filter_groups_{kept,dropped}, in groups.
     """
-    scores = column(batch, ROW_SUMS.get(metric, SCORES)).sum(dim=1) + branch_rewards(batch)
+    scores = column(batch, "token_level_scores").sum(dim=1) + branch_rewards(batch)
     given = batch.non_tensor_batch
     if metric == "acc" and "episode_end" in given:
         pairs = zip(given.get("acc", [None] * len(batch)), scores.tolist())

@@ -267,10 +267,11 @@ def test_truncation_is_read_from_the_finish_reason() -> None:
 
 
 def test_filter_groups_keeps_rows_in_order() -> None:
-    batch = rewards_from_scores(make())
-    kept, metrics = filter_groups(batch, metric="seq_reward")
-    assert len(kept) == 4
-    assert metrics == {"training/filter_groups_kept": 2.0, "training/filter_groups_dropped": 0.0}
+    batch = make()
+    for metric in ("seq_reward", "seq_final_reward"):
+        kept, metrics = filter_groups(batch, metric=metric)
+        assert len(kept) == 4
+        assert metrics == {"training/filter_groups_kept": 2.0, "training/filter_groups_dropped": 0.0}
     none, metrics = filter_groups(batch, metric="acc")
     assert len(none) == 0
     assert metrics["training/filter_groups_dropped"] == 2
