@@ -316,8 +316,6 @@ def load_agents(cfg: GradedJob, tokenizer: Tokenizer | None = None) -> LoadedAge
         for entry in read_entries(path, list[AgentEntry], key="actor_rollout_ref.rollout.agent.agent_loop_config_path"):
             kwargs = {key: value for key, value in entry.items() if key not in ("name", "_target_")}
             by_name[entry["name"]] = load_workflow(entry["_target_"], kwargs)
-    if [generation.workflow, agent.command, agent.path].count(None) < 2:
-        raise ConfigError("set one of actor_rollout_ref.rollout.workflow, agent.command and agent.path, not several")
     is_plain = agent.default_agent_loop == "single_turn_agent"
     name = "tool_agent" if is_plain and turns.enable else agent.default_agent_loop
     if generation.workflow is not None:

@@ -23,8 +23,7 @@ def check_algorithm(cfg: PPOConfig) -> Iterator[str]:
 def _weights(cfg: PPOConfig) -> Iterator[str]:
     keys, weights = cfg.algorithm.gdpo_reward_keys, cfg.algorithm.gdpo_reward_weights
     if keys and weights is not None and len(weights) != len(keys):
-        why = f"{len(weights)} weights for {len(keys)} keys; set one weight for each key"
-        yield wrong(cfg, "algorithm.gdpo_reward_weights", why)
+        yield wrong(cfg, "algorithm.gdpo_reward_weights", f"{len(weights)} weights for {len(keys)} keys; set as many")
 
 
 def _adapter(cfg: PPOConfig) -> Iterator[str]:

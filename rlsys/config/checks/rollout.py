@@ -131,6 +131,10 @@ def check_ppo_rollout(cfg: PPOConfig) -> Iterator[str]:
     if rollout.parity.freq > 0 and rollout.parity.freq % sync_freq:
         why = f"weights can only be compared after a push, and they are pushed every {sync_freq} steps"
         yield note(cfg, f"{KEY}.parity.freq", why)
+    if cfg.actor_rollout_ref.model.override_config:
+        yield note(
+            cfg, "actor_rollout_ref.model.override_config", "the rollout reads config.json alone; edit a copy of it"
+        )
 
 
 def _quantised(cfg: GradedJob, name: str) -> Iterator[str]:

@@ -85,7 +85,7 @@ class PromptsConfig(RowsConfig):
     filter_overlong_prompts: t.Flag = False
     """Drop prompts that are too long before training starts."""
     filter_overlong_prompts_workers: t.Count = 1
-    """Threads that tokenize prompts to filter them."""
+    """Threads that tokenize prompts before training starts."""
 
 
 class DataConfig(PromptsConfig, TrainingRowsConfig):
@@ -101,7 +101,7 @@ class DataConfig(PromptsConfig, TrainingRowsConfig):
     """Prompts generated at a time; more than train_batch_size needs algorithm.filter_groups."""
     sampler: SamplerConfig = section(SamplerConfig)
     validation_shuffle: t.Flag = False
-    """Shuffle validation rows, once, by seed."""
+    """Draw the val_max_samples validation rows by seed, instead of the first ones."""
 
 
 class SupervisedDataConfig(TrainingRowsConfig):

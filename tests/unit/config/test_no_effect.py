@@ -60,6 +60,13 @@ def notes(*settings: str, schema: type[Section] = PPOConfig) -> str:
         (f"{GRADER}.use_dynamic_bsz=true", "", f"{GRADER}.enable=true {GRADER}.model_path=org/grader"),
         (f"{GRADER}.rollout.response_length=9", f"{GRADER}.enable=true {GRADER}.model_path=org/grader", ""),
         (f"{GRADER}.n_gpus_per_node=2", f"{GRADER}.enable=true {GRADER}.model_path=org/grader", ""),
+        ("data.validation_shuffle=true", "", "data.val_max_samples=8"),
+        (
+            f"{GRADER}.dtype=float32",
+            f"{GRADER}.enable=true {GRADER}.model_path=org/grader {GRADER}.rollout.name=hf "
+            "reward.custom_reward_function.path=grade.py",
+            f"{GRADER}.enable=true {GRADER}.model_path=org/grader",
+        ),
         ("trainer.total_epochs=3", "trainer.total_training_steps=5", "trainer.total_training_steps=null"),
         ("trainer.rollout_data_freq=2", "trainer.rollout_data_dir=null", ""),
         ("ray_kwargs.ray_init.num_cpus=3", "trainer.backend=local", "trainer.backend=ray"),
@@ -108,6 +115,7 @@ def test_what_has_no_effect_is_noted(
             "trainer.reproducible = true: its episodes have no time limit, so agent.episode_timeout_s=9.0 has no",
         ),
         (f"{M}.lora_rank=4 {M}.lora_adapter_path=org/adapter", f"{M}.lora_rank = 4: the adapter of lora_adapter_path"),
+        (f"+{M}.override_config.attention_dropout=0", "the rollout reads config.json alone; edit a copy"),
         (f"{SERVERS} {R}.seed=7", f"{R}.seed = 7: external servers draw by seeds of their own"),
         (f"{SERVERS} {R}.max_num_seqs=7", f"{R}.max_num_seqs = 7: it cannot be changed on external servers"),
         (
@@ -131,6 +139,17 @@ def test_what_changes_less_than_it_says_is_noted(settings: str, says: str) -> No
             "data.sampler.class_path = 'pkg://own': a stream has the order of its files",
         ),
         (f"{EPISODES} {R}.agent.default_agent_loop=tool_agent", "rollout.workflow is the agent of rows without"),
+        (f"{EPISODES} {R}.agent.path=own.py:run", "set one of actor_rollout_ref.rollout.workflow, agent.command and"),
+        (f"{R}.agent.command=cat {R}.agent.path=own.py:run", "agent.path = 'own.py:run': agent.command answers the"),
+        (
+            "algorithm.adv_estimator=optimal_token_baseline algorithm.rollout_correction.bypass_mode=true",
+            "algorithm.adv_estimator = optimal_token_baseline: it needs sum_pi_squared, which bypass mode does not",
+        ),
+        (
+            "algorithm.filter_groups.enable=true algorithm.filter_groups.metric=seq_final_reward "
+            "algorithm.use_kl_in_reward=true",
+            "algorithm.filter_groups.metric = seq_final_reward: groups are filtered before the KL penalty",
+        ),
     ],
 )
 def test_what_would_change_results_but_has_no_effect_is_refused(settings: str, says: str) -> None:
