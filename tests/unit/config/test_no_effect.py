@@ -8,7 +8,7 @@ from rlsys.config import EvalConfig, PPOConfig, RMConfig, SFTConfig
 from rlsys.config.arguments import parse_arguments
 from rlsys.config.load import load
 from rlsys.config.schema.base import Section
-from rlsys.data.start_assets import START_MODEL
+from rlsys.data.start_assets import START_MODEL, TRAIN_ROWS
 from rlsys.utils.errors import ConfigError
 
 A, R, M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -60,6 +60,7 @@ def notes(*settings: str, schema: type[Section] = PPOConfig) -> str:
         (f"{GRADER}.use_dynamic_bsz=true", "", f"{GRADER}.enable=true {GRADER}.model_path=org/grader"),
         (f"{GRADER}.rollout.response_length=9", f"{GRADER}.enable=true {GRADER}.model_path=org/grader", ""),
         (f"{GRADER}.n_gpus_per_node=2", f"{GRADER}.enable=true {GRADER}.model_path=org/grader", ""),
+        ("trainer.resume_changed=true", "trainer.resume_mode=disable", "trainer.resume_mode=auto"),
         ("data.validation_shuffle=true", "", "data.val_max_samples=8"),
         (
             f"{GRADER}.dtype=float32",
@@ -116,6 +117,14 @@ def test_what_has_no_effect_is_noted(
         ),
         (f"{M}.lora_rank=4 {M}.lora_adapter_path=org/adapter", f"{M}.lora_rank = 4: the adapter of lora_adapter_path"),
         (f"+{M}.override_config.attention_dropout=0", "the rollout reads config.json alone; edit a copy"),
+        (
+            f"data.val_files={TRAIN_ROWS} {GRADER}.enable=true {GRADER}.model_path=org/grader",
+            f"{GRADER}.enable = true: validation answers are graded by the reward function alone",
+        ),
+        (
+            f"{EPISODES} {R}.multi_turn.interaction_config_path=talk.yaml",
+            f"{R}.multi_turn.interaction_config_path = talk.yaml: only rows with agent_name=tool_agent use it",
+        ),
         (f"{SERVERS} {R}.seed=7", f"{R}.seed = 7: external servers draw by seeds of their own"),
         (f"{SERVERS} {R}.max_num_seqs=7", f"{R}.max_num_seqs = 7: it cannot be changed on external servers"),
         (
@@ -132,6 +141,11 @@ def test_what_changes_less_than_it_says_is_noted(settings: str, says: str) -> No
     ("settings", "says"),
     [
         (f"{GDPO} algorithm.use_kl_in_reward=true", "gdpo takes its reward keys as the reward function gives them"),
+        (
+            f"{CORRECTION}.rollout_rs=token_k3 {CORRECTION}.rollout_rs_threshold=0.5 "
+            f"{CORRECTION}.rollout_rs_threshold_lower=0.5",
+            f"{CORRECTION}.rollout_rs_threshold_lower = 0.5: token_k3 has an upper bound only",
+        ),
         ("algorithm.adv_unit=turn", "each prompt is answered by one draw, which has no turns"),
         ("data.streaming=true data.train_max_samples=999", "data.train_max_samples = 999: a stream is read to its end"),
         (
