@@ -32,8 +32,8 @@ Work = Sequence[ModelRequest | PartialResponse]
 
 log = logging.getLogger(__name__)
 TURN_S = 0.00002  # how long a thread of the controller keeps the others waiting, which torch does at every operation
-IN_USE = ("ready", "joining")
-"""States of the replicas that get weights at a push."""
+IN_USE, OUT = ("ready", "joining"), ("away", "gone")
+"""States of the replicas that get weights at a push, and of those that have no process."""
 POLL_S = 0.5
 EXCHANGED_S = 1.0  # a replica that answered an exchange in these seconds is healthy
 COUNTS = ("issued", "answered", "failures", "retries", "restarts", "refused_versions", "continued")
@@ -153,7 +153,7 @@ class RolloutFleet:
             self._end_all(RolloutError(f"the fleet's thread of {entry.replica.name} failed: {error!r}"))
 
     def _exchange(self, entry: ReplicaState) -> bool:
-        """Wait for work and exchange with the replica once; False when the fleet is closed.
+        """Wait for work and exchange with the replica once; False when the fleet is closed or the replica is gone.
 
         Between two exchanges tokens should gather. That pause is made here, where a push does not wait for it, and not
         in the engine; but for the end of a fixed batch a caller waits, so there the engine waits, and answers at once
@@ -161,12 +161,12 @@ class RolloutFleet:
         """
         with self._change:
             entry.idle_from_s = None if entry.load else time.monotonic()
-            self._change.wait_for(lambda: self._closed or entry.state == "away" or self._has_work(entry))
+            self._change.wait_for(lambda: self._closed or entry.state in OUT or self._has_work(entry))
             if entry.idle_from_s is not None:
                 entry.heard_s = time.monotonic()  # its silence counts from its first request on
             entry.idle_s, entry.idle_from_s = entry.idle_until(time.monotonic()), None
-            if self._closed or entry.state == "away":
-                return not self._closed
+            if self._closed or entry.state in OUT:
+                return not self._closed and entry.state != "gone"
             new, cancel = self._hand_in(entry), entry.cancelled
             entry.cancelled, entry.is_exchanging = set(), True
             are_fixed = [request.batch.fixed for request in entry.running.values()]

@@ -286,6 +286,22 @@ def test_replicas_that_cannot_be_restarted_end_the_call() -> None:
             fleet.generate(requests_of(1))
 
 
+@pytest.mark.parametrize("while_idle", [False, True])
+def test_a_replica_that_was_given_up_is_lost_and_not_idle(while_idle: bool) -> None:
+    dead, well = Scripted("dead", lambda call: "ok" if while_idle else "die"), Scripted("well", lambda call: "slow")
+    with fleet_of([dead, well], max_restarts=0) as fleet:
+        if while_idle:
+            dead.alive = False
+            fleet.check_health()
+        answers = fleet.submit(requests_of(20, num_tokens=1_000_000))
+        assert wait_until(lambda: fleet.metrics()["rollout/replicas_ready"] == 1 and len(well.open) == 20)
+        before_s = fleet.idle_s()
+        time.sleep(0.2)
+        assert fleet.idle_s() - before_s < 0.1
+        for answer in answers:
+            answer.cancel()
+
+
 def test_one_replica_serves_while_another_is_restarted() -> None:
     gate, dead = threading.Event(), Scripted("dead", lambda call: "die" if call == 1 else "ok")
     well = Scripted("well")
