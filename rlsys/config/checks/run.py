@@ -92,8 +92,9 @@ def _staleness(cfg: PPOConfig) -> Iterator[str]:
         yield wrong(cfg, STALENESS, "the baselines of adv_estimator=remax are not generated ahead", 0)
     if rollout.over_sample_rate:
         yield wrong(cfg, f"{ROLLOUT}.over_sample_rate", "an asynchronous run waits for no batch as a whole", 0)
-    if 0 < trainer.lookahead >= trainer.max_staleness:
-        yield wrong(cfg, "trainer.lookahead", f"must be below {STALENESS}={trainer.max_staleness}", 0)
+    if trainer.lookahead > (most := max(0, trainer.max_staleness - max(1, oldest))):
+        of = f"{STALENESS}={trainer.max_staleness} and trainer.sync_freq={trainer.sync_freq}"
+        yield wrong(cfg, "trainer.lookahead", f"the last step before a push gets no prompts with {of}", most)
     if trainer.reproducible:
         yield from _reproducible(cfg)
     correction = cfg.algorithm.rollout_correction

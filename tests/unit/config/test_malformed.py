@@ -647,7 +647,13 @@ RUNS = [
     bad(["trainer.max_staleness=65", "trainer.rollout_workers=1"], "trainer.max_staleness", "at most 64"),
     bad("trainer.sync_freq=2", "trainer.max_staleness", "set trainer.max_staleness=1"),
     bad(["trainer.sync_freq=2", "trainer.max_staleness=2"], "trainer.max_staleness", "trainer.rollout_workers=1"),
-    bad([*AHEAD, "trainer.lookahead=4"], "trainer.lookahead", "below trainer.max_staleness=4"),
+    bad([*AHEAD, "trainer.lookahead=4"], "trainer.lookahead", "max_staleness=4", "set trainer.lookahead=3"),
+    bad(
+        [*AHEAD, "trainer.lookahead=2", "trainer.sync_freq=4"],
+        "no prompts with",
+        "trainer.sync_freq=4",
+        "set trainer.lookahead=1",
+    ),
     bad(
         [f"{R}.name=vllm_remote", "trainer.max_staleness=1", "trainer.reproducible=true"],
         "trainer.reproducible = true: external servers batch requests as they arrive; set trainer.reproducible=false",
