@@ -151,7 +151,7 @@ def check_vocabularies(config: PPOConfig, tokenizer: Tokenizer) -> None:
         _check_vocabulary("actor_rollout_ref.ref.model.path", reference, tokenizer, "set one that shares it")
     for teacher in config.teachers.values():
         _check_vocabulary("distillation.teacher_models", teacher, tokenizer, "set teachers that share it")
-    if grader.enable and grader.input_tokenizer is None and not config.reward.has_judge:
+    if config.reward.has_head and grader.input_tokenizer is None:
         fix = f"set reward.reward_model.input_tokenizer={policy.model.tokenizer_path or policy.model.path}"
         _check_vocabulary("reward.reward_model.model_path", grader.model, tokenizer, fix)
 
@@ -168,15 +168,15 @@ def _check_vocabulary(key: str, model: ServedModelConfig, tokenizer: Tokenizer, 
 
 def place_roles(config: PPOConfig, plan: BatchPlan, node_size: int) -> tuple[dict[Role, str], dict[str, list[int]]]:
     """Each role's pool, and each pool's processes by node; roles the algorithm does not need are left out."""
-    pools, grader = plan.pools, config.reward.reward_model
+    pools = plan.pools
     grading = "reward_model" if pools.reward_model_ranks else "train"
     roles = (
         (Role.Actor, "train", True),
         (Role.Critic, "train", plan.critic is not None),
         (Role.RefPolicy, "train", config.use_reference and config.actor_rollout_ref.has_reference_weights),
         (Role.Teacher, "teacher" if pools.teacher_ranks else "train", config.distillation.enabled),
-        (Role.RewardModel, grading, grader.enable and not config.reward.has_judge),
+        (Role.RewardModel, grading, config.reward.has_head),
         (Role.Rollout, "train" if pools.colocated else "rollout", not pools.external),
-        (Role.Judge, grading, grader.enable and config.reward.has_judge),
+        (Role.Judge, grading, config.reward.has_judge),
     )
     return {role: pool for role, pool, is_played in roles if is_played}, process_pools(config, node_size)

@@ -43,7 +43,7 @@ from rlsys.telemetry.trackers import BestEffort
 from rlsys.types import GenerationHyperparameters, SamplingParams
 from rlsys.utils.errors import ConfigError, DataError, RolloutError, result_within
 from trainer.generation import GradedRollout, fleet_generate, meta_of_all_calls, training_sampling, validation_sampling
-from trainer.prompt_groups import EPISODES, OpenAnswers, PromptGroup, PromptGroups
+from trainer.prompt_groups import EPISODES, OpenAnswers, PromptGroup, PromptGroups, UnansweredError
 from trainer.prompts import load_processor
 from trainer.rewards import reward_pool
 
@@ -149,8 +149,7 @@ class OpenEpisodes(OpenAnswers):
         self._unchecked: list[EpisodeResult] = []
 
     def submit(self, groups: Sequence[PromptGroup], limits: Mapping[PromptGroup, float] | None = None) -> None:
-        for group in groups:
-            self._starts[group] = episode_starts(group.rows, self._saved, name=f"{group.number:09d}")
+        self._starts |= {group: episode_starts(group.rows, self._saved, name=f"{group.number:09d}") for group in groups}
         by_name = None
         if limits is not None:
             by_name = {start.name: limits.get(group, 0) for group, starts in self._starts.items() for start in starts}
@@ -186,8 +185,9 @@ class OpenEpisodes(OpenAnswers):
                     check_episodes(self._unchecked, self._rollout.cfg)
                     self._unchecked = []
             else:
+                kind = RolloutError if any(result.end in FAILED for result in results) else UnansweredError
                 causes = {result.error or result.end for result in results}
-                group.failure = RolloutError(f"no episode has an answer: {', '.join(sorted(causes))}")
+                group.failure = kind(f"no episode has an answer: {', '.join(sorted(causes))}")
             metrics.append(episode_metrics(results))
         return metrics
 
@@ -304,12 +304,11 @@ def load_agents(cfg: GradedJob, tokenizer: Tokenizer | None = None) -> LoadedAge
     """The configured workflow, tools and chat template, None where each prompt is answered by one draw. ConfigError,
     also for a class that cannot be imported.
     """
-    generation = cfg.actor_rollout_ref.rollout
-    agent = generation.agent
+    generation, key = cfg.actor_rollout_ref.rollout, "actor_rollout_ref.rollout.multi_turn"
+    agent, turns = generation.agent, generation.multi_turn
     if not generation.has_workflow:
         return None
     by_name = {name: load_workflow(workflow) for name, workflow in AGENTS.items()}
-    turns, key = generation.multi_turn, "actor_rollout_ref.rollout.multi_turn"
     if (path := turns.interaction_config_path) is not None:
         by_name["tool_agent"] = load_workflow(InteractionWorkflow(path, key=f"{key}.interaction_config_path"))
     if (path := agent.agent_loop_config_path) is not None:

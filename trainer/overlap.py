@@ -14,8 +14,7 @@ class OverlapMeter:
     def __init__(self, fleet: RolloutFleet) -> None:
         self._fleet = fleet
         self._counts: Mapping[str, float] = {}
-        self._idle_s = 0.0
-        self._since_s, self._waited_s = time.monotonic(), 0.0
+        self._since_s, self._waited_s, self._idle_s = time.monotonic(), 0.0, 0.0
 
     @contextmanager
     def waiting(self) -> Generator[None]:

@@ -4,6 +4,7 @@ A group is one prompt with its answers. Its sampling seeds depend on the prompt'
 draws the same tokens for a prompt at any `max_staleness` while weights are equal.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -28,6 +29,10 @@ from trainer.source import GroupFilter, Prompts, is_time, joined, reduced
 from trainer.staleness_window import StalenessWindow
 
 OPEN, WAITING, NUMBER, EPISODES = "open_prompts.dp", "waiting_groups.dp", "group_number", "open_episodes.jsonl"
+
+
+class UnansweredError(RolloutError):
+    """The episodes of a prompt have ended without an answer, as they do where their workflow rejects it."""
 
 
 @dataclass(eq=False)
@@ -70,7 +75,7 @@ class PromptGroups:
         self._rows: DataProto | None = None  # of the prompts that were drawn last
         self._num_used = self._num_batches = 0  # prompts of these that have started; calls of prompts.next()
         self._prompts_before = prompts.state_dict()
-        self._failed_in_a_row = self._filtered = 0
+        self._in_a_row, self._filtered = Counter[str](), 0
         self._metrics: dict[str, list[float]] = {}
 
     @property
@@ -101,7 +106,7 @@ class PromptGroups:
     def finish(self, group: PromptGroup) -> None:
         """A graded group waits for its step, or is skipped by the filter; ConfigError if that skips too many."""
         assert group.graded is not None
-        self._failed_in_a_row = 0
+        self._in_a_row.clear()
         if self._filter is not None:
             kept, metrics = self._filter.keep(group.graded)
             self.add(metrics)
@@ -115,13 +120,18 @@ class PromptGroups:
         self.window.finish(group.number)
 
     def fail(self, group: PromptGroup, error: Exception) -> None:
-        """Skip a group that cannot be completed; RolloutError once too many have failed."""
-        self._skip(group, "failed")
-        self._failed_in_a_row += 1
+        """Skip a group that cannot be completed; RolloutError once too many have failed.
+
+        Unanswered ones may be more: only where a whole step has none with an answer something is wrong.
+        """
+        reason = "unanswered" if isinstance(error, UnansweredError) else "failed"
+        self._skip(group, reason)
+        self._in_a_row[reason] += 1
         failed, issued, limits = self.window.skipped["failed"], self.window.issued, self._failures
-        in_a_row = limits.max_failed_in_a_row
-        if self._failed_in_a_row > in_a_row or failed > max(in_a_row, limits.max_failed_share * issued):
-            lost = f"{self._failed_in_a_row} prompts in a row and {failed} of {issued} in all"
+        in_a_row, num = limits.max_failed_in_a_row, self._in_a_row[reason]
+        most_in_a_row = in_a_row if reason == "failed" else max(in_a_row, self.window.groups_per_step)
+        if num > most_in_a_row or failed > max(in_a_row, limits.max_failed_share * issued):
+            lost = f"{num} prompts in a row and {failed} of {issued} in all"
             most = f"trainer.max_failed_in_a_row={in_a_row} or trainer.max_failed_share={limits.max_failed_share:g}"
             why = f"generation failed for {lost}, more than {most} allows; the last error: {error}"
             raise RolloutError(why) from error
@@ -136,10 +146,9 @@ class PromptGroups:
         oldest = versions[versions >= 0].min() if bool((versions >= 0).any()) else self.window.step - 2
         age = self.window.check_age(int(oldest))
         counts = {f"rollout/groups_{name}": float(count) for name, count in self.window.counts().items()}
-        metrics = reduced(self._metrics)
+        batch.meta_info["source_metrics"] = {**reduced(self._metrics), **counts, "training/staleness_max": float(age)}
         self._metrics.clear()
         self._filtered = 0
-        batch.meta_info["source_metrics"] = {**metrics, **counts, "training/staleness_max": float(age)}
         return batch
 
     def save(self, folder: Path) -> dict[str, object]:

@@ -61,7 +61,7 @@ def facts_of(cfg: PPOConfig, device: Device, device_bytes: int) -> Machine:
         device_bytes,
         actor=plan_facts({**actor, **policy.model.override_config}, freeze_vision_tower=frozen) if actor else {},
         critic=model_facts(cfg.critic.model.path) if cfg.critic.model.path != policy.model.path else None,
-        reward_model=model_facts(grader.model_path) if grader.enable and not cfg.reward.has_judge else None,
+        reward_model=model_facts(grader.model_path) if cfg.reward.has_head else None,
     )
 
 

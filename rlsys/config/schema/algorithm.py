@@ -359,6 +359,11 @@ class RewardConfig(GradingConfig):
 
     @property
     def has_judge(self) -> bool:
-        """Whether the reward model answers questions of the reward function, instead of scoring by a head."""
+        """Whether the reward model answers questions of the reward function."""
         asked = self.custom_reward_function.path is not None and self.reward_model.rollout.name is not None
         return self.reward_model.enable and asked
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the reward model scores by a head."""
+        return self.reward_model.enable and not self.has_judge

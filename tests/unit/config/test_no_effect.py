@@ -100,10 +100,6 @@ def test_what_has_no_effect_is_noted(
             "algorithm.adv_estimator = gdpo: it takes its reward keys as the reward function gives them, so the score",
         ),
         (
-            f"algorithm.adv_estimator=remax {GRADER}.enable=true {GRADER}.model_path=org/grader",
-            "algorithm.adv_estimator = remax: its baselines, the rewards of greedy answers, lack the score",
-        ),
-        (
             f"algorithm.filter_groups.enable=true algorithm.filter_groups.metric=score {GRADER}.enable=true "
             f"{GRADER}.model_path=org/grader",
             "algorithm.filter_groups.enable = true: groups are filtered by the reward function's scores, before",
@@ -146,6 +142,10 @@ def test_what_changes_less_than_it_says_is_noted(settings: str, says: str) -> No
             f"{CORRECTION}.rollout_rs_threshold_lower=0.5",
             f"{CORRECTION}.rollout_rs_threshold_lower = 0.5: token_k3 has an upper bound only",
         ),
+        (
+            f"algorithm.adv_estimator=remax {GRADER}.enable=true {GRADER}.model_path=org/grader",
+            "algorithm.adv_estimator = remax: its baselines, the rewards of greedy answers, lack the score",
+        ),
         ("algorithm.adv_unit=turn", "each prompt is answered by one draw, which has no turns"),
         ("data.streaming=true data.train_max_samples=999", "data.train_max_samples = 999: a stream is read to its end"),
         (
@@ -169,6 +169,14 @@ def test_what_changes_less_than_it_says_is_noted(settings: str, says: str) -> No
 def test_what_would_change_results_but_has_no_effect_is_refused(settings: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says.replace("(", r"\(")):
         notes(*GROUPS, settings)
+
+
+def test_a_judge_grades_the_baselines_of_remax_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("own.py").write_text("def compute_score(*args, **kwargs):\n    return 0.0\n")
+    judge = f"{GRADER}.enable=true {GRADER}.model_path=org/grader {GRADER}.rollout.name=vllm"
+    function = "reward.custom_reward_function.path=own.py reward.custom_reward_function.name=compute_score"
+    assert "baselines" not in notes(*GROUPS, f"algorithm.adv_estimator=remax {judge} {function}")
 
 
 @pytest.mark.parametrize("schema", [SFTConfig, RMConfig])

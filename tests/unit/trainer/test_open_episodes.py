@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,7 +11,7 @@ import pytest
 
 from rlsys.agent.collate import collate_episodes
 from rlsys.agent.presets import Workflow
-from rlsys.agent.runner import EpisodeRunner
+from rlsys.agent.runner import EpisodeResult, EpisodeRunner
 from rlsys.agent.session import Row, Session, SessionSettings
 from rlsys.config import load_config
 from rlsys.config.schema.trainer import TrainerConfig
@@ -22,6 +23,7 @@ from tests.unit.agent.engine import tool_pool
 from tests.unit.trainer.asynchronous import CountedPrompts, LengthReplica, fleet_over, prompt_groups
 from trainer.async_source import AsyncSource
 from trainer.episodes import EpisodeRollout, OpenEpisodes
+from trainer.generation import meta_of_all_calls
 from trainer.staleness_window import StalenessWindow
 
 
@@ -80,6 +82,40 @@ def test_an_episode_whose_request_fails_is_skipped_and_counted() -> None:
         batch = source.next()
         assert batch.non_tensor_batch["uid"].tolist() == ["p0", "p2"]
         assert batch.meta_info["source_metrics"]["rollout/groups_skipped_failed"] == 1
+        source.close()
+        runner.close()
+
+
+@pytest.mark.parametrize("rejects_all", [False, True])
+def test_prompts_that_the_workflow_rejects_are_no_failures_unless_a_whole_step_is(rejects_all: bool) -> None:
+    replica, sampling, nothing = LengthReplica("replica", lambda n: 8), SamplingParams(8), cast(Any, None)
+
+    async def rejects(row: Row, session: Session) -> float | None:
+        await session.draw_ids((2, int(row["uid"][1:]) + 3))
+        return None if rejects_all or row["uid"] in ("p0", "p2") else 1.0
+
+    def collate(results: Sequence[EpisodeResult], rows: DataProto) -> DataProto:
+        rows = DataProto(rows.batch, rows.non_tensor_batch, meta_of_all_calls(rows.meta_info))
+        return collate_episodes(results, rows, pad_token_id=0, prompt_length=8, response_length=8)
+
+    with fleet_over([replica]) as fleet:
+        runner = EpisodeRunner(SessionSettings(fleet.sample, nothing, sampling, 8, 8), Workflow(rejects), tool_pool())
+        parts = {"runner": runner, "sampling": sampling, "keep": lambda *_: None, "collate": collate}
+        rollout = cast(EpisodeRollout, SimpleNamespace(**parts, cfg=load_config([])))
+        window = StalenessWindow(groups_per_step=1, max_staleness=1)
+        one_fails = TrainerConfig(max_failed_in_a_row=1, max_failed_share=0.0)
+        groups = prompt_groups(window, max_tokens=8, failures=one_fails, prompts=Conversations())
+        source = AsyncSource(OpenEpisodes(groups, fleet, rollout), deadline_s=scaled_s(20.0))
+        source.published(0)
+        if rejects_all:
+            with pytest.raises(RolloutError, match="the last error: no episode has an answer: rejected"):
+                source.next()
+        else:
+            assert source.next().non_tensor_batch["uid"].tolist() == ["p1"]
+            source.published(1)
+            batch = source.next()
+            assert batch.non_tensor_batch["uid"].tolist() == ["p3"]
+            assert batch.meta_info["source_metrics"]["rollout/groups_skipped_unanswered"] == 2
         source.close()
         runner.close()
 
