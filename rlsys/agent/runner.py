@@ -87,7 +87,7 @@ class Rounds:
     def __init__(self, generate: Generate, *, max_concurrent: int) -> None:
         self._generate, self._max_concurrent = generate, max_concurrent
         self._num_left = self._num_spare = 0
-        self._waiting: list[tuple[ModelRequest, asyncio.Future[ModelResponse]]] = []
+        self._waiting: dict[asyncio.Future[ModelResponse], ModelRequest] = {}
         self._running: asyncio.Task[None] | None = None
         self._limits: dict[str, float] = {}
         self._epoch: asyncio.Future[None] | None = None
@@ -98,7 +98,7 @@ class Rounds:
 
     def end(self, session: str) -> None:
         self._num_left -= 1
-        for response in [response for request, response in self._waiting if request.session == session]:
+        for response in [response for response, request in self._waiting.items() if request.session == session]:
             response.cancel()
         self._start()
 
@@ -111,7 +111,7 @@ class Rounds:
     async def sample(self, request: ModelRequest) -> ModelResponse:
         """Complete a prompt with the next round; the order of sessions is that of the batch."""
         response: asyncio.Future[ModelResponse] = asyncio.get_running_loop().create_future()
-        self._waiting.append((request, response))
+        self._waiting[response] = request
         asyncio.get_running_loop().call_soon(self._start)  # behind what the episode asks for at once
         try:
             return await response
@@ -121,15 +121,16 @@ class Rounds:
             raise
 
     def _start(self) -> None:
-        self._waiting = [(request, response) for request, response in self._waiting if not response.done()]
-        num_waiting = len({request.session for request, _ in self._waiting})
-        if self._running is not None or num_waiting < min(self._num_left, self._max_concurrent):
+        if self._running is not None or len(self._waiting) < (num := min(self._num_left, self._max_concurrent)):
+            return  # as most calls of a round
+        self._waiting = {response: request for response, request in self._waiting.items() if not response.done()}
+        if len({request.session for request in self._waiting.values()}) < num:
             return
         if 0 < self._num_left <= self._num_spare:
-            for _, response in self._waiting:
+            for response in self._waiting:
                 response.cancel("over_sampled")
             return
-        round_ = [draw for draw in self._waiting if draw[0].num_drawn < self._limits.get(draw[0].session, inf)]
+        round_ = {one: r for one, r in self._waiting.items() if r.num_drawn < self._limits.get(r.session, inf)}
         if round_:
             self._running = asyncio.get_running_loop().create_task(self._run(round_))
         elif self._epoch is not None and not self._epoch.done():
@@ -137,19 +138,18 @@ class Rounds:
             self._limits = dict.fromkeys(self._limits, 0.0)
             self._epoch.set_result(None)
 
-    async def _run(self, round_: list[tuple[ModelRequest, asyncio.Future[ModelResponse]]]) -> None:
-        round_.sort(key=lambda draw: (draw[0].session, draw[0].input_ids, draw[0].gconfig.seed))
-        self._waiting = [draw for draw in self._waiting if draw not in round_]
-        requests = [replace(request, rid=f"{n}", session="") for n, (request, _) in enumerate(round_)]
+    async def _run(self, round_: Mapping[asyncio.Future[ModelResponse], ModelRequest]) -> None:
+        draws = sorted(round_.items(), key=lambda draw: (draw[1].session, draw[1].input_ids, draw[1].gconfig.seed))
+        self._waiting = {response: asked for response, asked in self._waiting.items() if response not in round_}
+        requests = [replace(asked, rid=f"{n}", session="") for n, (_, asked) in enumerate(draws)]
         try:
             responses = await asyncio.to_thread(self._generate, requests)
-            for (_, future), response in zip(round_, responses, strict=True):
+            for (future, _), response in zip(draws, responses, strict=True):
                 if not future.done():
                     future.set_result(response)
         except BaseException as error:
-            for _, future in round_:
-                if not future.done():
-                    future.set_exception(error)
+            for future in (future for future in round_ if not future.done()):
+                future.set_exception(error)
         finally:
             self._running = None
             asyncio.get_running_loop().call_soon(self._start)  # behind what those that have answers now ask for

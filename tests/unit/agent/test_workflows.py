@@ -26,7 +26,7 @@ from rlsys.agent.tools import tool_of
 from rlsys.config import PPOConfig
 from rlsys.config.schema.rollout import AgentConfig, MultiTurnConfig
 from rlsys.protocol import DataProto, object_array
-from rlsys.types import GenerationHyperparameters, ModelRequest, SamplingParams
+from rlsys.types import Finish, GenerationHyperparameters, ModelRequest, ModelResponse, SamplingParams
 from rlsys.utils.errors import ConfigError, RewardError, RolloutError
 from tests.timing import scaled_s
 from tests.unit.agent import user_tools
@@ -372,6 +372,28 @@ def test_nothing_is_decoded_behind_episodes_that_have_ended(pool):
     assert [future.result(scaled_s(20.0)).end for future in futures] == ["deadline", "deadline"]
     assert not is_open.is_set()
     runner.close()
+
+
+def test_thousands_of_episodes_hold_no_round_up():
+    rounds_of, num, num_turns = [], 2048, 2
+
+    def generate(requests):
+        rounds_of.append(len(requests))
+        return [ModelResponse(one.rid, one.input_ids, (7,), (0.0,), (0.0,), (0,), Finish.STOP) for one in requests]
+
+    async def run():
+        rounds = Rounds(generate, max_concurrent=num)
+
+        async def turns(name):
+            for _ in range(num_turns):
+                await rounds.sample(ModelRequest((7,) * 400, SamplingParams(8), session=name))
+            rounds.end(name)
+
+        rounds.add(num)
+        await asyncio.wait_for(asyncio.gather(*(turns(f"{n:05d}") for n in range(num))), scaled_s(10.0))
+
+    asyncio.run(run())
+    assert rounds_of == [num] * num_turns
 
 
 def test_an_engine_that_fails_is_not_an_episode_that_fails(episode):
