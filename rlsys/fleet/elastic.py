@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, cast
 
 from rlsys.fleet.fleet import IN_USE, POLL_S, RolloutFleet
 from rlsys.fleet.requests import Replica, ReplicaState, ReplicaStatus
@@ -59,8 +59,7 @@ class ElasticFleet(RolloutFleet):
             if not (serving := self._change.wait_for(lambda: self._in_state("ready"), self.deadlines.health_s)):
                 states = ", ".join(f"{one.replica.name} ({one.state})" for one in self._replicas)
                 raise DeadlineError(states, "compute_log_prob", self.deadlines.health_s, "no replica serves")
-        replica: Any = serving[0].replica
-        return replica.compute_log_prob(data)
+        return cast(Any, serving[0].replica).compute_log_prob(data)
 
     @contextmanager
     def pushing(self, version: int) -> Iterator[None]:
@@ -85,12 +84,6 @@ class ElasticFleet(RolloutFleet):
                 if entry.state == "joining":
                     self._bring_weights(entry)
 
-    def push_if_stranded(self) -> None:
-        states = {entry.state for entry in self._replicas}
-        if self.push is not None and "joining" in states and "ready" not in states and self._pending:
-            log.info("no replica serves: the weights are pushed to those that have joined")
-            self.push()
-
     def _in_state(self, *states: ReplicaStatus) -> list[ReplicaState]:
         return [entry for entry in self._replicas if entry.state in states]
 
@@ -105,10 +98,6 @@ class ElasticFleet(RolloutFleet):
     def _exchange(self, entry: ReplicaState) -> bool:
         if entry.state == "away" and not self._closed:
             self._start(entry)
-        while entry.state == "joining" and not self._closed:
-            self._fail_if_all_are_down()
-            with self._change:
-                self._change.wait_for(lambda: self._closed or entry.state != "joining", POLL_S)
         return super()._exchange(entry)
 
     def _start(self, entry: ReplicaState) -> None:

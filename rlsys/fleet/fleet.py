@@ -159,6 +159,10 @@ class RolloutFleet:
         in the engine; but for the end of a fixed batch a caller waits, so there the engine waits, and answers at once
         when it has ended.
         """
+        while entry.state == "joining" and not self._closed:
+            self._fail_if_all_are_down()
+            with self._change:
+                self._change.wait_for(lambda: self._closed or entry.state != "joining", POLL_S)
         with self._change:
             entry.idle_from_s = None if entry.load else time.monotonic()
             self._change.wait_for(lambda: self._closed or entry.state in OUT or self._has_work(entry))
@@ -349,17 +353,17 @@ class RolloutFleet:
 
     def _restart(self, entry: ReplicaState) -> ReplicaStatus:
         while entry.restarts < self.max_restarts and not self._closed:
-            entry.restarts += 1
             with self._change:
+                entry.restarts, entry.cancelled = entry.restarts + 1, set()
                 self.counts["restarts"] += 1
-                entry.cancelled = set()
             try:
                 entry.replica.restart(self.deadlines.restart_s)
                 self.on_restart(entry.replica)
                 return "ready"
             except Exception as error:
-                if self._is_pushing and isinstance(error, WeightTransferError):
-                    return "ready"  # it gets the weights that are being pushed
+                is_last = self.recovers_before_push and entry.restarts >= self.max_restarts
+                if isinstance(error, WeightTransferError) and (self._is_pushing or is_last):
+                    return "ready" if self._is_pushing else "joining"  # it gets the weights of this or the next push
                 log.warning("restart %d of %s failed: %s", entry.restarts, entry.replica.name, error)
             self._fail_if_all_are_down()
         log.error("giving up on replica %s after %d restarts", entry.replica.name, entry.restarts)
@@ -413,6 +417,8 @@ class RolloutFleet:
                 self.check_health()
             yield
             self.version = version
+            for entry in [one for one in self._replicas if one.state == "joining" and self.recovers_before_push]:
+                self._set(entry, "ready")
         finally:
             with self._change:
                 self._is_pushing = False
@@ -422,6 +428,10 @@ class RolloutFleet:
 
     def push_if_stranded(self) -> None:
         """Push where no replica can serve otherwise; what waits for answers calls it, in the thread that pushes."""
+        states = {entry.state for entry in self._replicas}
+        if self.push is not None and "joining" in states and "ready" not in states and self._pending:
+            log.info("no replica serves: the weights are pushed to those that have joined")
+            self.push()
 
     def settle(self) -> None:
         """Wait until no replica is being recovered or, during a push, asked for anything."""

@@ -85,12 +85,12 @@ ReplicaStatus = Literal["ready", "recovering", "joining", "away", "gone"]
 
 - "ready": it serves.
 - "recovering": it failed; its health is checked, or it is restarted.
+- "joining": it runs, and serves after the next push.
 - "gone": it was given up.
 
-An ElasticFleet gives none up, and has two more:
+An ElasticFleet gives none up, and has one more:
 
 - "away": it has no process, and is started where the cluster has room.
-- "joining": it runs, and serves after the next push.
 """
 
 

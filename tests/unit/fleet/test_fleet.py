@@ -399,6 +399,44 @@ def test_a_replica_that_is_lost_in_a_push_is_restarted_for_the_next_one() -> Non
         assert [counts[f"rollout/{name}"] for name in ("restarts", "replicas_ready")] == [1, 2]
 
 
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_replica_whose_weights_are_not_there_between_pushes_serves_after_the_next_one(alone: bool) -> None:
+    lost, other = Scripted("lost"), Scripted("other")
+    replicas = [lost] if alone else [lost, other]
+
+    def not_there(replica: Replica) -> None:
+        raise WeightTransferError("this executor cannot restore a rank: push again")
+
+    def push(version: int) -> None:
+        with fleet.pushing(version):
+            lost.version = other.version = version
+
+    with fleet_of(replicas, on_restart=not_there, max_restarts=1) as fleet:
+        push(0)
+        lost.alive, fleet.push = False, lambda: push(0)
+        requests = requests_of(12, num_tokens=30)
+        assert_answered(requests, fleet.generate(requests, meanwhile=fleet.push_if_stranded))
+        assert fleet.metrics()["rollout/replicas_ready"] == 1
+        push(1)
+        assert_answered(requests, fleet.generate(requests))
+        counts = fleet.metrics()
+        assert [counts[f"rollout/{name}"] for name in ("restarts", "replicas_ready")] == [1, len(replicas)]
+
+
+def test_requests_fail_where_no_push_brings_weights_to_the_only_replica() -> None:
+    lost = Scripted("lost")
+
+    def not_there(replica: Replica) -> None:
+        raise WeightTransferError("this executor cannot restore a rank: push again")
+
+    limits = replace(quick(), generate_s=scaled_s(0.5))
+    with fleet_of([lost], on_restart=not_there, deadlines=limits, max_restarts=1) as fleet:
+        pushed(fleet, 0)
+        lost.alive = False
+        with pytest.raises(RolloutError, match="no replica was ready for"):
+            fleet.generate(requests_of(3))
+
+
 def test_restarts_are_counted_between_two_pushes() -> None:
     replica = Scripted("frail")
 
