@@ -146,8 +146,7 @@ class PromptDataset:
         )
         limit = config.max_prompt_length
         if not (kept := [row for row in parsed if row is not None]):
-            why = f"all {len(parsed)} are longer than data.max_prompt_length={limit}"
-            raise DataError(f"no prompt is left: {why}; set it higher, or look at the column data.prompt_key")
+            raise DataError(f"no prompt is left: all {len(parsed)} exceed data.max_prompt_length={limit}; raise it")
         if num_overlong := len(parsed) - len(kept):
             log.warning("dropped %d of %d prompts with more than %d tokens", num_overlong, len(parsed), limit)
         numbered = [replace(row, index=index) for index, row in enumerate(kept)]

@@ -360,8 +360,7 @@ class RewardConfig(GradingConfig):
     @property
     def has_judge(self) -> bool:
         """Whether the reward model answers questions of the reward function."""
-        asked = self.custom_reward_function.path is not None and self.reward_model.rollout.name is not None
-        return self.reward_model.enable and asked
+        return all((self.reward_model.enable, self.reward_model.rollout.name, self.custom_reward_function.path))
 
     @property
     def has_head(self) -> bool:

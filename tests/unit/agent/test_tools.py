@@ -186,7 +186,7 @@ def test_the_import_that_a_tools_module_lacks_is_named(tmp_path, monkeypatch):
     (tmp_path / "half_tools").mkdir()
     (tmp_path / "half_tools" / "search.py").write_text("import not_installed_here\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match="tools=half_tools.search.Search cannot be loaded.*not_installed_here"):
+    with pytest.raises(ConfigError, match=r"Search cannot be loaded.*not_installed_here"):
         tool_of("half_tools.search.Search")
 
 

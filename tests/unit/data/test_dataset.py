@@ -162,7 +162,7 @@ def test_overlong_prompts_are_refused_or_filtered_and_counted(tmp_path: Path, ca
         assert [r.index for r in prompts] == [0, 1]
         assert prompts.metrics() == {"data/rows": 2.0, "data/bad_rows": 0.0, "data/overlong_prompts": 1.0}
         assert "dropped 1 of 3 prompts with more than 10 tokens" in caplog.messages
-    with pytest.raises(DataError, match=r"no prompt is left: .* data\.max_prompt_length=2; set it higher, or"):
+    with pytest.raises(DataError, match=r"no prompt is left: .* data\.max_prompt_length=2; raise it"):
         PromptDataset.load(file, tokenizer(), PromptsConfig(max_prompt_length=2, filter_overlong_prompts=True))
 
 
