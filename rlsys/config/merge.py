@@ -141,9 +141,7 @@ class Layers:
             except OmegaConfBaseException as error:
                 self._cannot_resolve(path, error)
         tree = OmegaConf.create(nest({path: value for path, value in values.items() if path not in self.unresolved}))
-        for path in paths:
-            if path in self.unresolved:
-                continue
+        for path in [path for path in paths if path not in self.unresolved]:
             try:
                 value = OmegaConf.select(tree, path, throw_on_missing=True)
                 values[path] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
@@ -166,11 +164,12 @@ class Layers:
             if path in self.given and self.given[path].spelling == spelling:
                 self._remove(Override(path, removes=True))
             return
-        follows = (path != spelling or path in compat.expansions) and str(value).startswith(_FOLLOWS)
-        if follows or compat.canonical_references(str(value)) == f"${{{path}}}":
+        text = str(value)
+        follows = text.startswith(_FOLLOWS) and path in compat.expansions and origin != "command line"
+        if follows or text.startswith(f"{_FOLLOWS}{path},") or compat.canonical_references(text) == f"${{{path}}}":
             return
         if path.endswith("model.lora") and isinstance(value, dict) and value.get("rank") == 0:
-            return  # no adapters, or those of lora_rank
+            value = {"rank": 0}  # the rest is of no adapters, or of those of lora_rank
         given = Given(value, origin, spelling)
         reason = compat.foreign.get(path)
         if path in compat.expansions and not isinstance(value, dict) and (reason is None or reason.accepts(value)):
@@ -242,9 +241,13 @@ class Layers:
         self._layer[path] = self.given[path] = given
 
     def _yields(self, path: str, given: Given) -> bool:
-        """Whether another name of the setting counts where a layer has both: verl's files have all defaults."""
-        is_default = given.origin != "command line" and given.value == default_of(self._leaves.get(path, _ADDED))
-        return is_default or given.pair in _YIELDS or str(given.pair[1]).startswith(_FOLLOWS)
+        """Whether another name of the setting counts where a layer has both.
+
+        verl's files have all defaults, but null for the older names of reward_model.
+        """
+        is_unset = given.value == default_of(self._leaves.get(path, _ADDED)) or str(given.value).startswith(_FOLLOWS)
+        is_verls = given.origin != "command line" and not given.spelling.startswith("reward_model.")
+        return given.pair in _YIELDS or (is_verls and is_unset)
 
     def _remove(self, override: Override) -> None:
         """Reset a key or a section to its defaults, or remove an added key."""

@@ -204,6 +204,30 @@ def test_a_file_with_all_settings_of_a_run_of_verl_is_a_preset(
         load_config(run)
 
 
+@pytest.mark.parametrize("where", ["command line", "file"])
+def test_no_setting_beside_or_in_a_file_is_lost_to_another_name_of_it(folder: Path, where: str) -> None:
+    mine = "defaults: [ppo_trainer]\nactor_rollout_ref: {model: {path: model, lora_rank: 8}}\n"
+    (folder / "mine.yaml").write_text(f"{mine}data: {{max_prompt_length: 700}}\n")
+    follows = "${oc.select:data.max_prompt_length,64}"
+    files = ["data.train_files=rows.parquet", "data.val_files=rows.parquet"]
+    policy = f"{{model: {{lora: {{rank: 0}}}}, rollout: {{response_length: '{follows}'}}}}"
+    (folder / "child.yaml").write_text(f"defaults: [mine]\nactor_rollout_ref: {policy}\n")
+    off = ["actor_rollout_ref.model.lora={rank: 0}", f"actor_rollout_ref.rollout.response_length={follows}"]
+    beside = ["--config-name=./mine.yaml", *off] if where == "command line" else ["--config-name=./child.yaml"]
+    cfg = load_config([*beside, *files])
+    assert (cfg.actor_rollout_ref.model.lora_rank, cfg.data.max_response_length) == (0, 700)
+
+
+def test_an_older_name_in_verls_file_that_is_our_default_is_not_lost_to_verls_default(folder: Path) -> None:
+    """verl takes the older one, which is null unless it was set."""
+    text = "reward_model: {n_gpus_per_node: %s}\nreward: {reward_model: {n_gpus_per_node: 8}}\n"
+    (folder / "config.yaml").write_text(VERLS_FILE % (0, 0) + text % "null")
+    assert load_config(["--config-name=./config.yaml"]).reward.reward_model.n_gpus_per_node == 8
+    (folder / "config.yaml").write_text(VERLS_FILE % (0, 0) + text % 1)
+    with pytest.raises(ConfigError, match=r"reward_model\.n_gpus_per_node = 1 and .* = 8 .*two names of one setting"):
+        load_config(["--config-name=./config.yaml"])
+
+
 def test_sequence_sizes_of_verls_engine_sections_are_those_of_the_roles(folder: Path) -> None:
     size = "ulysses_sequence_parallel_size"
     argv = [*PPO, "trainer.n_gpus_per_node=4", f"critic.fsdp.{size}=2", f"actor_rollout_ref.ref.fsdp_config.{size}=4"]
