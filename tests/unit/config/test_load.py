@@ -528,7 +528,7 @@ def test_a_folder_of_no_checkpoint_is_not_used_to_resume_automatically() -> None
         (("trainer.device=cuda", f"{R}.name=vllm", f"{R}.kv_cache_gib=8"), "ignored: {key} (on GPUs the cache has its"),
         (
             ("trainer.device=cpu", f"{R}.name=vllm", f"{R}.gpu_memory_utilization=0.6"),
-            "ignored: {key} (it is a share of",
+            "ignored: {key} (it is a share of a GPU; on CPUs the policy's cache has actor_rollout_ref.rollout.kv_",
         ),
         (("trainer.device=cpu", f"{R}.name=vllm", f"{R}.cuda_graph_max_bs=8"), "ignored: {key} (CPUs have no CUDA"),
         (
