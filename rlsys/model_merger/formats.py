@@ -62,9 +62,9 @@ def find_checkpoint(path: Path) -> Path:
     why = f"{lacks}; give a run's folder, global_step_N or global_step_N/actor"
     if step := next((one for one in (folder, *folder.parents) if one.name.startswith("global_step_")), None):
         files = (file for role in ("actor", "model") for file in step.parent.glob(f"global_step_*/{role}/{METADATA}"))
-        kept = ", ".join(sorted(file.parts[-3] for file in files)) or "none"
+        kept = sorted(file.parts[-3] for file in files)
         lost = lacks if step.name in kept else "max_ckpt_to_keep may have removed its weights"
-        why = f"{lost}; of the steps in {step.parent} these have theirs: {kept}"
+        why = f"{lost}; of the steps in {step.parent} these have theirs: {', '.join(kept) or 'none'}"
     raise CheckpointError(f"{path} is not a checkpoint: {why}")
 
 
