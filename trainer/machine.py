@@ -130,8 +130,7 @@ def _capacity(config: JobConfig) -> Iterator[str]:
             raise ConfigError("\n".join([*problems, f"trainer.device = auto: {why}{other}"]))
         yield from (note for note in notes if note not in known)
     if run.device == "cuda" and not num_gpus:
-        fix = f"set trainer.device=cpu, or start the job where GPUs are{other}"
-        raise ConfigError(f"trainer.device = cuda: {why}; {fix}")
+        raise ConfigError(f"trainer.device = cuda: {why}; set it to cpu, or start the job where GPUs are{other}")
     if run.nnodes > 1:
         why = "start Ray on all nodes and set ray_kwargs.ray_init.address=auto"
         yield f"trainer.nnodes = {run.nnodes}: a job without a Ray cluster to join has this machine only; {why}"

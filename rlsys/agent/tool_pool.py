@@ -33,7 +33,7 @@ class ToolPool:
     async def call(self, item: RewardItem, host: str) -> RewardResult:
         """The pool's result of one call in the processes of a host: `functions`, `async` or one of the objects'."""
         if host not in self._pools:
-            grader = Grader(PROCESS, "call_async" if host == "async" else "call", {"cut": self._cut})
+            grader = Grader(PROCESS, "call_async" if host == "async" else "call", {"cut": self._cut}, warns=False)
             workers = 1 if host.startswith("objects") else self.num_workers
             self._pools[host] = RewardPool(grader, num_workers=workers, timeout_s=self._timeout_s)
         (result,) = await asyncio.wrap_future(self._pools[host].submit([item]))

@@ -181,7 +181,7 @@ class Children:
         self._queue: asyncio.Queue[PendingItem] = asyncio.Queue()
         self._slots: list[asyncio.Task[None]] = []
         self._endings: set[asyncio.Task[str]] = set()
-        self._num_items = self._failed_starts = self._num_failed = 0
+        self._num_items, self._failed_starts, self._warns = 0, 0, grader.warns
 
     async def grade(self, items: Sequence[RewardItem | None]) -> list[RewardResult]:
         """Results of `items` in their order; that of None comes when a child has loaded the grader.
@@ -192,19 +192,19 @@ class Children:
         self._num_items += len(items)
         pending = [PendingItem(first + i, item, loop.create_future()) for i, item in enumerate(items)]
         for item in pending:
-            item.result.add_done_callback(self._count_failed)
+            item.result.add_done_callback(self._warn)
             self._queue.put_nowait(item)
         self._slots = [slot for slot in self._slots if not slot.done()]
         while len(self._slots) < self._num_workers:
             self._slots.append(asyncio.create_task(self._slot()))
         return await asyncio.gather(*(item.result for item in pending))
 
-    def _count_failed(self, done: asyncio.Future[RewardResult]) -> None:
+    def _warn(self, done: asyncio.Future[RewardResult]) -> None:
         """Warn of the first answer without a score, which may be hours before those of its batch are graded."""
-        if not done.cancelled() and done.exception() is None and (result := done.result()).status != "ok":
-            self._num_failed += 1
-            if self._num_failed == 1:
-                log.warning("an answer could not be graded: %s", result.message)
+        has_result = not done.cancelled() and done.exception() is None
+        if has_result and self._warns and done.result().status != "ok":
+            self._warns = False
+            log.warning("an answer could not be graded: %s", done.result().message)
 
     async def close(self) -> None:
         """End all children; what was not graded is an error."""

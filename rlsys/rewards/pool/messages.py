@@ -22,11 +22,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Grader:
-    """A `compute_score` function by local file and name; without a path, the built-in routing by data source."""
+    """A `compute_score` function by local file and name; without a path, the built-in routing by data source.
+
+    Its first answer without a score is a warning, if it `warns`.
+    """
 
     path: str | None = None
     name: str = "compute_score"
     kwargs: Mapping[str, object] = field(default_factory=dict)
+    warns: bool = True
 
     def __str__(self) -> str:
         if self.path is None:

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections import defaultdict
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import closing, suppress
 from itertools import count
 from types import SimpleNamespace
 
@@ -51,10 +51,12 @@ async def test_a_function_is_called_with_its_arguments(pool):
 @pytest.mark.parametrize(
     ("function", "text"), [(user_tools.fail, "no such thing"), (user_tools.exit_process, "exited with code 3")]
 )
-async def test_what_a_tool_does_wrong_is_a_text_for_the_model(pool, function, text):
-    result = await tools_with(pool, function).call(function.__name__, {})
+async def test_what_a_tool_does_wrong_is_a_text_for_the_model(function, text, caplog):
+    with closing(tool_pool(num_workers=1, timeout_s=scaled_s(4.0))) as pool:
+        result = await tools_with(pool, function).call(function.__name__, {})
     assert result.status == "error"
     assert text in result_text(result)
+    assert not caplog.messages, "it is no answer that could not be graded"
 
 
 async def test_wrong_arguments_and_unknown_tools_are_texts_for_the_model(pool):
