@@ -57,11 +57,11 @@ class BaseOptimizer(ABC):
     @torch.no_grad()
     def step(self, count: float, share: float = 1.0) -> StepReport:
         """Divide the gradient sums by `count`, clip and step, which is a `share` of a step of the schedule. Without a
-        positive count, or with a norm that is not finite, only the gradients change: they are dropped. What of it runs
-        on the CPU beside a GPU, where a worker has one thread else, has its rank's share of the cores."""
+        positive count, or with a norm that is not finite, only the gradients change: they are dropped. Beside
+        a GPU a worker has one thread, but its rank's share of the cores for what of the step runs on the CPU."""
         num_threads = torch.get_num_threads()
-        if torch.cuda.is_available():
-            torch.set_num_threads(max(num_threads, num_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+        if torch.cuda.is_available() and num_threads == 1:
+            torch.set_num_threads(max(1, num_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
         norm, lr = self._gradient_norm(count), lr_at(self.lr_steps, self.optim, self.total_steps)
         applied = count > 0 and math.isfinite(norm)
         if applied:

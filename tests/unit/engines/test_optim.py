@@ -95,17 +95,18 @@ class Threads(BaseOptimizer):
         self.num_steps = count
 
 
-@pytest.mark.parametrize(("has_gpus", "expected"), [(True, 3), (False, 1)])
+@pytest.mark.parametrize(("has_gpus", "given", "expected"), [(True, 1, 3), (False, 1, 1), (True, 2, 2)])
 def test_a_step_has_the_cores_of_its_rank_where_the_rest_beside_a_gpu_has_one(
-    monkeypatch: pytest.MonkeyPatch, has_gpus: bool, expected: int
+    monkeypatch: pytest.MonkeyPatch, has_gpus: bool, given: int, expected: int
 ) -> None:
+    """Where OMP_NUM_THREADS asks for more, it has as many."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpus)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(7)))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(given)
     optimizer = Threads(OptimConfig(lr=1.0), grad_clip=1.0, total_steps=1)
     optimizer.step(1.0)
     after = torch.get_num_threads()
     torch.set_num_threads(before)
-    assert (optimizer.seen, after) == (expected, 1)
+    assert (optimizer.seen, after) == (expected, given)
