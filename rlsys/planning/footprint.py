@@ -162,7 +162,7 @@ def served_bytes(hf_config: HFConfig, rollout: GenerationConfig, *, c: int) -> i
 
 def engine_bytes(rollout: RolloutConfig, whole: int, beside: int) -> int:
     """Weights and cache of an engine that takes a share of a device of `whole` bytes, `beside` of them taken before."""
-    free = whole - (beside if rollout_backend(rollout.name).cache_share_of == "free" else 0)
+    free = max(0, whole - (beside if rollout_backend(rollout.name).cache_share_of == "free" else 0))
     return int(free * share_of_free(rollout.gpu_memory_utilization, free, whole, ranks=rollout.replica_size))
 
 

@@ -252,6 +252,8 @@ def test_sglang_takes_its_share_of_the_device_or_of_what_the_actor_leaves() -> N
     apart = config(*names, "trainer.n_gpus_per_node=1", "trainer.rollout_workers=1")
     (_, serving, _) = planned(apart, SHAPES["tiny"], device_bytes=10 * GIB).rollout
     assert sum_of(serving, "rollout weights", "cache") == 5 * GIB
+    nothing_left = planned(config(*names, one), SHAPES["tiny"], device_bytes=2 * 4 * N)
+    assert sum_of(stages(nothing_left)["rollout"], "cache") == 0
 
 
 def test_7b_beside_vllm_that_keeps_its_memory_on_two_h200() -> None:
