@@ -18,14 +18,15 @@ from rlsys.config.overrides import Override
 from rlsys.config.schema.base import Section
 from rlsys.utils.errors import ConfigError
 
-_LORA_OF_AREAL = ("actor.use_lora", "${rollout.use_lora}")
 _EPOCHS = (("saver.freq_epochs", 1), ("evaluator.freq_epochs", 1))
 _YIELDS = (
-    *(("data.train_batch_size", 0), ("async_training", True), ("actor.use_lora", True), _LORA_OF_AREAL),
-    *_EPOCHS,
+    *(("data.train_batch_size", 0), ("async_training", True), *_EPOCHS),
+    *(("actor.use_lora", True), ("actor.use_lora", "${rollout.use_lora}")),
     *((f"actor_rollout_ref.{role}.use_torch_compile", True) for role in ("actor", "ref")),
 )
 """What verl's and AReaL's trainers want beside the setting that counts."""
+_ALWAYS_SET = ("reward_model.", *dict(_YIELDS))
+"""Names that count where they have our default: verl's files have null, or what yields, unless they were set."""
 _FOLLOWS = "${oc.select:"
 """How the values of verl's files begin that follow another key."""
 _ADDED = FieldInfo(annotation=dict[str, object], default=None)
@@ -241,12 +242,9 @@ class Layers:
         self._layer[path] = self.given[path] = given
 
     def _yields(self, path: str, given: Given) -> bool:
-        """Whether another name of the setting counts where a layer has both.
-
-        verl's files have all defaults, but null for the older names of reward_model.
-        """
+        """Whether another name of the setting counts where a layer has both: verl's files have all defaults."""
         is_unset = given.value == default_of(self._leaves.get(path, _ADDED)) or str(given.value).startswith(_FOLLOWS)
-        is_verls = given.origin != "command line" and not given.spelling.startswith("reward_model.")
+        is_verls = given.origin != "command line" and not given.spelling.startswith(_ALWAYS_SET)
         return given.pair in _YIELDS or (is_verls and is_unset)
 
     def _remove(self, override: Override) -> None:

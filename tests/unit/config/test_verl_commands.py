@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -226,6 +227,11 @@ def test_an_older_name_in_verls_file_that_is_our_default_is_not_lost_to_verls_de
     (folder / "config.yaml").write_text(VERLS_FILE % (0, 0) + text % 1)
     with pytest.raises(ConfigError, match=r"reward_model\.n_gpus_per_node = 1 and .* = 8 .*two names of one setting"):
         load_config(["--config-name=./config.yaml"])
+    compiled = "actor: {use_torch_compile: %s, fsdp_config: {use_torch_compile: true}}"
+    for value, is_refused in (("true", False), ("false", True)):
+        (folder / "mine.yaml").write_text(f"actor_rollout_ref: {{model: {{path: model}}, {compiled % value}}}\n")
+        with pytest.raises(ConfigError, match="two names of one") if is_refused else nullcontext():
+            load_config([*PPO, "--config-name=./mine.yaml"])
 
 
 def test_sequence_sizes_of_verls_engine_sections_are_those_of_the_roles(folder: Path) -> None:
