@@ -201,8 +201,7 @@ class Children:
 
     def _warn(self, done: asyncio.Future[RewardResult]) -> None:
         """Warn of the first answer without a score, which may be hours before those of its batch are graded."""
-        has_result = not done.cancelled() and done.exception() is None
-        if has_result and self._warns and done.result().status != "ok":
+        if self._warns and not done.cancelled() and done.exception() is None and done.result().status != "ok":
             self._warns = False
             log.warning("an answer could not be graded: %s", done.result().message)
 
