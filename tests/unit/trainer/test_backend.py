@@ -25,9 +25,8 @@ def test_workers_beside_gpus_have_one_thread_and_others_share_the_cores(
     monkeypatch.setenv("OMP_NUM_THREADS", given)
     if not given:
         monkeypatch.delenv("OMP_NUM_THREADS")
-    before = torch.get_num_threads()
+    here = list[int]()
+    monkeypatch.setattr(torch, "set_num_threads", here.append)  # later tests fork this process
     backend = start_backend(RunConfig(n_gpus_per_node=2), RayKwargsConfig())
-    here = torch.get_num_threads()
-    torch.set_num_threads(before)
     workers = cast(partial, backend.group_cls).keywords["worker_env"].get("OMP_NUM_THREADS", given)
-    assert (workers, here) == (expected, before if given else int(expected))
+    assert (workers, here) == (expected, [] if given else [int(expected)])
