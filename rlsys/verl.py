@@ -12,14 +12,12 @@ from typing import Any
 
 import fsspec
 import numpy as np
-from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from rlsys.algorithms.stages import column
 from rlsys.batching.partition import balanced_partitions
 from rlsys.config.schema.jobs import PPOConfig
 from rlsys.config.vocabulary import ADV_ESTIMATORS
-from rlsys.protocol import DataProto
+from rlsys.protocol.rows import compute_response_mask as compute_response_mask
 from rlsys.protocol.rows import position_ids
 from rlsys.rewards.registry import compute_score
 
@@ -54,11 +52,6 @@ def need_reference_policy(config: PPOConfig) -> bool:
 def need_reward_model(config: PPOConfig) -> bool:
     """Whether a reward model grades."""
     return config.reward.reward_model.enable
-
-
-def compute_response_mask(data: DataProto) -> Tensor:
-    """The part of the attention mask (B, P+R) that belongs to `responses` (B, R)."""
-    return column(data, "attention_mask")[:, -column(data, "responses").shape[1] :]
 
 
 def get_seqlen_balanced_partitions(seqlen_list: Sequence[int], k_partitions: int, equal_size: bool) -> list[list[int]]:

@@ -14,7 +14,7 @@ from rlsys.batching import balance_rows, seqlen_metrics
 from rlsys.config import PPOConfig
 from rlsys.config.plan import BatchPlan
 from rlsys.protocol import IMAGES, DataProto
-from rlsys.protocol.rows import answer_mask
+from rlsys.protocol.rows import compute_response_mask
 from rlsys.utils.errors import DataError
 from trainer.groups import Role, WorkerGroups
 from trainer.reporting import Reporter
@@ -98,7 +98,8 @@ class Steps:
                 rows = _only(batch, ROWS) if self.reward_rows is None else self.reward_rows(batch)
                 scores = self.groups.rm.compute_rm_score(rows).tensors["rm_scores"].sum(dim=1)
             held = batch.tensors
-            held["token_level_scores"] = held["token_level_scores"] + at_last_token(scores, answer_mask(batch))
+            scores = at_last_token(scores, compute_response_mask(batch))
+            held["token_level_scores"] = held["token_level_scores"] + scores
         return batch
 
     def values(self, batch: DataProto) -> DataProto:

@@ -28,6 +28,7 @@ from rlsys.config.schema.actor import ActorConfig
 from rlsys.config.schema.algorithm import AlgorithmConfig, RolloutCorrectionConfig
 from rlsys.protocol import DataProto, object_array
 from rlsys.protocol.columns import tensors_of
+from rlsys.protocol.rows import column
 from rlsys.utils.errors import ConfigError
 
 ROW_SUMS = ("seq_reward", "score", "seq_final_reward")
@@ -38,14 +39,6 @@ def with_columns(batch: DataProto, **columns: Tensor) -> DataProto:
     """A new DataProto with these tensors added or replaced; the others are shared."""
     tensors = TensorDict({**tensors_of(batch.batch), **columns}, batch_size=(len(batch),))
     return DataProto(batch=tensors, non_tensor_batch=dict(batch.non_tensor_batch), meta_info=batch.meta_info)
-
-
-def column(batch: DataProto, name: str) -> Tensor:
-    """A tensor of the batch; ValueError listing the batch's columns if it is missing."""
-    tensors = tensors_of(batch.batch)
-    if name not in tensors:
-        raise ValueError(f"the batch has no '{name}', only {', '.join(sorted(tensors))}")
-    return tensors[name]
 
 
 def columns(batch: DataProto, names: Sequence[str]) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from rlsys.data.chat import Tokenizer, answer_ends, as_messages, encode_conversa
 from rlsys.data.rows import PromptRow
 from rlsys.data.supervised import TokenizedText
 from rlsys.protocol import IMAGES, DataProto, ImageInputs, object_array
-from rlsys.protocol.rows import answer_mask, pad_rows, position_ids, row_tensors
+from rlsys.protocol.rows import compute_response_mask, pad_rows, position_ids, row_tensors
 from rlsys.types import Finish
 
 
@@ -61,7 +61,7 @@ def collate_answers(batch: DataProto, *, tokenizer: Tokenizer, own: Tokenizer) -
     """
     held, columns, rows = batch.tensors, batch.non_tensor_batch, []
     answers = zip(columns["raw_prompt"], held["responses"], columns["finish_reason"], strict=True)
-    for (messages, ids, reason), kept in zip(answers, answer_mask(batch).bool(), strict=True):
+    for (messages, ids, reason), kept in zip(answers, compute_response_mask(batch).bool(), strict=True):
         answer = {"role": "assistant", "content": tokenizer.decode(ids[kept].tolist(), skip_special_tokens=True)}
         prompt, response, mask = encode_conversation(own, [*messages, answer], num_prompt=len(messages))
         end = len(response) - (reason == Finish.LENGTH and response[-1] in answer_ends(own))

@@ -18,7 +18,7 @@ from transformers import PretrainedConfig
 from rlsys.config.vocabulary import EXPERTS
 from rlsys.models.hf import auto_model
 from rlsys.models.vision import is_tower
-from rlsys.protocol import DataProto
+from rlsys.protocol import DataProto, response_lengths
 from rlsys.telemetry.log import get_logger
 from rlsys.utils.gpus import data_sheet_flops
 
@@ -86,9 +86,9 @@ class MfuMeter:
         yield metrics
         seconds = self.clock() - start_s
         try:
-            mask = rows.tensors["attention_mask"]
-            num_predicted = int(mask[:, -rows.tensors["responses"].shape[1] :].sum()) if self.lm_head else 0
-            forward = ModelFlops(self.model).forward(mask.sum(1).tolist(), num_head_tokens=num_predicted)
+            lengths = rows.tensors["attention_mask"].sum(1).tolist()
+            num_predicted = int(response_lengths(rows).sum()) if self.lm_head else 0
+            forward = ModelFlops(self.model).forward(lengths, num_head_tokens=num_predicted)
         except (AttributeError, TypeError, ValueError) as error:
             log.debug("no MFU of a %s: %s", type(self.model).__name__, error)
             return

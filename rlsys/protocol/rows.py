@@ -51,14 +51,22 @@ def _reshape_rows(data: DataProto, reshape: Callable[[Any], Any]) -> DataProto:
     return folded
 
 
-def answer_mask(data: DataProto) -> Tensor:
-    """The part of the attention mask (B, P+R) that belongs to the responses (B, R), tool results included."""
-    return data.tensors["attention_mask"][:, -data.tensors["responses"].shape[1] :]
+def column(batch: DataProto, name: str) -> Tensor:
+    """A tensor of the batch; ValueError listing the batch's columns if it is missing."""
+    tensors = tensors_of(batch.batch)
+    if name not in tensors:
+        raise ValueError(f"the batch has no '{name}', only {', '.join(sorted(tensors))}")
+    return tensors[name]
+
+
+def compute_response_mask(data: DataProto) -> Tensor:
+    """The part of the attention mask (B, P+R) that belongs to `responses` (B, R), tool results included."""
+    return column(data, "attention_mask")[:, -column(data, "responses").shape[1] :]
 
 
 def response_lengths(data: DataProto) -> Tensor:
     """Tokens of each response (B,), those of tool results included."""
-    return answer_mask(data).sum(-1)
+    return compute_response_mask(data).sum(-1)
 
 
 def pad_rows(rows: Sequence[Sequence[float]], *, value: float, left: bool = False, length: int | None = None) -> Tensor:

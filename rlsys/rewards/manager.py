@@ -22,7 +22,7 @@ from rlsys.algorithms.registry import Registry
 from rlsys.config.schema.algorithm import GradingConfig
 from rlsys.config.schema.jobs import GradedJob, PPOConfig
 from rlsys.protocol import DataProto, object_array, response_lengths
-from rlsys.protocol.rows import answer_mask
+from rlsys.protocol.rows import compute_response_mask
 from rlsys.rewards.pool.pool import RewardItem, RewardPool, RewardResult, reward_metrics
 from rlsys.telemetry.log import get_logger
 from rlsys.utils.daemon_threads import in_daemon_thread
@@ -131,7 +131,7 @@ class PoolRewardManager:
             rewards = rewards + penalty
             if overlong.log:
                 extra |= {"overlong_reward": penalty.numpy(), "overlong": (penalty < 0).numpy()}
-        return Graded(at_last_token(rewards, answer_mask(data)), extra, reward_metrics(results))
+        return Graded(at_last_token(rewards, compute_response_mask(data)), extra, reward_metrics(results))
 
 
 def check_failures(new: Sequence[RewardResult], before: list[RewardResult], cfg: GradedJob) -> None:
@@ -250,4 +250,4 @@ class _CustomManager:
         answers = await asyncio.gather(*(self._manager.run_single(row) for row in rows))
         results = [RewardResult(float(a["reward_score"]), a.get("reward_extra_info", {}), "ok", 0.0) for a in answers]
         scores = torch.tensor([r.score for r in results], dtype=torch.float32)
-        return Graded(at_last_token(scores, answer_mask(data)), extra_columns(results))
+        return Graded(at_last_token(scores, compute_response_mask(data)), extra_columns(results))

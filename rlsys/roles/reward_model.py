@@ -8,7 +8,7 @@ from torch.nn.functional import logsigmoid
 from rlsys.algorithms.masked import at_last_token
 from rlsys.interfaces import TrainEngine
 from rlsys.protocol import DataProto
-from rlsys.protocol.rows import answer_mask
+from rlsys.protocol.rows import compute_response_mask
 from rlsys.roles.update import RankSums, RowLoss, at_first, train_pairwise
 
 
@@ -24,7 +24,8 @@ class RWEngine:
 
     def score(self, batch: DataProto) -> DataProto:
         """Column `rm_scores` (B, R): each row's score at the last token of its response, other columns 0."""
-        return DataProto.from_dict(tensors={"rm_scores": _at_end(self._outputs(batch), answer_mask(batch).cpu())})
+        mask = compute_response_mask(batch).cpu()
+        return DataProto.from_dict(tensors={"rm_scores": _at_end(self._outputs(batch), mask)})
 
     def train_rw(self, batch: DataProto) -> dict[str, float]:
         """One optimizer step on all pairs by Bradley-Terry: `-log sigmoid(s_chosen - s_rejected)` (arXiv:1706.03741).
@@ -48,7 +49,7 @@ class RWEngine:
 def _pair_loss(batch: DataProto, outputs: Tensor) -> RowLoss:
     if len(batch) % 2:
         raise ValueError(f"pairs need an even number of rows on a rank, got {len(batch)}")
-    mask = answer_mask(batch).cpu()
+    mask = compute_response_mask(batch).cpu()
     scores = _at_end(outputs, mask).sum(dim=1).view(-1, 2)
     margin = scores[:, 0] - scores[:, 1]
     real = mask.any(dim=1).view(-1, 2).all(dim=1).to(margin.dtype)

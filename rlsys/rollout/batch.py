@@ -15,7 +15,7 @@ from torch import Tensor
 from rlsys.interfaces import RolloutEngine
 from rlsys.protocol import DataProto, images_of, object_array
 from rlsys.protocol.columns import tensors_of
-from rlsys.protocol.rows import pad_rows, row_tensors
+from rlsys.protocol.rows import compute_response_mask, pad_rows, response_lengths, row_tensors
 from rlsys.rollout.partial import complete
 from rlsys.rollout.sampling.sample import combine_seeds
 from rlsys.types import ModelRequest, ModelResponse, SamplingParams
@@ -107,14 +107,13 @@ def score_sequences(batch: DataProto, score_fn: ScoreFn) -> Tensor:
     `score_fn` gets each row's tokens without pads and its number of response tokens, and yields row numbers with the
     log-probabilities of these last tokens.
     """
-    rows = tensors_of(batch.batch)
-    attention, num_columns = rows["attention_mask"].cpu(), rows["responses"].shape[1]
-    sequences = [ids[mask.bool()].tolist() for ids, mask in zip(rows["input_ids"].cpu(), attention, strict=True)]
-    lengths = attention[:, -num_columns:].sum(1).tolist()
-    scores = torch.zeros(len(sequences), num_columns)
+    rows, lengths = tensors_of(batch.batch), response_lengths(batch).tolist()
+    padded = zip(rows["input_ids"].cpu(), rows["attention_mask"].cpu(), strict=True)
+    sequences = [ids[mask.bool()].tolist() for ids, mask in padded]
+    scores = torch.zeros(rows["responses"].shape)
     for row, log_probs in score_fn(sequences, lengths):
         scores[row, : lengths[row]] = torch.tensor(log_probs)
-    return torch.where(rows.get("response_mask", attention[:, -num_columns:]).cpu() > 0, scores, 0.0)
+    return torch.where(rows.get("response_mask", compute_response_mask(batch)).cpu() > 0, scores, 0.0)
 
 
 def _params_of(meta: dict[str, Any]) -> SamplingParams:

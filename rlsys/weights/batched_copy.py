@@ -122,9 +122,10 @@ def strided_bytes(target: Tensor, source: Tensor) -> Iterator[StridedBytes]:
     rows, target_pitch, source_pitch = dims.pop() if dims else (1, width, width)
     while dims and dims[-1][1:] == (rows * target_pitch, rows * source_pitch):
         rows *= dims.pop()[0]
+    target_base, source_base = target.data_ptr(), source.data_ptr()
     for index in product(*(range(size) for size, _, _ in dims)):
-        to_at = target.data_ptr() + itemsize * sum(at * step for at, (_, step, _) in zip(index, dims, strict=True))
-        from_at = source.data_ptr() + itemsize * sum(at * step for at, (_, _, step) in zip(index, dims, strict=True))
+        to_at = target_base + itemsize * sum(at * stride for at, (_, stride, _) in zip(index, dims, strict=True))
+        from_at = source_base + itemsize * sum(at * stride for at, (_, _, stride) in zip(index, dims, strict=True))
         yield StridedBytes(from_at, to_at, rows, width * itemsize, source_pitch * itemsize, target_pitch * itemsize)
 
 
