@@ -14,7 +14,8 @@ from rlsys.rewards.manager import RewardManager
 from rlsys.types import SamplingParams
 from rlsys.utils.errors import ConfigError
 
-Generate = Callable[[DataProto], tuple[DataProto, dict[str, float]]]
+RowsAndMetrics = tuple[DataProto, dict[str, float]]
+Generate = Callable[[DataProto], RowsAndMetrics]
 """Rows of prompts -> the same rows completed, in order, and metrics."""
 
 VALIDATION_SEED = 1 << 40
@@ -37,7 +38,7 @@ class GradedRollout:
     stage: Callable[[str], AbstractContextManager[None]]
     print_by: Tokenizer | None
 
-    def make(self, prompts: DataProto, *, step: int, call: int = 0) -> tuple[DataProto, dict[str, float]]:
+    def make(self, prompts: DataProto, *, step: int, call: int = 0) -> RowsAndMetrics:
         """Graded answers of a training step, those of a prompt in neighbouring rows, and metrics."""
         rows = prompts.repeat(self.num_answers, interleave=True)
         batch, metrics = self._answer(rows, self.sampling, step=step, call=call)
@@ -52,7 +53,7 @@ class GradedRollout:
         """The rows to complete: each prompt `num_answers` times in a row, and how they are sampled."""
         return self._sampled(prompts.repeat(self.num_answers, interleave=True), self.sampling, step=step)
 
-    def grade(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
+    def grade(self, batch: DataProto) -> RowsAndMetrics:
         """The completed rows with their scores and what else the graders return, and metrics."""
         if self.print_by is not None:
             print_answers(batch, self.print_by)
@@ -71,9 +72,7 @@ class GradedRollout:
         rows.meta_info |= sampling_meta(of_call, pad_token_id=self.pad_token_id, step=step)
         return rows
 
-    def _answer(
-        self, rows: DataProto, sampling: SamplingParams, *, step: int, call: int
-    ) -> tuple[DataProto, dict[str, float]]:
+    def _answer(self, rows: DataProto, sampling: SamplingParams, *, step: int, call: int) -> RowsAndMetrics:
         rows = self._sampled(rows, sampling, step=step, call=call)
         with self.stage("gen"):
             batch, metrics = self.generate(rows)
@@ -82,7 +81,7 @@ class GradedRollout:
         return batch, {**metrics, **graded}
 
 
-def fleet_generate(fleet: RolloutFleet, rows: DataProto) -> tuple[DataProto, dict[str, float]]:
+def fleet_generate(fleet: RolloutFleet, rows: DataProto) -> RowsAndMetrics:
     """Generation by a fleet, with its counters of this call as metrics."""
     before = fleet.metrics()
     prompts = rows.select(batch_keys=["prompts", "attention_mask"], non_tensor_batch_keys=[IMAGES])

@@ -188,8 +188,7 @@ class PromptGroups:
             raise ConfigError(f"{folder} has open prompts of steps of {saved['groups_per_step']} prompts; {why}")
         more = max(0, self.window.lookahead - saved.get("lookahead", self.window.lookahead))
         if (least := saved["max_staleness"] + more) > self.window.max_staleness:
-            why = f"set trainer.max_staleness={least} or more"
-            raise ConfigError(f"{folder} has prompts that started under older weights; {why}")
+            raise ConfigError(f"{folder} has prompts of older weights; set trainer.max_staleness={least} or more")
         self.window.load_state_dict(saved)
         self._num_batches = state["batches"] - bool(used)
         if used:

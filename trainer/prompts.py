@@ -112,9 +112,8 @@ def _check_agents(config: GradedJob, rows: PromptDataset) -> None:
     for row in () if has_workflow else rows:
         asks = ["agent_name"] if row.fields.get("agent_name") not in (None, "", "single_turn_agent") else []
         if asks := [*asks, *(f"extra_info.{name}" for name in names if row.extra_info.get(name))]:
-            fix = "set actor_rollout_ref.rollout.multi_turn.enable=true or remove it"
-            why = f"row {row.index}: {asks[0]} asks for tools, but each prompt is answered by one draw"
-            raise DataError(f"{why}; {fix}")
+            why = f"row {row.index}: {asks[0]} asks for tools, but the rollout is single-turn"
+            raise DataError(f"{why}; set actor_rollout_ref.rollout.multi_turn.enable=true or remove it")
 
 
 def load_processor(config: GradedJob, tokenizer: Tokenizer) -> VisionProcessor | None:

@@ -98,8 +98,7 @@ class RolloutSource:
     def load(self, state: State, folder: Path) -> None:
         """Continue from a checkpoint of a synchronous run; ConfigError for another one."""
         if "step" not in state:
-            why = "set trainer.max_staleness as in the run that is resumed"
-            raise ConfigError(f"{folder} has prompts in progress of an asynchronous run; {why}")
+            raise ConfigError(f"{folder} is of an asynchronous run; set trainer.max_staleness as in that run")
         self.prompts.load_state_dict(state["prompts"])
         self.step = state["step"]
 

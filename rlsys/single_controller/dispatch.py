@@ -237,8 +237,7 @@ def _split_by_rows(
 
 
 def _forbidden(*_: object, **__: object) -> NoReturn:
-    why = "is called by the rollout engine in its worker, not through the group"
-    raise NotImplementedError(f"a DIRECT_ROLLOUT_METHOD {why}")
+    raise NotImplementedError("a DIRECT_ROLLOUT_METHOD is for the engine in its worker; the group cannot call it")
 
 
 def _first(_: "WorkerGroup", results: list[object]) -> object:

@@ -79,8 +79,7 @@ def _load(datasets: ModuleType, name: str, *, streaming: bool) -> Any:
 @contextmanager
 def _dataset_errors(name: str) -> Iterator[ModuleType]:
     """The module `datasets`; what it and the hub raise becomes a ConfigError."""
-    why = f"reading {name} needs the package datasets: pip install -e '.[datasets]'"
-    with raised_as(ConfigError, why, ImportError):
+    with raised_as(ConfigError, f"{name} needs the package datasets: pip install -e '.[datasets]'", ImportError):
         import datasets
         from datasets.exceptions import DatasetNotFoundError, DatasetsError
     from huggingface_hub import errors

@@ -44,9 +44,7 @@ def layout_checksums(
     return tuple(zip(boxes, prepared_checksums(values, [dtype_of(names[box.tensor]) for box in boxes])(), strict=True))
 
 
-def merge_rank_checksums(
-    ranks: Sequence[Sequence[BoxChecksum]], full_shapes: Mapping[str, Sequence[int]]
-) -> dict[str, int]:
+def merge_rank_checksums(ranks: Sequence[Sequence[BoxChecksum]], full_shapes: Shapes) -> dict[str, int]:
     """Checksums of whole tensors from those of all ranks' boxes.
 
     Raises WeightTransferError where replicas of a box differ or boxes do not tile their tensor.
@@ -56,7 +54,7 @@ def merge_rank_checksums(
         for box, checksum in checksums:
             if boxes.setdefault(box.tensor, {}).setdefault(box, checksum) != checksum:
                 raise WeightTransferError(f"two ranks hold different values of {box}")
-    tilings = {name: tiling(name, tuple(shape), boxes.get(name, {})) for name, shape in full_shapes.items()}
+    tilings = {name: tiling(name, shape, boxes.get(name, {})) for name, shape in full_shapes.items()}
     return {name: add_checksums([boxes[name][box] for box in tiles]) for name, tiles in tilings.items()}
 
 

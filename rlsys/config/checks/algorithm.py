@@ -39,8 +39,7 @@ def _policy_loss(cfg: PPOConfig) -> Iterator[str]:
         why = "a ratio cannot fall below 0, so this clips nothing; set a number from 0 to 1"
         yield wrong(cfg, f"{ACTOR}.clip_ratio_low", why)
     if loss.clip_cov_lb > loss.clip_cov_ub:
-        why = f"more than clip_cov_ub={loss.clip_cov_ub:g}; set a smaller number"
-        yield wrong(cfg, f"{ACTOR}.policy_loss.clip_cov_lb", why)
+        yield wrong(cfg, f"{ACTOR}.policy_loss.clip_cov_lb", f"set at most clip_cov_ub={loss.clip_cov_ub:g}")
 
 
 def _correction(cfg: PPOConfig) -> Iterator[str]:

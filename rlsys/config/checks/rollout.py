@@ -132,9 +132,7 @@ def check_ppo_rollout(cfg: PPOConfig) -> Iterator[str]:
         why = f"weights can only be compared after a push, and they are pushed every {sync_freq} steps"
         yield note(cfg, f"{KEY}.parity.freq", why)
     if cfg.actor_rollout_ref.model.override_config:
-        yield note(
-            cfg, "actor_rollout_ref.model.override_config", "the rollout reads config.json alone; edit a copy of it"
-        )
+        yield note(cfg, "actor_rollout_ref.model.override_config", "the rollout reads config.json alone; edit a copy")
 
 
 def _quantised(cfg: GradedJob, name: str) -> Iterator[str]:
@@ -144,8 +142,7 @@ def _quantised(cfg: GradedJob, name: str) -> Iterator[str]:
         return
     is_pushed = not isinstance(cfg, EvalConfig)
     if cfg.trainer.device == "cpu" or name not in ("vllm", "sglang" if is_pushed else "vllm"):
-        why = "only vllm serves it, and sglang beside a trainer, on GPUs of the job"
-        yield wrong(cfg, engines.QUANTIZATION, why, None)
+        yield wrong(cfg, engines.QUANTIZATION, "only vllm, and sglang in a training job, serve it on GPUs", None)
         return
     try:
         engines.float8_block(model_facts(policy.model.path), policy.rollout, is_pushed=is_pushed)

@@ -114,8 +114,7 @@ def _reproducible(cfg: PPOConfig) -> Iterator[str]:
         fewer = rows // replicas // rollout.data_parallel_size
         yield note(cfg, f"{ROLLOUT}.max_num_seqs", f"{why}; set {max(1, fewer)}")
     if not rollout.is_external and rollout.name != "hf" and not rollout.full_determinism:
-        why = "it needs engines whose results do not depend on batching"
-        yield wrong(cfg, key, f"{why}; set {ROLLOUT}.full_determinism=true")
+        yield wrong(cfg, key, f"it needs batch-invariant engines; set {ROLLOUT}.full_determinism=true")
 
 
 def _weights(cfg: PPOConfig) -> Iterator[str]:

@@ -34,8 +34,7 @@ def check_vision(cfg: GradedJob) -> Iterator[str]:
         why = "servers may apply adapters to the language model alone; leave it out, and merged weights are pushed"
         yield wrong(cfg, f"{POLICY}.rollout.servers.lora_name", why)
     if cfg.use_critic:
-        why = "the value function of a vision-language model is not trained"
-        yield wrong(cfg, "algorithm.adv_estimator", why, "grpo")
+        yield wrong(cfg, "algorithm.adv_estimator", "a vision-language model cannot be trained as a critic", "grpo")
 
 
 def _lacks_in_sglang(facts: Mapping[str, Any]) -> str:

@@ -205,8 +205,7 @@ def _checked(cluster: Cluster) -> Cluster:
     host = cluster.address.rpartition(":")[0].strip("[]")
     if host.startswith("127.") or host in ("localhost", "::1") or os.environ.get("RAY_AUTH_MODE") == "token":
         return cluster
-    text = "the Ray cluster at %s lets everybody who reaches it run code; start its head with RAY_AUTH_MODE=token"
-    _log.warning(text, cluster.address)
+    _log.warning("the Ray cluster at %s runs anyone's code; start its head with RAY_AUTH_MODE=token", cluster.address)
     return cluster
 
 
