@@ -119,23 +119,32 @@ def is_time(name: str) -> bool:
 
 
 def joined(parts: Sequence[DataProto]) -> DataProto:
-    """The rows of batches that were graded apart: what a grader returned for some is None for the others, but as in one
-    batch 0 for answers without a score, and for episodes, where others have numbers, but no `acc` for one that ended.
+    """The rows of batches that were graded separately, as one batch with the graders' columns of all of them.
 
-    Routes of experts, which only complete answers have, are -1 for the others.
+    Where a part lacks a column that a grader returned for others, its rows get None. Rows without a score get 0 in
+    columns of numbers, as they do inside one graded batch. Routes of experts, which only complete answers have, are -1
+    for the others.
     """
+    _fill_routed_experts(parts)
+    keys = sorted({key for part in parts for key in part.meta_info.get("reward_extra_keys", ())})
+    values = {key: [value for part in parts for value in part.non_tensor_batch.get(key, ())] for key in keys}
+    numeric_keys = {key for key in keys if any(isinstance(value, float) for value in values[key])}
+    complete = list[DataProto]()
+    for part in parts:
+        columns = dict(part.non_tensor_batch)
+        statuses = columns.get("reward_status", columns.get("episode_end", ["ok"] * len(part)))
+        for key in keys:
+            if key not in columns:
+                scored = ("ok", "stop") if key == "acc" else ("ok",)  # a workflow that scores its episode gives no acc
+                unscored_value = 0.0 if key in numeric_keys else None
+                columns[key] = object_array([None if status in scored else unscored_value for status in statuses])
+        complete.append(DataProto(part.batch, columns, part.meta_info | ({"reward_extra_keys": keys} if keys else {})))
+    return DataProto.concat(complete)
+
+
+def _fill_routed_experts(parts: Sequence[DataProto]) -> None:
+    """Give every part the column `routed_experts` if one has it."""
     routes = [part.tensors["routed_experts"] for part in parts if "routed_experts" in part.tensors]
     for part in parts if routes else ():
         if "routed_experts" not in part.tensors:
             part.tensors["routed_experts"] = routes[0].new_full((len(part), *routes[0].shape[1:]), -1)
-    names = sorted({name for part in parts for name in part.meta_info.get("reward_extra_keys", ())})
-    given = [(name, value) for part in parts for name in names for value in part.non_tensor_batch.get(name, ())]
-    numbers, filled = {name for name, value in given if isinstance(value, float)}, list[DataProto]()
-    for part in parts:
-        columns = dict(part.non_tensor_batch)
-        status = columns.get("reward_status", columns.get("episode_end", ["ok"] * len(part)))
-        for name in (name for name in names if name not in columns):
-            given_none = ("ok", "stop") if name == "acc" else ("ok",)  # episodes that their workflow scored
-            columns[name] = object_array([0.0 if name in numbers and one not in given_none else None for one in status])
-        filled.append(DataProto(part.batch, columns, part.meta_info | ({"reward_extra_keys": names} if names else {})))
-    return DataProto.concat(filled)
