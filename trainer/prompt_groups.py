@@ -140,8 +140,9 @@ class PromptGroups:
         """The batch of the next step, or None while it is incomplete."""
         if (numbers := self.window.take()) is None:
             return None
-        batch = joined([graded for n in numbers if (graded := self._groups.pop(n).graded) is not None])
-        branches = [row["versions"] for of in batch.non_tensor_batch.get("branches", ()) for row in of]
+        groups = [self._groups.pop(number) for number in numbers]
+        batch = joined([group.graded for group in groups if group.graded is not None])
+        branches = [row["versions"] for rows in batch.non_tensor_batch.get("branches", ()) for row in rows]
         versions = torch.cat([batch.tensors["weight_versions"].flatten(), *map(torch.tensor, branches)])
         oldest = versions[versions >= 0].min() if bool((versions >= 0).any()) else self.window.step - 2
         age = self.window.check_age(int(oldest))
@@ -194,7 +195,8 @@ class PromptGroups:
         if used:
             self._draw()
             self._num_used = used
-            if state.get("prompts_now", now := self._prompts.state_dict()) != now:
+            now = self._prompts.state_dict()
+            if state.get("prompts_now", now) != now:
                 self._prompts.load_state_dict(state["prompts_now"])
         self._metrics = {name: list(values) for name, values in state["metrics"].items()}
         for group, rows in _parts(folder / WAITING):
@@ -264,10 +266,11 @@ class OpenAnswers:
 
     def submit(self, groups: Sequence[PromptGroup]) -> None:
         """Start all answers of groups but those that a checkpoint has complete."""
-        open_rows = {group: [row for row, a in enumerate(group.answers) if a.finish is None] for group in groups}
-        futures = iter(self.fleet.submit([group.answers[row] for group, rows in open_rows.items() for row in rows]))
-        for group, rows in open_rows.items():
-            self.running[group] = {row: next(futures) for row in rows}
+        unfinished = [(group, row) for group in groups for row, a in enumerate(group.answers) if a.finish is None]
+        futures = self.fleet.submit([group.answers[row] for group, row in unfinished])
+        self.running |= {group: {} for group in groups}
+        for (group, row), future in zip(unfinished, futures, strict=True):
+            self.running[group][row] = future
 
     def advance(self, limits: Mapping[PromptGroup, float]) -> list[PromptGroup]:
         """Continue answers up to their group's number of tokens each; returns the groups that are complete then."""
