@@ -123,8 +123,8 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
 
         with self._own_groups():
             counted = self._run(batch, self.training, loss_of, backward=True)
-            numbers = iter(_on_host([number for _, pair in pairs for number in pair], self.ranks.device))
-            own = [{name: (next(numbers), next(numbers))} for name, _ in pairs]
+            numbers = _on_host([number for _, pair in pairs for number in pair], self.ranks.device)
+            own = [{name: (total, count)} for (name, _), total, count in zip(pairs, numbers[::2], numbers[1::2])]
             sums = sum_over_ranks([*own, counted])
             totals = sum_over_ranks(gather_json(sums if self.ranks.reports_loss else {}, self.ranks.loss_group))
         self._count += totals["loss"][1] if "loss" in totals else 0.0
