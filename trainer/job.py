@@ -23,7 +23,7 @@ from rlsys.config import DPOConfig, EvalConfig, PPOConfig, RMConfig, SFTConfig, 
 from rlsys.config.arguments import Arguments
 from rlsys.config.derive import ENGINE
 from rlsys.config.introspect import replaced, value_at
-from rlsys.config.schema.jobs import GradedJob, SupervisedConfig
+from rlsys.config.schema.jobs import GradedJob, JobConfig, SupervisedConfig
 from rlsys.config.schema.model import ShardConfig
 from rlsys.planning.advice import facts_of, layout_lines, memory_line, time_facts
 from rlsys.planning.memory import Machine
@@ -65,15 +65,13 @@ def checked_config(argv: Sequence[str] | None, schema: type[C]) -> C:
 
 
 def _check(config: C, arguments: Arguments) -> tuple[list[str], dict[str, str]]:
-    """Read the first rows, load the reward function, see that something grades these rows, and look at the machine,
-    unless the plan is for another one.
+    """Check the first rows, that a reward function grades them, and the machine, unless the plan is for another one.
 
     Returns notes, and facts for the plan.
     """
     if sys.flags.optimize > 1:
         raise errors.ConfigError("PYTHONOPTIMIZE=2 removes docstrings that transformers needs; unset it")
-    needed = ("model.path", "data.train_files"), ("actor_rollout_ref.model.path", "data.val_files")
-    for key in () if isinstance(config, PPOConfig) else needed[isinstance(config, EvalConfig)]:
+    for key in _keys_without_default(config):
         if value_at(config, key) is None:
             raise errors.ConfigError(f"{key} is not set, and this job has no default: name one")
     from rlsys.data.first_rows import check_first_rows  # numpy, which a wrong key need not wait for
@@ -98,30 +96,39 @@ def _check(config: C, arguments: Arguments) -> tuple[list[str], dict[str, str]]:
 
         check_models(config, all_here=False, is_here=arguments.gpu is None)
     notes = check_machine(config, dry_run=arguments.dry_run, here=arguments.gpu is None)
-    gpu, machine = arguments.gpu, _machine(config, arguments) if isinstance(config, PPOConfig) else None
-    if gpu is not None and not (machine and machine.actor):
+    machine = _machine(config, arguments) if isinstance(config, PPOConfig) else None
+    if arguments.gpu is not None and not (machine and machine.actor):
         raise errors.ConfigError("--gpu plans PPO jobs whose model's config.json is here or on the hub; remove --gpu")
-    if not isinstance(config, PPOConfig) or machine is None:
-        return notes, facts
-    if gpu is not None:
-        facts |= time_facts(config, machine, GPUS[gpu])
-    return notes, facts | {"memory": memory_line(config, machine)}
+    if isinstance(config, PPOConfig) and machine is not None:
+        if arguments.gpu is not None:
+            facts |= time_facts(config, machine, GPUS[arguments.gpu])
+        facts |= {"memory": memory_line(config, machine)}
+    return notes, facts
+
+
+def _keys_without_default(config: JobConfig) -> tuple[str, ...]:
+    """The keys that must be set for a job of this kind."""
+    if isinstance(config, SupervisedConfig):
+        return ("model.path", "data.train_files")
+    return ("actor_rollout_ref.model.path", "data.val_files") if isinstance(config, EvalConfig) else ()
 
 
 def _is_split(config: PPOConfig | SupervisedConfig) -> bool:
-    """Whether models are split after plans that not every model has: on Megatron, or matrices on FSDP."""
-    shards: list[object] = [] if isinstance(config, PPOConfig) else [config.engine.shard]
-    if isinstance(config, PPOConfig):
+    """Whether a model is split by a plan that not every architecture has: on Megatron, or tensor-parallel on FSDP."""
+    if isinstance(config, SupervisedConfig):
+        shards: list[object] = [config.engine.shard]
+    else:
         shards = [config.actor_rollout_ref.actor.shard, config.actor_rollout_ref.ref_shard, config.critic.shard]
     return any(not isinstance(shard, ShardConfig) or shard.tensor_parallel_size > 1 for shard in shards)
 
 
 def _choose(config: C, given: Collection[str], arguments: Arguments) -> tuple[Mapping[str, object], str]:
-    """What is not set and the plan chooses, for the device of this machine or the one that is planned for."""
+    """Values for settings that are not given, and why, for this machine's device or the one that is planned for."""
     if not isinstance(config, PPOConfig):
         return {}, ""
-    engines, machine = [*(SERVING if arguments.gpu else installed_engines())], _machine(config, arguments)
-    if config.actor_rollout_ref.model.path is None:  # trained before a serving engine has started, or layers compiled
+    machine = _machine(config, arguments)
+    engines = list(SERVING if arguments.gpu else installed_engines())
+    if config.actor_rollout_ref.model.path is None:  # the start model: trained before a serving engine would be up
         engines, machine = list[str](), replace(machine, actor={})
     try:
         return choose_sizes(config, given, machine, engines=engines)
@@ -216,8 +223,8 @@ def exit_on_sigterm() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before, ignored_before = signal.signal(signal.SIGTERM, _stop), sys.unraisablehook
-    sys.unraisablehook = _stop_again
+    handler_before = signal.signal(signal.SIGTERM, _stop)
+    hook_before, sys.unraisablehook = sys.unraisablehook, _stop_again
     received, wakeup = socket.socketpair()
     wakeup.setblocking(False)
     wakeup_before = signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
@@ -229,8 +236,8 @@ def exit_on_sigterm() -> Iterator[None]:
             raise
         raise SystemExit(signal.SIGTERM) from stop  # where the signal came in a call of Ray, Ray exits with 1
     finally:
-        signal.signal(signal.SIGTERM, before)
-        sys.unraisablehook = ignored_before
+        signal.signal(signal.SIGTERM, handler_before)
+        sys.unraisablehook = hook_before
         signal.set_wakeup_fd(wakeup_before)
         wakeup.close()
 
