@@ -1,4 +1,4 @@
-"""The base of everything that runs on a rank, and the environment a rank is born into."""
+"""The base class of workers, one per rank, and the environment variables that a rank starts with."""
 
 import os
 import socket
@@ -12,8 +12,9 @@ from rlsys.single_controller.dispatch import Dispatch, Execute, MeshRank, regist
 from rlsys.utils.errors import ConfigError
 
 QUIET_PORTS = range(20000, 32000)
-_given = list[socket.socket]()
-"""A socket for each port that this process was given: its name is taken as long as it is there."""
+_reserved = list[socket.socket]()
+"""A socket for each port that `free_port` has returned here: while it is bound to the port's name, no other process of
+this host gets that port."""
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -31,9 +32,11 @@ class Worker:
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         worker = super().__new__(cls)
-        worker._environment = born = {name: os.environ[name] for name in RANK_VARIABLES if name in os.environ}
-        worker.rank, worker.local_rank = (int(born.get(name, 0)) for name in ("RANK", "LOCAL_RANK"))
-        worker.world_size, worker.local_world_size = (int(born.get(f"{of}WORLD_SIZE", 1)) for of in ("", "LOCAL_"))
+        worker._environment = {name: os.environ[name] for name in RANK_VARIABLES if name in os.environ}
+        worker.rank = int(worker._environment.get("RANK", 0))
+        worker.world_size = int(worker._environment.get("WORLD_SIZE", 1))
+        worker.local_rank = int(worker._environment.get("LOCAL_RANK", 0))
+        worker.local_world_size = int(worker._environment.get("LOCAL_WORLD_SIZE", 1))
         worker._meshes = {}
         return worker
 
@@ -96,7 +99,7 @@ def free_port(address: str = "127.0.0.1") -> int:
         with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe, suppress(OSError):
             probe.bind((address, port))
             if port and sys.platform == "linux":
-                _given.append(socket.socket(socket.AF_UNIX))
-                _given[-1].bind(f"\0rlsys-port-{port}")  # a name without a file, which goes with the process
+                _reserved.append(socket.socket(socket.AF_UNIX))
+                _reserved[-1].bind(f"\0rlsys-port-{port}")  # a name without a file, which goes with the process
             return probe.getsockname()[1]
     raise OSError(f"no port is free on {address}")
