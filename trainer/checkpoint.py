@@ -85,14 +85,15 @@ class CheckpointStore:
 
     def latest(self) -> Path | None:
         """The newest complete checkpoint, downloaded where the remote one is newer, or None where there is none."""
-        step, there = self._pointed_at(), self.remote.latest_step() if self.remote else None
-        if self.remote is not None and there is not None and (step is None or there > step):
-            self.remote.download(f"global_step_{there}", self.root)
-            self._point_at(there)
-            step = there
+        step = self._pointed_at()
+        remote_step = self.remote.latest_step() if self.remote else None
+        if self.remote is not None and remote_step is not None and (step is None or remote_step > step):
+            self.remote.download(f"global_step_{remote_step}", self.root)
+            self._point_at(remote_step)
+            step = remote_step
         if step is not None and not self.path(step).is_dir():
-            there = f"write the step that it shall name, one of {steps_in(self.root)}, or delete it to start over"
-            raise CheckpointError(f"{self.root / LATEST} names {self.path(step)}, which does not exist; {there}")
+            how = f"write another step into it, one of {steps_in(self.root)}, or delete it to start over"
+            raise CheckpointError(f"{self.root / LATEST} names {self.path(step)}, which does not exist; {how}")
         return None if step is None else self._existing(self.path(step))
 
     def path(self, step: int) -> Path:

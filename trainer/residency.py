@@ -65,7 +65,7 @@ class Residency:
             self.enter(SYNC)
             self.refill()
         left = self.resident
-        assert (left, resident) != (None, Role.Rollout), "call push_weights() before the rollout is used"
+        assert left is not None or resident is not Role.Rollout, "call push_weights() before the rollout is used"
         leave, enter = self._moves.get(left, Moves()).leave, self._moves.get(resident, Moves()).enter
         with self._stage("switch") if leave or enter else nullcontext():
             for move in leave:

@@ -428,7 +428,7 @@ class DataProto:
         return type(self)(batch=self.batch, non_tensor_batch=self.non_tensor_batch, meta_info=self.meta_info)
 
     def __deepcopy__(self, memo: dict[int, object]) -> "DataProto":
-        batch = None if (batch := self._readable) is None else batch.clone()
+        batch = None if self._readable is None else self._readable.clone()
         columns, meta_info = copy.deepcopy(self.non_tensor_batch, memo), copy.deepcopy(self.meta_info, memo)
         return type(self)(batch=batch, non_tensor_batch=columns, meta_info=meta_info)
 
