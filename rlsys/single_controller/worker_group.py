@@ -63,9 +63,7 @@ class WorkerGroup:
         spec = CallSpec(method, self.role, self._target, tuple(kwargs))
         return of_rank(self.backend.submit([(rank, spec, _resolved((*args, *kwargs.values())))])[0])
 
-    def execute_rank(
-        self, rank: int, method: str, *args: object, deadline_s: float | None = None, **kwargs: Any
-    ) -> Any:
+    def execute_rank(self, rank: int, method: str, *args: Any, deadline_s: float | None = None, **kwargs: Any) -> Any:
         """Run a method on one rank and return its result."""
         return self.execute_rank_async(rank, method, *args, **kwargs).get(deadline_s)
 

@@ -255,9 +255,7 @@ class SGLangRollout(BaseRolloutEngine):
             resume = self._engine_thread.engine.tokenizer_manager.continue_generation
             self._control(resume, "ContinueGenerationReqInput", torch_empty_cache=False)
 
-    def _control(
-        self, method: Callable[[Any], Coroutine[object, object, object]], request: str, **fields: object
-    ) -> None:
+    def _control(self, method: Callable[[Any], Coroutine[Any, Any, object]], request: str, **fields: object) -> None:
         """Send a request of SGLang's own to its scheduler."""
         from sglang.srt.managers import io_struct
 
