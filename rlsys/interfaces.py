@@ -1,4 +1,4 @@
-"""The protocols that hold the house together; implementations differ only behind them.
+"""The protocols between packages: training and rollout engines, weight transfer, sources of batches.
 
 Letters: B rows, R response tokens, V vocabulary. Tensors named by the DataProto fields are padded: prompts on the
 left, responses on the right; every per-token output is aligned with `responses` and has shape (B, R).
@@ -70,10 +70,10 @@ class TrainEngine(Protocol):
 
     def weight_layout(self) -> "WeightLayout": ...
     def local_tensors(self) -> "Mapping[str, Tensor]":
-        """The local tensors that `weight_layout` speaks of, by name; read-only views of the live parameters."""
+        """The local tensors that `weight_layout` names; read-only views of the live parameters."""
 
     def weights(self, bucket_bytes: int) -> "Iterator[list[tuple[str, Tensor]]]":
-        """Full HF tensors gathered bucket by bucket: the slow path, the oracle and the fallback."""
+        """Full HF tensors gathered bucket by bucket: slow, for tests and as the fallback."""
 
     def exported(self, bucket_bytes: int) -> "Iterator[list[tuple[str, Tensor]]]":
         """The same as an export has them, in the types of the checkpoint that the model came from."""

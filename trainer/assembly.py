@@ -60,7 +60,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class TrainerParts:
-    """Where batches come from, the verbs of a step, how weights are pushed, how answers and weights are checked."""
+    """The source of batches, the calls of a step, weight pushes, validation, and checks of the running job."""
 
     source: ExperienceSource
     steps: Steps

@@ -88,10 +88,10 @@ def _messages(columns: Mapping[str, Any], row: int) -> list[object]:
 
 
 class BackgroundDumps:
-    """Dumps of training steps, written beside the next step by a thread with a tokenizer of its own.
+    """Dumps of training steps, written by a thread with its own tokenizer while the next step runs.
 
-    One is on its way at most; what went wrong with it is raised by the next call. One that takes longer than
-    deadlines.save_s is a DeadlineError and the last one: nothing more is written. The batch must stay as it is.
+    At most one is being written; its error is raised by the next call. After one that took longer than deadlines.save_s
+    (DeadlineError) nothing more is written. The batch must not change meanwhile.
     """
 
     def __init__(self, run: TrainerConfig, tokenizer: Tokenizer) -> None:

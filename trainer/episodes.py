@@ -126,7 +126,7 @@ class EpisodeRollout(GradedRollout):
         )
 
     def keep(self, starts: Sequence[EpisodeStart], sampling: SamplingParams, step: int) -> None:
-        """Write the logs of training episodes; a disk that takes none does not stop the run."""
+        """Write the logs of training episodes; a disk error does not stop the run."""
         if (cfg := self._run_of(sampling)) is not None and cfg.trainer.rollout_data_dir is not None:
             path = Path(cfg.trainer.rollout_data_dir) / "episodes" / f"{step}.jsonl"
             episodes, most = (start.to_dict() for start in starts), cfg.trainer.rollout_data_max_mb
@@ -230,8 +230,8 @@ def prompt_of_row(row: Row) -> list[Message]:
 
 
 def check_episodes(results: Sequence[EpisodeResult], cfg: GradedJob) -> None:
-    """RolloutError if too many episodes failed or none has an answer to train on, RewardError if too many have one that
-    could not be graded; with the first cause.
+    """RolloutError if too many episodes failed or none has an answer to train on, RewardError if too many answers could
+    not be graded. Both name the first cause.
     """
     failed = [result for result in results if result.end in FAILED]
     if len(failed) > (most := cfg.actor_rollout_ref.rollout.agent.max_failed_share) * len(results):

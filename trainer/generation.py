@@ -19,10 +19,10 @@ Generate = Callable[[DataProto], RowsAndMetrics]
 """Rows of prompts -> the same rows completed, in order, and metrics."""
 
 VALIDATION_SEED = 1 << 40
-LEVELS = ("replicas_ready", "pending")
-"""Metrics of a fleet that say what is now; the others count what was since its start."""
+GAUGES = ("replicas_ready", "pending")
+"""The gauges among a fleet's metrics; the others are counters since its start."""
 REQUESTS = ("rollout/issued", "rollout/answered")
-"""Counts of which a step has only those of its own answers."""
+"""Counters that a step reports for its own answers only."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,8 @@ def fleet_generate(fleet: RolloutFleet, rows: DataProto) -> RowsAndMetrics:
 
 
 def new_counts(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
-    """What a fleet's `metrics` have counted since `before`; LEVELS are those of now."""
-    return {name: n if name.endswith(LEVELS) else n - before.get(name, 0) for name, n in now.items()}
+    """How far a fleet's counters have risen since `before`; gauges have their present values."""
+    return {name: n if name.endswith(GAUGES) else n - before.get(name, 0) for name, n in now.items()}
 
 
 def print_answers(batch: DataProto, tokenizer: Tokenizer) -> None:

@@ -18,7 +18,7 @@ log = get_logger(__name__)
 
 
 def completed(store: CheckpointStore, run: TrainingConfig, total_steps: int) -> str | None:
-    """What to print where an earlier run has done all steps, whose folder is cleaned up; None where steps remain."""
+    """The message for a run that an earlier job has completed; None where steps remain. Cleans up the run's folder."""
     store.sweep()
     folder = store.to_resume(run.resume_mode, run.resume_from_path)
     if folder is None or (done := load_state(folder).global_step) < total_steps:
@@ -33,7 +33,7 @@ def completed(store: CheckpointStore, run: TrainingConfig, total_steps: int) -> 
 class CheckpointedLoop(ABC):
     """A loop of `total_steps` steps that saves its state and resumes from it; `global_step` counts those done.
 
-    `begin` writes down what is run: called when the state to resume is loaded, or at the first save.
+    `begin` records this start in the run's folder: called once the state to resume is loaded, or at the first save.
     """
 
     def __init__(self, run: TrainingConfig, reporter: Reporter, *, keep: Mapping[str, int | None]) -> None:
@@ -59,7 +59,7 @@ class CheckpointedLoop(ABC):
 
     @abstractmethod
     def load_parts(self, folder: Path, state: TrainerState) -> None:
-        """Take up what `save_parts` wrote and returned."""
+        """Restore what `save_parts` wrote and returned."""
 
     def check_folder(self, groups: Mapping[str, EngineGroup]) -> None:
         """ConfigError for a role whose node does not see the folder of the run."""
@@ -86,7 +86,7 @@ class CheckpointedLoop(ABC):
     def finish_save(self, *, wait: bool = True) -> None:
         """Complete the checkpoint that is being written; without `wait` only if the workers have written their files.
 
-        CheckpointError if they could not. A copy that fails is counted and logged, and the next one is tried again.
+        CheckpointError if they could not. An upload that fails is logged and counted; later ones are still made.
         """
         if self._pending is None or not (wait or all(all(group.is_saved()) for group in self.saving_groups())):
             return

@@ -15,7 +15,7 @@ from rlsys.interfaces import State
 from rlsys.protocol import DataProto, object_array
 from rlsys.telemetry.log import get_logger
 from rlsys.utils.errors import ConfigError
-from trainer.generation import LEVELS, REQUESTS, GradedRollout
+from trainer.generation import GAUGES, REQUESTS, GradedRollout
 
 log = get_logger(__name__)
 WARN_EVERY = 10
@@ -52,7 +52,7 @@ class GroupFilter:
 class RolloutSource:
     """Makes one training batch a step, in step order, each a function of the data order, seeds and weights only.
 
-    `counted` has what the fleet has counted since its last call, in pushes and validations too.
+    `counted` returns the fleet's counts since its last call, those of pushes and validations included.
     """
 
     prompts: Prompts
@@ -107,9 +107,9 @@ class RolloutSource:
 
 
 def reduced(metrics: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """One number of several calls: the largest maximum, the mean of means, the last state, the sum of counts."""
+    """One number per metric from several calls: the largest maximum, mean of means, last gauge, sum of counters."""
     how: dict[str, Callable[[Sequence[float]], float]] = {"max": max, "mean": fmean}
-    how |= dict.fromkeys(LEVELS, itemgetter(-1))
+    how |= dict.fromkeys(GAUGES, itemgetter(-1))
     return {name: float(how.get(name.rpartition("/")[2], sum)(values)) for name, values in metrics.items()}
 
 

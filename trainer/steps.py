@@ -1,4 +1,4 @@
-"""The verbs of one training step: each takes the batch and returns it with more columns."""
+"""The calls of one training step: each takes the batch and returns it with more columns."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ ACTOR_OPTIONAL = [*OPTIONAL, "teacher_log_probs", "teacher_ids", "routed_experts
 
 @dataclass(frozen=True)
 class Steps:
-    """The calls of one step on the worker groups; one on a role that the algorithm does not use changes nothing."""
+    """The calls of one step on the worker groups; those on roles that the algorithm does not use change nothing."""
 
     cfg: PPOConfig
     plan: BatchPlan
@@ -82,7 +82,7 @@ class Steps:
             return batch.union(group.compute_ref_log_prob(_only(batch, ROWS)))
 
     def teacher_log_probs(self, batch: DataProto) -> DataProto:
-        """Log-probabilities under each row's teacher, in a distillation; DataError for a row that none teaches."""
+        """Log-probabilities under each row's teacher, in a distillation; DataError for a row without one."""
         if self.groups.teacher is None:
             return batch
         keys = batch.non_tensor_batch.get(self.cfg.distillation.teacher_key, [None] * len(batch))

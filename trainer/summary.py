@@ -1,4 +1,4 @@
-"""What a run has reached, from the files that it left: shown when it ends, however it ends."""
+"""The summary of a run, from its files: printed when it ends, for whatever reason."""
 
 import shlex
 from collections.abc import Iterator

@@ -32,8 +32,8 @@ class WeightPush:
     def push(self, version: int) -> TransferReport:
         """Bring the engines to the actor's weights; unfinished answers continue with them.
 
-        Where a replica is lost meanwhile there is a second push, to which it is restarted, or which leaves it out, and
-        up to `max_restarts` where processes die in those too.
+        If a replica is lost meanwhile, it is restarted or left out and the weights are pushed again: once, or up to
+        `max_restarts` times while worker processes die.
         """
         left, connect = self.fleet.max_restarts, lambda: None
         while True:

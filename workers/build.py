@@ -62,8 +62,10 @@ def make_mfu_meter(model: ModelConfig, engine: TrainEngine, run: EngineRun, *, l
 
 
 def _engine(model: ModelConfig, section: Shard, run: EngineRun, *, sp_size: int, **options: Any) -> "Engine":
-    """The engine that `section` belongs to, once this process has joined the process group and is seeded; `options` are
-    those of both engines. `full_determinism` of a section goes for all that the process computes from then on."""
+    """The engine configured by `section`, after this process has joined the process group and is seeded.
+
+    `options` are common to both engines. `full_determinism` applies to all that this process computes from now on.
+    """
     import_libraries(run.external_libs)
     if section.full_determinism:
         rng.repeat_bitwise()

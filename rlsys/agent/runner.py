@@ -1,4 +1,4 @@
-"""Runs the episodes of a job: so many at once, each with a deadline, and every end counted by its reason.
+"""Runs the episodes of a job: a bounded number at once, each with a deadline, and every end counted by its reason.
 
 Draws may be in rounds: when every open episode waits for the model, all their requests are completed in one batch. What
 is drawn then follows from seeds, tokens and tool results alone, not from the time that a tool takes: the same run gives
@@ -112,10 +112,10 @@ class Rounds:
         """Complete a prompt with the next round; the order of sessions is that of the batch."""
         response: asyncio.Future[ModelResponse] = asyncio.get_running_loop().create_future()
         self._waiting[response] = request
-        asyncio.get_running_loop().call_soon(self._start)  # behind what the episode asks for at once
+        asyncio.get_running_loop().call_soon(self._start)  # after all requests that the episode sends now
         try:
             return await response
-        except asyncio.CancelledError:  # an episode that is given up ends with its round, behind which engines idle
+        except asyncio.CancelledError:  # wait for the round: the engines still run it
             if self._running is not None:
                 await asyncio.wait([self._running])
             raise
@@ -152,7 +152,7 @@ class Rounds:
                 future.set_exception(error)
         finally:
             self._running = None
-            asyncio.get_running_loop().call_soon(self._start)  # behind what those that have answers now ask for
+            asyncio.get_running_loop().call_soon(self._start)  # after the requests of those that have answers now
 
 
 class EpisodeRunner:

@@ -1,4 +1,4 @@
-"""One episode as a workflow sees it: draw answers, add messages, call tools. The only place that makes a prompt."""
+"""One episode as a workflow sees it: draw answers, add messages, call tools. Prompts are made only here."""
 
 import asyncio
 import json
@@ -69,8 +69,8 @@ class Answer:
 class Session:
     """An episode under way; `trace` has its tokens, `messages` the conversation, `counts` what happened in it.
 
-    `lost_score` is why the last answer that was graded got no score, empty where it got one. Once it `is_over`, what
-    its workflow left behind is cancelled where it draws.
+    `lost_score` is why the last answer that was graded got no score, empty where it got one. Once it `is_over`, a
+    task that its workflow left running is cancelled at its next draw.
 
     Draws are functions of `seed` and the tokens before them, so the same calls give the same episode. What `log` has
     of them is not drawn again.

@@ -24,9 +24,9 @@ _YIELDS = (
     *(("actor.use_lora", True), ("actor.use_lora", "${rollout.use_lora}")),
     *((f"actor_rollout_ref.{role}.use_torch_compile", True) for role in ("actor", "ref")),
 )
-"""What verl's and AReaL's trainers want beside the setting that counts."""
+"""Names and values in verl's and AReaL's files that give way to another name of the same key."""
 _ALWAYS_SET = ("reward_model.", *dict(_YIELDS))
-"""Names that count where they have our default: verl's files have null, or what yields, unless they were set."""
+"""Names that count even with our default: verl's files have null there, or a pair of _YIELDS, unless they are set."""
 _FOLLOWS = "${oc.select:"
 """How the values of verl's files begin that follow another key."""
 _ADDED = FieldInfo(annotation=dict[str, object], default=None)
@@ -242,7 +242,7 @@ class Layers:
         self._layer[path] = self.given[path] = given
 
     def _yields(self, path: str, given: Given) -> bool:
-        """Whether another name of the setting counts where a layer has both: verl's files have all defaults."""
+        """Whether another name of the key counts where a layer has both: verl's files contain all defaults."""
         is_unset = given.value == default_of(self._leaves.get(path, _ADDED)) or str(given.value).startswith(_FOLLOWS)
         is_verls = given.origin != "command line" and not given.spelling.startswith(_ALWAYS_SET)
         return given.pair in _YIELDS or (is_verls and is_unset)

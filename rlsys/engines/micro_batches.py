@@ -24,7 +24,7 @@ class Pack:
 def split_rows(
     lengths: Sequence[int], size: MicroBatches, *, agree: Callable[[int], int], num_sharing: int = 1
 ) -> list[list[int]]:
-    """Row numbers of each micro-batch, as many as `agree` makes of it (the maximum over ranks), the last ones empty.
+    """Row numbers of each micro-batch, on every rank as many as `agree` returns (the maximum); the last may be empty.
 
     `num_sharing` ranks compute each row together, so a token budget counts for each. ValueError on all ranks if a row
     alone is over the budget.

@@ -56,9 +56,11 @@ class BaseOptimizer(ABC):
 
     @torch.no_grad()
     def step(self, count: float, share: float = 1.0) -> StepReport:
-        """Divide the gradient sums by `count`, clip and step, which is a `share` of a step of the schedule. Without a
-        positive count, or with a norm that is not finite, only the gradients change: they are dropped. Beside
-        a GPU a worker has one thread, but its rank's share of the cores for what of the step runs on the CPU."""
+        """Divide the gradient sums by `count`, clip and step; `share` is the part of a schedule step that this is.
+
+        Without a positive count, or with a norm that is not finite, the gradients are dropped and nothing else changes.
+        A worker beside a GPU has one thread; what of the step runs on the CPU uses its rank's share of the cores.
+        """
         num_threads = torch.get_num_threads()
         if torch.cuda.is_available() and num_threads == 1:
             torch.set_num_threads(max(1, num_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))

@@ -1,4 +1,4 @@
-"""A fleet of rollout replicas on the driver: places requests, brings their tokens home, and survives lost replicas.
+"""A fleet of rollout replicas on the driver: places requests, collects their tokens, and survives lost replicas.
 
 A thread for each replica exchanges with it: it hands in what was placed there and takes the tokens that were sampled
 since. A lost replica costs the tokens of a quarter second; its requests continue on another one. A replica that fails

@@ -1,4 +1,4 @@
-"""Calls that are under way: waiting for them by a deadline, and turning what went wrong into one error.
+"""Running calls: waiting for their answers with a deadline, and turning failures into one error.
 
 A worker answers every call with a `Header` (small: did it work) beside the value, so that the controller learns of a
 failure without fetching data. The wait looks at all ranks at once; the first real cause is raised, not the
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlsys.telemetry.recorder import StageReport, merged
-from rlsys.utils.errors import SPOKEN_ERRORS, DeadlineError, FailedWorker, WorkerError
+from rlsys.utils.errors import RERAISED_ERRORS, DeadlineError, FailedWorker, WorkerError
 
 POLL_S = 1.0
 WAITED_S = 30.0
@@ -91,10 +91,9 @@ RankCall = tuple[int, CallSpec, tuple[object, ...]]
 
 @dataclass(eq=False)
 class Pending:
-    """An answer on its way. Its backend gives `header` and `value` of it once a wait has reported it done.
+    """A call on one rank that is waited for; once it is done its backend reads the answer's `header` and `value`.
 
-    `references` are what its backend knows the header and the value by. `is_noted` is set when the report that came
-    with the answer has been kept.
+    `references` are the backend's handles for these two. `is_noted` is set once the stage report of the answer is kept.
     """
 
     backend: "Backend"
@@ -106,9 +105,9 @@ class Pending:
 
 
 class Backend(ABC):
-    """The processes behind a group and how they are spoken to; the roles of a colocated class share one.
+    """The processes of a group and how they are called; the roles of a colocated class share one.
 
-    As it is here, `references` are the header and the value themselves, and every answer is there at once.
+    By default `references` are the header and the value themselves, and every answer is done at once.
     """
 
     def __init__(self, world_size: int, deadlines: Deadlines) -> None:
@@ -129,11 +128,11 @@ class Backend(ABC):
     @abstractmethod
     def submit(self, calls: Sequence[RankCall]) -> list[Pending]: ...
 
-    def header(self, one: Pending) -> Header:
-        return one.references[0]
+    def header(self, call: Pending) -> Header:
+        return call.references[0]
 
-    def value(self, one: Pending) -> Any:
-        return one.references[1]
+    def value(self, call: Pending) -> Any:
+        return call.references[1]
 
     def wait_done(self, pending: Sequence[Pending], timeout_s: float) -> list[Pending]:
         """Those that are done, as soon as there is one, or none after the timeout; they may be of several backends."""
@@ -180,9 +179,9 @@ class Future:
         return self._collect(self.pending)
 
 
-def of_rank(one: Pending, peers: Sequence[Pending] = ()) -> Future:
+def of_rank(call: Pending, peers: Sequence[Pending] = ()) -> Future:
     """The answer of one rank."""
-    return Future([one], lambda _: one.backend.value(one), peers)
+    return Future([call], lambda _: call.backend.value(call), peers)
 
 
 def finish(
@@ -211,13 +210,15 @@ def finish(
         done = backend.wait_done([*missing, *others, *probes], min(POLL_S, end_s - now_s, grace_end_s - now_s))
         failed += _failures(done)
         gone = set(done)
-        missing, others, probes = ([one for one in left if one not in gone] for left in (missing, others, probes))
+        missing = [call for call in missing if call not in gone]
+        others = [call for call in others if call not in gone]
+        probes = [call for call in probes if call not in gone]
         if failed and grace_end_s == float("inf"):
             grace_end_s = time.monotonic() + SECONDARY_GRACE_S
         if any(not failure.is_secondary for _, failure in failed):  # the cause is known; a death comes before all
             grace_end_s = min(grace_end_s, time.monotonic() + (0 if any(f.died for _, f in failed) else GRACE_S))
         if not done and idle:
-            probed = {one.rank for one in probes}
+            probed = {call.rank for call in probes}
             probes += [backend.probe(rank) for rank in idle if rank not in probed]
     if failed:
         raise _first_cause(failed)
@@ -227,13 +228,13 @@ def finish(
 
 def _failures(done: Sequence[Pending]) -> Iterator[tuple[Pending, Failure]]:
     """Those that failed. The stage reports that came with the answers are kept, each once."""
-    for one in done:
-        header = one.backend.header(one)
-        if header.report is not None and not one.is_noted:
-            one.backend.reports.append(header.report)
-            one.is_noted = True
+    for call in done:
+        header = call.backend.header(call)
+        if header.report is not None and not call.is_noted:
+            call.backend.reports.append(header.report)
+            call.is_noted = True
         if header.failure is not None:
-            yield one, header.failure
+            yield call, header.failure
 
 
 def _first_cause(failed: Sequence[tuple[Pending, Failure]]) -> BaseException:
@@ -245,7 +246,7 @@ def _first_cause(failed: Sequence[tuple[Pending, Failure]]) -> BaseException:
     cause = "\n".join(filter(None, [failure.cause, failure.trace, f"also failed: {'; '.join(also)}" if also else ""]))
     host, tail = backend.host(pending.rank), backend.log_tail(pending.rank)
     where = FailedWorker(pending.role, pending.rank, host, pending.stage, cause, tail)
-    if isinstance(failure.exception, SPOKEN_ERRORS):
+    if isinstance(failure.exception, RERAISED_ERRORS):
         failure.exception.add_note(f"raised by {where.role} rank {where.rank} on {where.host} at stage '{where.stage}'")
         return failure.exception
     error = WorkerError(where)
@@ -256,8 +257,8 @@ def _first_cause(failed: Sequence[tuple[Pending, Failure]]) -> BaseException:
 def _late(missing: Sequence[Pending], deadline_s: float) -> DeadlineError:
     """The error for ranks that did not answer."""
     first = missing[0]
-    ranks = ", ".join(str(one.rank) for one in missing)
+    ranks = ", ".join(str(call.rank) for call in missing)
     who = f"{first.role} rank{'s' if len(missing) > 1 else ''} {ranks} on {first.backend.host(first.rank)}"
-    states = [f"rank {one.rank}: {one.backend.diagnose(one.rank)}" for one in missing[:4]]
+    states = [f"rank {call.rank}: {call.backend.diagnose(call.rank)}" for call in missing[:4]]
     hint = "\n  ".join(["see what it waits for; raise trainer.deadlines if the work is only slow", *states])
     return DeadlineError(who, first.stage, deadline_s, hint)

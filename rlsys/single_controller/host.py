@@ -99,7 +99,7 @@ def answer(run: Callable[[], object]) -> tuple[Header, object]:
 def failure_of(error: BaseException) -> Failure:
     """An exception in a form that another process can read."""
     cause, trace = f"{type(error).__name__}: {error}", _trace(error)[-4000:]
-    return Failure(cause, trace, at_s=time.time(), exception=error if _travels(error) else None)
+    return Failure(cause, trace, at_s=time.time(), exception=error if _is_picklable(error) else None)
 
 
 def _trace(error: BaseException) -> str:
@@ -110,7 +110,7 @@ def _trace(error: BaseException) -> str:
     return text if behind is None else f"{text}\ncaused by {type(behind).__name__}: {behind}\n{_trace(behind)}"
 
 
-def _travels(error: BaseException) -> bool:
+def _is_picklable(error: BaseException) -> bool:
     """Whether an exception can be sent and built again on the other side."""
     try:
         pickle.dumps(error)

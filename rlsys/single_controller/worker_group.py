@@ -37,7 +37,7 @@ class WorkerGroup:
             setattr(self, name, partial(self._call, name, registration))
 
     def __getattr__(self, name: str) -> Any:
-        """Registered methods are attributes of the instance; what arrives here is none of them."""
+        """AttributeError: registered methods are attributes of the instance, so `name` is not one of them."""
         methods = dispatch.registered_methods(self.__dict__["_cls"]) if "_cls" in self.__dict__ else ()
         raise AttributeError(f"{type(self).__name__} has no '{name}'; its workers register: {', '.join(methods)}")
 
@@ -49,7 +49,7 @@ class WorkerGroup:
     def execute_all_async(self, method: str, *args: object, **kwargs: object) -> list[Future]:
         """Start a method on every rank; lists with one entry per rank are handed out, other values go to all."""
         pending = self._start(method, dispatch.dispatch_all_to_all(self, *args, **kwargs))
-        return [of_rank(one, pending) for one in pending]
+        return [of_rank(call, pending) for call in pending]
 
     def execute_all_sync(self, method: str, *args: object, **kwargs: object) -> list[Any]:
         return self._results(self._start(method, dispatch.dispatch_all_to_all(self, *args, **kwargs)))
@@ -57,7 +57,7 @@ class WorkerGroup:
     execute_all = execute_all_async
 
     def execute_rank_async(self, rank: int, method: str, *args: object, **kwargs: Any) -> Future:
-        """Start a method on one rank, registered or not; other ranks do not matter to it."""
+        """Start a method on one rank, registered or not; failures of other ranks do not end it."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"{self.role} has ranks 0..{self.world_size - 1}, not {rank}")
         spec = CallSpec(method, self.role, self._target, tuple(kwargs))
@@ -143,7 +143,7 @@ class WorkerGroup:
     def _collected(self, mode: dispatch.DispatchMode, pending: Sequence[Pending]) -> object:
         """The call's result; of ranks that only repeat another's rows, nothing is fetched."""
         if mode.parts_fn is None:
-            return mode.collect_fn(self, [self.backend.value(one) for one in pending])
+            return mode.collect_fn(self, [self.backend.value(call) for call in pending])
         return dispatch.join([self.backend.value(pending[rank]) for rank in mode.parts_fn(self)])
 
     def _start(self, method: str, split: dispatch.SplitArguments) -> list[Pending]:
@@ -156,9 +156,9 @@ class WorkerGroup:
         return self.backend.submit(calls)
 
     def _results(self, pending: Sequence[Pending], collect: Callable[[Sequence[Pending]], object] | None = None) -> Any:
-        busy = {one.rank for one in pending}
+        busy = {call.rank for call in pending}
         finish(pending, idle=[rank for rank in self.backend.present if rank not in busy])
-        return [self.backend.value(one) for one in pending] if collect is None else collect(pending)
+        return [self.backend.value(call) for call in pending] if collect is None else collect(pending)
 
 
 def _resolved(values: Sequence[object]) -> tuple[object, ...]:

@@ -29,7 +29,7 @@ class WeightTransferError(Exception):
     """A weight push failed or was incomplete; the engine must not serve until the next complete one."""
 
 
-SPOKEN_ERRORS = (ConfigError, DataError, CheckpointError, WeightTransferError)
+RERAISED_ERRORS = (ConfigError, DataError, CheckpointError, WeightTransferError)
 """Errors that mean the same in any process; the driver raises those of workers unchanged."""
 
 

@@ -315,8 +315,8 @@ class _SourceSelector:
     def share(self, sources: Ints, destination: int, num_bytes: Ints) -> Ints:
         """A source for each copy, so that the loads of the sources come out as even as whole copies allow.
 
-        The bytes fill the least loaded sources up to one level, as water does. Laid end to end, they are cut into the
-        sources' shares, and a copy is given by the source in whose share its middle is.
+        Water-filling: the bytes raise the least loaded sources to one level. Laid end to end, the copies are cut into
+        the sources' shares, and each copy is given by the source in whose share its middle is.
         """
         sources = sources[np.argsort(self.load[sources], kind="stable")]
         load, total = self.load[sources].astype(np.float64), float(num_bytes.sum())

@@ -102,25 +102,26 @@ class RayBackend(Backend):
             pending.append(Pending(self, spec.role, rank, spec.method, refs))
         return pending
 
-    def header(self, one: Pending) -> Header:
+    def header(self, call: Pending) -> Header:
         try:
-            return ray.get(one.references[0])
+            return ray.get(call.references[0])
         except ray_exceptions.RayActorError as error:
-            lost = self._lost_node(one.rank, NODE_S if isinstance(error, ray_exceptions.ActorUnavailableError) else 0.0)
-            return Header(Failure(lost or death_of(error), died=True))
+            may_be_back = isinstance(error, ray_exceptions.ActorUnavailableError)
+            lost_node = self._lost_node(call.rank, NODE_S if may_be_back else 0.0)
+            return Header(Failure(lost_node or death_of(error), died=True))
         except ray_exceptions.RayError as error:
             return Header(Failure(str(error)))
 
-    def value(self, one: Pending) -> Any:
+    def value(self, call: Pending) -> Any:
         """The result; WorkerError when it was lost after the worker had answered, with its node."""
         try:
-            return ray.get(one.references[1])
+            return ray.get(call.references[1])
         except ray_exceptions.RayError as error:
             lost = f"its answer was lost: {error}"
-            raise WorkerError(FailedWorker(one.role, one.rank, self.host(one.rank), one.stage, lost)) from error
+            raise WorkerError(FailedWorker(call.role, call.rank, self.host(call.rank), call.stage, lost)) from error
 
     def wait_done(self, pending: Sequence[Pending], timeout_s: float) -> list[Pending]:
-        by_ref = {one.references[0]: one for one in pending}
+        by_ref = {call.references[0]: call for call in pending}
         refs = list(by_ref)
         first, _ = ray.wait(refs, num_returns=1, timeout=max(0.0, timeout_s))
         done = ray.wait(refs, num_returns=len(refs), timeout=0)[0] if first and len(refs) > 1 else first
@@ -187,7 +188,7 @@ class RayBackend(Backend):
     def _locate(self, ranks: Sequence[int], deadline_s: float | None = None) -> None:
         asked = [self._ask(rank, START, "describe") for rank in ranks]
         finish(asked, deadline_s=deadline_s)
-        self._places |= {one.rank: self.value(one) for one in asked}
+        self._places |= {call.rank: self.value(call) for call in asked}
 
     def _rank_environments(self) -> list[dict[str, str]]:
         """The variables of every rank; local ranks count along the ranks of one node."""
