@@ -71,8 +71,7 @@ class RayPPOTrainer(CheckpointedLoop):
         """
         for name, value in (("processor", processor), ("collate_fn", collate_fn)):
             if value is not None:
-                how = "remove it, and make rows of your own by data.custom_cls"
-                raise ConfigError(f"{name} is not supported by RayPPOTrainer; {how}")
+                raise ConfigError(f"RayPPOTrainer takes no {name}; make rows of your own by data.custom_cls")
         if train_dataset is None:
             raise ConfigError("RayPPOTrainer needs a train_dataset")
         run, self.plan = config.trainer, plan_batches(config)

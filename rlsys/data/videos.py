@@ -96,8 +96,7 @@ def _check_frames(count: int, width: int = 1, height: int = 1) -> None:
 
 def _decoded(data: bytes, settings: Mapping[str, float]) -> Video:
     """Frames of a file at equal distances, an even number of them."""
-    fix = "video files need PyAV: pip install -e '.[video]', or write each video as a list of frames"
-    with raised_as(ConfigError, fix, ImportError):
+    with raised_as(ConfigError, "video files need PyAV: pip install -e '.[video]', or give their frames", ImportError):
         import av
     with (
         raised_as(ImageError, "the video cannot be decoded"),

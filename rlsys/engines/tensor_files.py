@@ -123,8 +123,7 @@ class PiecedTensor:
             stored = self._slice(piece)
             shape, ends = tuple(stored.get_shape()), tuple(map(add, piece.at, piece.shape))
             if len(shape) != len(ends) or any(map(gt, ends, shape)):
-                whole = f"{self.name} {self.shape}"
-                raise CheckpointError(f"{piece.file}: {piece.key} is {shape}, needs {ends} as a part of {whole}")
+                raise CheckpointError(f"{piece.file}: {piece.key} is {shape}, {self.name} {self.shape} needs {ends}")
             dtypes[stored.get_dtype()] = piece.file.name
         if len(dtypes) != 1:
             there = ", ".join(f"{dtype} in {file}" for dtype, file in dtypes.items()) or "nowhere"

@@ -59,8 +59,7 @@ def merge(
     checkpoint = local_dir if is_model else find_checkpoint(local_dir)
     config_dir = config_dir or (checkpoint if is_model else checkpoint / HUGGINGFACE)
     if not (config_dir / "config.json").is_file():
-        how = "set --hf_model_config_path to the folder of the model that was trained"
-        raise CheckpointError(f"{config_dir} has no config.json: {how}")
+        raise CheckpointError(f"{config_dir} has no config.json: set --hf_model_config_path to the trained model")
     hf_config = read_config_json(config_dir)
     pieced: dict[str, PiecedTensor] = {} if is_model else open_checkpoint(checkpoint, hf_config, backend)
     stored: hf.TensorSource = hf.open_model_dir(checkpoint) if is_model else pieced

@@ -43,8 +43,7 @@ class SharedMemory:
             return cls(fd, f"/proc/{os.getpid()}/fd/{fd}", num_bytes)
         except OSError as error:
             os.close(fd)
-            wanted = f"{num_bytes / 2**20:.0f} MiB of shared memory"
-            raise WeightTransferError(f"cannot allocate {wanted} for weights: {error}") from error
+            raise WeightTransferError(f"cannot allocate {num_bytes >> 20} MiB of shared memory: {error}") from error
 
     @classmethod
     def open(cls, path: str, num_bytes: int) -> "SharedMemory":

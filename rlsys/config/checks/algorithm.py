@@ -36,8 +36,7 @@ def _adapter(cfg: PPOConfig) -> Iterator[str]:
 def _policy_loss(cfg: PPOConfig) -> Iterator[str]:
     actor, loss = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.actor.policy_loss
     if actor.clip_ratio_low > 1 and loss.loss_mode in ("vanilla", "gspo", "clip_cov", "kl_cov"):
-        why = "a ratio cannot fall below 0, so this clips nothing; set a number from 0 to 1"
-        yield wrong(cfg, f"{ACTOR}.clip_ratio_low", why)
+        yield wrong(cfg, f"{ACTOR}.clip_ratio_low", "ratios are not below 0, so it never clips; set 0 to 1")
     if loss.clip_cov_lb > loss.clip_cov_ub:
         yield wrong(cfg, f"{ACTOR}.policy_loss.clip_cov_lb", f"set at most clip_cov_ub={loss.clip_cov_ub:g}")
 

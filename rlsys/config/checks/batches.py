@@ -46,13 +46,12 @@ def _role(cfg: PPOConfig, role: str, section: ActorConfig | CriticConfig) -> Ite
         yield wrong(cfg, key, f"does not divide data.train_batch_size={prompts}", near)
     answers, (groups, odd) = cfg.actor_rollout_ref.rollout.n, divmod(resolve_pools(cfg).train_ranks, shared_by(section))
     samples, groups = mini * answers, max(groups, 1)
-    if samples % groups and not odd:  # else the sizes are wrong, which others say
+    if samples % groups and not odd:  # else the sizes are wrong, which other checks report
         why = f"times actor_rollout_ref.rollout.n={answers} gives {samples} samples, which {groups} data-parallel ranks"
         least = next(prompts for prompts in range(1, groups + 1) if prompts * answers % groups == 0)
         yield wrong(cfg, key, f"{why} cannot share evenly; set a multiple of {least}")
     elif not section.use_dynamic_bsz and (section.ppo_micro_batch_size_per_gpu or 1) > (share := samples // groups):
-        why = f"a rank's share of a mini-batch is only {share} samples"
-        yield wrong(cfg, f"{role}.ppo_micro_batch_size_per_gpu", why, share)
+        yield wrong(cfg, f"{role}.ppo_micro_batch_size_per_gpu", f"a rank's mini-batch has only {share} samples", share)
 
 
 def _divides(
@@ -117,8 +116,7 @@ def check_supervised_batches(cfg: SupervisedConfig) -> Iterator[str]:
     yield from _divides(cfg, "engine", cfg.model, cfg.engine, cfg.engine, ranks)
     share = data.train_batch_size // groups
     if data.train_batch_size % groups:
-        why = f"{groups} data-parallel ranks cannot share it evenly; set a multiple of {groups}"
-        yield wrong(cfg, "data.train_batch_size", why)
+        yield wrong(cfg, "data.train_batch_size", f"set a multiple of {groups}, the data-parallel ranks")
     elif not data.use_dynamic_bsz and data.micro_batch_size_per_gpu > share:
         yield wrong(cfg, "data.micro_batch_size_per_gpu", f"a rank's share of a batch is only {share} rows", share)
     if data.use_dynamic_bsz and data.max_token_len_per_gpu * sequence < data.max_length:

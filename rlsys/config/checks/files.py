@@ -126,8 +126,7 @@ def _model(cfg: Section, key: str, model: ModelFolderConfig, longest: int, lengt
     elif why := _wrong_facts(facts):
         yield wrong(cfg, f"{key}.path", f"config.json: {why}")
     elif isinstance(limit, int) and limit < longest:
-        why = f"the model supports {limit} tokens, but {lengths} is {longest}; set shorter lengths"
-        yield wrong(cfg, f"{key}.path", why)
+        yield wrong(cfg, f"{key}.path", f"the model supports {limit} tokens, but {lengths} is {longest}; lower it")
 
 
 def _wrong_facts(facts: Mapping[str, object]) -> str:
@@ -226,8 +225,7 @@ def _output(cfg: PPOConfig | SupervisedConfig | EvalConfig) -> Iterator[str]:
         yield wrong(cfg, "trainer.default_hdfs_dir", "not an address", "s3://BUCKET/RUN")
     for key in ("default_local_dir", "rollout_data_dir", "validation_data_dir", "output_path"):
         if "://" in (name := getattr(trainer, key, None) or ""):
-            why = "it must be a folder of this machine; to copy checkpoints set trainer.default_hdfs_dir"
-            yield wrong(cfg, f"trainer.{key}", why)
+            yield wrong(cfg, f"trainer.{key}", "set a local folder; to copy checkpoints set trainer.default_hdfs_dir")
         elif name:
             path, is_file = Path(name).absolute(), key == "output_path"
             standing = existing_parent(path.parent if is_file else path)

@@ -42,8 +42,7 @@ def check_megatron(cfg: PPOConfig | SupervisedConfig) -> Iterator[str]:
 def _role(cfg: Section, role: str, section: TrainedConfig, key: str, model: ModelConfig, ranks: int) -> Iterator[str]:
     yield from _sizes(cfg, f"{role}.megatron", section.megatron, ranks)
     if model.lora_rank and isinstance(section.megatron, MegatronConfig) and section.megatron.fp8 is not None:
-        why = f"adapters are merged into weights, which fp8 would round; set {role}.megatron.fp8=null"
-        yield wrong(cfg, f"{key}.lora_rank", why)
+        yield wrong(cfg, f"{key}.lora_rank", f"fp8 would round merged adapters; set {role}.megatron.fp8=null")
     if not model.use_remove_padding:
         yield note(cfg, f"{key}.use_remove_padding", "Megatron always packs sequences")
 

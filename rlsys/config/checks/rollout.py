@@ -22,8 +22,7 @@ def check_rollout(cfg: GradedJob, ranks: int) -> Iterator[str]:
     longest = cfg.data.max_prompt_length + cfg.data.max_response_length
     facts = model_facts(cfg.actor_rollout_ref.model.path)
     if limit is not None and limit < longest:
-        why = f"data.max_prompt_length + data.max_response_length is {longest}"
-        yield wrong(cfg, f"{KEY}.max_model_len", why, longest)
+        yield wrong(cfg, f"{KEY}.max_model_len", f"prompt and response have up to {longest} tokens", longest)
     yield from [*_parallel_sizes(cfg, name)] or _replicas(cfg, name, ranks)
     if (backend := engines.rollout_backend(name)).worker and "t" in backend.dims:
         yield from _model_sizes(cfg, name)
@@ -142,7 +141,8 @@ def _quantised(cfg: GradedJob, name: str) -> Iterator[str]:
         return
     is_pushed = not isinstance(cfg, EvalConfig)
     if cfg.trainer.device == "cpu" or name not in ("vllm", "sglang" if is_pushed else "vllm"):
-        yield wrong(cfg, engines.QUANTIZATION, "only vllm, and sglang in a training job, serve it on GPUs", None)
+        why = "only vllm serves it, and sglang beside a trainer, on GPUs of the job"
+        yield wrong(cfg, engines.QUANTIZATION, why, None)
         return
     try:
         engines.float8_block(model_facts(policy.model.path), policy.rollout, is_pushed=is_pushed)

@@ -100,8 +100,7 @@ def _staleness(cfg: PPOConfig) -> Iterator[str]:
     correction = cfg.algorithm.rollout_correction
     if not correction.corrects and not correction.bypass_mode:
         ways = "bypass_mode=true to clip around those, or rollout_is=token for decoupled PPO"
-        why = f"the loss ignores that samples are of older weights; set algorithm.rollout_correction.{ways}"
-        yield note(cfg, STALENESS, why)
+        yield note(cfg, STALENESS, f"the loss ignores older weights; set algorithm.rollout_correction.{ways}")
 
 
 def _reproducible(cfg: PPOConfig) -> Iterator[str]:
