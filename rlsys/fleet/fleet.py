@@ -97,10 +97,14 @@ class RolloutFleet:
         with self._change:
             if self._closed or all(entry.state == "gone" for entry in self._replicas):
                 raise RolloutError("the fleet is closed" if self._closed else self._all_gone())
-            partials = [PartialResponse(one) if isinstance(one, ModelRequest) else one.copy() for one in work]
-            first, size = self.counts["issued"], self.chunk_rows if together and self.chunk_rows else 1
-            batches = [RequestBatch(together and self.chunk_rows is not None) for _ in partials[::size]]
-            requests = [FleetRequest(first + n, p, len(p.tokens), batches[n // size]) for n, p in enumerate(partials)]
+            partials = [PartialResponse(item) if isinstance(item, ModelRequest) else item.copy() for item in work]
+            fixed_rows = self.chunk_rows if together else None
+            batch_rows, first_number = fixed_rows or 1, self.counts["issued"]
+            batches = [RequestBatch(fixed=fixed_rows is not None) for _ in range(0, len(partials), batch_rows)]
+            requests = [
+                FleetRequest(first_number + row, response, len(response.tokens), batches[row // batch_rows])
+                for row, response in enumerate(partials)
+            ]
             self._placement.waiting += batches
             self.counts["issued"] += len(requests)
             self._pending |= {request.number: request for request in requests}
