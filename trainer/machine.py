@@ -65,9 +65,13 @@ def check_machine(config: JobConfig, *, dry_run: bool, here: bool = True) -> lis
     elif not here and _joins_a_cluster(config):
         notes.append("the job's Ray cluster is not compared with a plan for another machine; for that remove --gpu")
     settings = flat_settings(config.model_dump())
-    teachers = [key for key in settings if key.startswith("distillation.") and key.endswith(".model_path")]
-    is_scored = isinstance(config, PPOConfig) and not config.reward.has_judge
-    for key in (*MODELS, *teachers) if dry_run else (GRADER,) if is_scored else ():
+    keys: tuple[str, ...] = ()
+    if dry_run:
+        teachers = [key for key in settings if key.startswith("distillation.") and key.endswith(".model_path")]
+        keys = (*MODELS, *teachers)
+    elif isinstance(config, PPOConfig) and not config.reward.has_judge:
+        keys = (GRADER,)
+    for key in keys:
         if (name := settings.get(key)) and is_hub_id(name):
             folder = download_config(name, key=key)
             if key in MODELS and (problems := check(replaced(config, {key: str(folder)}))[0]):
@@ -125,7 +129,8 @@ def _capacity(config: JobConfig) -> Iterator[str]:
     other = f"; {OTHER_GPUS}" if is_ppo else ""
     why = "no GPU is visible on this machine (nvidia-smi, CUDA_VISIBLE_DEVICES)"
     if run.device == "auto" and not num_gpus:
-        (_, known), (problems, notes) = check(config), check(replaced(config, {"trainer.device": "cpu"}))
+        _, known = check(config)
+        problems, notes = check(replaced(config, {"trainer.device": "cpu"}))
         if problems:
             raise ConfigError("\n".join([*problems, f"trainer.device = auto: {why}{other}"]))
         yield from (note for note in notes if note not in known)
