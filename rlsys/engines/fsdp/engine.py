@@ -174,7 +174,9 @@ class FSDPEngine(BaseTrainEngine[Ranks, ShardedOptimizer]):
     def _tensors_of(self, part: Part) -> list[Tensor]:
         """Gradients follow their parameters; with offload_policy FSDP2 moves them itself."""
         sharding.reshard(self.model)
-        held = [one for p in self.model.parameters() for one in (p, p.grad) if one is not None]
-        if part != "params":
-            held = list(self.optimizer.moments().values()) if part == "optimizer" and self.optimizer is not None else []
-        return [local_of(one) for one in held if one.device.type == self.ranks.device.type]
+        tensors = list[Tensor]()
+        if part == "params":
+            tensors = [tensor for p in self.model.parameters() for tensor in (p, p.grad) if tensor is not None]
+        elif part == "optimizer" and self.optimizer is not None:
+            tensors = list(self.optimizer.moments().values())
+        return [local_of(tensor) for tensor in tensors if tensor.device.type == self.ranks.device.type]
