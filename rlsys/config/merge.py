@@ -172,7 +172,7 @@ class Layers:
         if path.endswith("model.lora") and isinstance(value, dict) and value.get("rank") == 0:
             value = {"rank": 0}  # the rest is of no adapters, or of those of lora_rank
         given = Given(value, origin, spelling)
-        reason = compat.foreign.get(path)
+        key, reason, foreign = self._key_of(path), compat.foreign.get(path), compat.foreign_key(path)
         if path in compat.expansions and not isinstance(value, dict) and (reason is None or reason.accepts(value)):
             for key, part in compat.expand(path, value).items():
                 self._set(key, Given(part, origin, spelling, value))
@@ -180,11 +180,11 @@ class Layers:
             self._splits[compat.splits[path]] = value
         elif path in compat.engines:
             self.engines[path] = str(value)
-        elif (key := self._key_of(path)) not in (None, path) and path in compat.foreign:
+        elif key not in (None, path) and reason is not None:
             self._refuse_or_ignore(path, given)
         elif key and not self._spelled_below(spelling, value):
             self._set_leaf(key, path, given)
-        elif isinstance(value, dict) and value and not ((theirs := compat.foreign_key(path)) and theirs.accepts(value)):
+        elif isinstance(value, dict) and value and not (foreign and foreign.accepts(value)):
             for name, below in value.items():
                 self._place(f"{spelling}.{name}", below, origin)
         elif path not in self._sections:
@@ -214,8 +214,7 @@ class Layers:
         try:
             json.dumps(given.value)
         except TypeError:
-            why = "a date or binary value cannot be a setting; put quotes around it"
-            self.problems.append(f"{given.spelling} ({given.origin}): {why}")
+            self.problems.append(f"{given.spelling} ({given.origin}): put quotes around a date or binary value")
             return
         if isinstance(given.value, dict) and not is_open(field):
             self.problems.append(f"{given} ({given.origin}): it is a single value, not a section")
