@@ -103,15 +103,16 @@ def load_prompts(
 
 
 def _check_agents(config: GradedJob, rows: PromptDataset) -> None:
-    """DataError for a row that asks for an agent, a tool or an interaction where there is no workflow."""
+    """DataError for a row that asks for an agent or a tool without a workflow, or has a video with one."""
     has_workflow = config.actor_rollout_ref.rollout.has_workflow
-    for row in rows if has_workflow else ():
-        if any(map(is_video, row.images)):
+    for row in rows:
+        if has_workflow and any(map(is_video, row.images)):
             raise DataError(f"row {row.index}: workflows take no videos; write their frames as images")
-    names = ("need_tools_kwargs", "tools_kwargs", "interaction_kwargs")
-    for row in () if has_workflow else rows:
-        asks = ["agent_name"] if row.fields.get("agent_name") not in (None, "", "single_turn_agent") else []
-        if asks := [*asks, *(f"extra_info.{name}" for name in names if row.extra_info.get(name))]:
+        names = ("need_tools_kwargs", "tools_kwargs", "interaction_kwargs")
+        asks = [f"extra_info.{name}" for name in names if row.extra_info.get(name)]
+        if row.fields.get("agent_name") not in (None, "", "single_turn_agent"):
+            asks.insert(0, "agent_name")
+        if asks and not has_workflow:
             why = f"row {row.index}: {asks[0]} asks for tools, but the rollout is single-turn"
             raise DataError(f"{why}; set actor_rollout_ref.rollout.multi_turn.enable=true or remove it")
 
