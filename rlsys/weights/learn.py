@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -127,12 +127,10 @@ class _Probe:
 
     def _decode(self) -> tuple[list[_PlacedBox], dict[str, str]]:
         """All boxes, and the reasons for local tensors that cannot be decoded."""
-        placed, failures = list[_PlacedBox](), dict[str, str]()
+        placed = list[_PlacedBox]()
+        numbers_by_local, failures = self._read_back()
         names, full_shapes = list(self.tensors), [shape for shape, _ in self.tensors.values()]
-        for name, numbers in self._read_back().items():
-            if isinstance(numbers, str):
-                failures[name] = numbers
-                continue
+        for name, numbers in numbers_by_local.items():
             starts = torch.tensor(list(self.base.values()), device=numbers.device, dtype=numbers.dtype)
             try:
                 boxes = decode_boxes(numbers, self.local[name].stride(), starts, full_shapes, max_boxes=self.max_boxes)
@@ -140,27 +138,26 @@ class _Probe:
                 failures[name] = str(error)
                 continue
             placed += [_PlacedBox(Box(names[t], start, view.shape), name, view) for t, start, view in boxes]
-        return placed, failures
+        return placed, {name: failures[name] for name in self.local if name in failures}
 
-    def _read_back(self) -> dict[str, Tensor | str]:
-        """The number of each element of every local tensor, -1 for none; or the reason why it has none."""
-        numbers: dict[str, Any] = {
-            n: torch.zeros_like(t, dtype=torch.int32) if t.dtype in self.exact else f"its dtype is {t.dtype}"
-            for n, t in self.local.items()
-        }
+    def _read_back(self) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """The number of each element of the local tensors, -1 for none; and why other local tensors have no numbers."""
+        numbers = {n: torch.zeros_like(t, dtype=torch.int32) for n, t in self.local.items() if t.dtype in self.exact}
+        failures = {n: f"its dtype is {t.dtype}" for n, t in self.local.items() if t.dtype not in self.exact}
         absent: dict[str, Tensor] = {}
         for power in range(self.num_passes):
             self._clear()
             self._load(lambda name, power=power: self._digits_of(name, power), list(self.tensors))
-            for name in [name for name in self.local if not isinstance(numbers.get(name), str)]:
+            for name in list(numbers):
                 digits = _decode_digits(self.local[name])
                 is_absent = digits == NONE
                 if not torch.equal(is_absent, absent.setdefault(name, is_absent)) or (digits == INVALID).any():
-                    numbers[name] = "its values are not those that were loaded"
+                    failures[name] = "its values are not those that were loaded"
+                    del numbers[name]
                 else:
                     numbers[name].add_(digits, alpha=RADIX**power)
                 del digits, is_absent
-        return {n: held if isinstance(held, str) else held.masked_fill_(absent[n], NONE) for n, held in numbers.items()}
+        return {n: held.masked_fill_(absent[n], NONE) for n, held in numbers.items()}, failures
 
     def _clear(self) -> None:
         """Fill the local tensors with a value that is no digit."""
