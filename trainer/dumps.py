@@ -19,7 +19,8 @@ from rlsys.utils.daemon_threads import in_daemon_thread
 from rlsys.utils.errors import DeadlineError
 
 SHOWN = ("rollout_log_probs", "advantages", "weight_versions", "turn_ids")
-SHOWN_VALUES = {"log_probs": "old_log_probs", **dict(zip(SHOWN, SHOWN))}
+SHOWN_VALUES = {"log_probs": "old_log_probs", **{name: name for name in SHOWN}}
+"""Values per token on the page, and the columns of a batch that have them."""
 T = TypeVar("T")
 
 

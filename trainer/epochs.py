@@ -119,7 +119,7 @@ def check_repeatable(fleet: RolloutFleet, vocab_size: int) -> None:
     ]
     num_copies = 2 * int(fleet.metrics()["rollout/replicas_ready"])
     copies = [fleet.submit(rows, together=True) for _ in range(num_copies)]
-    bits = [[(one.output_tokens, one.output_logprobs) for one in map(Future.result, copy)] for copy in copies]
+    bits = [[(answer.output_tokens, answer.output_logprobs) for answer in map(Future.result, copy)] for copy in copies]
     if different := sum(copy != bits[0] for copy in bits):
         why = f"{different} of {num_copies} answers to the same batch have other bits, as several replicas complete it"
         how = "actor_rollout_ref.rollout.full_determinism=true on replicas of one kind of device"

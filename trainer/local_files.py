@@ -44,9 +44,9 @@ def with_local_files(config: ConfigT) -> ConfigT:
     """The configuration with a folder of config.json, weights and tokenizer for every model that it names, and with
     files or folders for its rows."""
     tree = config.model_dump()
+    is_streamed = tree["data"].get("streaming", False)
     for name in (name for name in ("train_files", "val_files") if tree["data"].get(name)):
-        streams = tree["data"].get("streaming", False)
-        if streams and (name == "train_files" or any(map(is_rows_id, tree["data"][name]))):
+        if is_streamed and (name == "train_files" or any(map(is_rows_id, tree["data"][name]))):
             continue
         files = (download_rows(file) if is_rows_id(file) else file for file in tree["data"][name])
         tree["data"][name] = tuple(local_copy(file) if is_remote(file) else file for file in files)

@@ -185,11 +185,11 @@ def _components(batch: DataProto, keys: Sequence[str]) -> Tensor:
 
 def _numbers(columns: Mapping[str, np.ndarray], key: str, setting: str, others: Iterable[str] = ()) -> Tensor:
     """The column (B,) that a setting names; ConfigError unless it is a number in every row."""
-    odd = {n: [v for v in values if not isinstance(v, Real | np.bool_)] for n, values in columns.items()}
-    if odd.get(key, [None]):
-        known = ", ".join([*others, *sorted(name for name, some in odd.items() if not some)])
-        has = f", one has {odd[key][0]!r:.40}" if key in odd else ""
-        raise ConfigError(f"algorithm.{setting}={key} is not a number of every answer{has}; choose from {known}")
+    not_numbers = {n: [v for v in values if not isinstance(v, Real | np.bool_)] for n, values in columns.items()}
+    if key not in columns or not_numbers[key]:
+        known = ", ".join([*others, *sorted(name for name in columns if not not_numbers[name])])
+        example = f", one has {not_numbers[key][0]!r:.40}" if key in columns else ""
+        raise ConfigError(f"algorithm.{setting}={key} is not a number of every answer{example}; choose from {known}")
     return torch.as_tensor(columns[key].astype(np.float64))
 
 

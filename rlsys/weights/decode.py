@@ -110,7 +110,7 @@ def _runs(numbers: Tensor, which: Tensor, dim: int) -> list[tuple[int, int, int]
     size, is_used, regular, steps = numbers.shape[dim], list[bool](), list[bool](), list[int]()
     several = max(1, CHUNK // (width := numbers.numel() // size))
     for first in range(0, size, several):
-        part, owner = (of.movedim(dim, 0)[first : first + several + 1].reshape(-1, width) for of in (numbers, which))
+        part, owner = (t.movedim(dim, 0)[first : first + several + 1].reshape(-1, width) for t in (numbers, which))
         change, used = part[1:] - part[:-1], owner[1:] >= 0
         ends = torch.iinfo(change.dtype)
         low = torch.where(used, change, ends.max).amin(1)

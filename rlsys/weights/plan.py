@@ -120,8 +120,8 @@ def resolve_names(sources: Sequence[WeightLayout], destinations: Sequence[Weight
     aliases = group_by(sorted(held_as), held_as.__getitem__)
     names: dict[str, str] = {}
     for name, shape in full_shapes(destinations).items():
-        wanted = (name, *aliases.get(name, ()))
-        source = next((n for w in wanted for n in (w, source_aliases.get(w)) if n in held), None)
+        candidates = [other for tied in (name, *aliases.get(name, ())) for other in (tied, source_aliases.get(tied))]
+        source = next((candidate for candidate in candidates if candidate in held), None)
         if source is None:
             raise WeightTransferError(f"the trainer has no tensor '{name}' (of shape {tuple(shape)})")
         if tuple(held[source]) != tuple(shape):

@@ -303,6 +303,6 @@ def padded(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
         raise ValueError("the workflow's trajectories have different fields")
     rows = {name: [row for trajectory in trajectories for row in trajectory[name]] for name in names}
     return {
-        name: pad_sequence(of, batch_first=True, padding_value=PADS.get(name, 0)) if of[0].ndim else torch.stack(of)
-        for name, of in rows.items()
+        name: pad_sequence(own, batch_first=True, padding_value=PADS.get(name, 0)) if own[0].ndim else torch.stack(own)
+        for name, own in rows.items()
     }
