@@ -106,9 +106,9 @@ def assemble(
         stack.callback(source.close)
         weights = WeightPush(transfer, fleet, rollout.validate_weight)
         residency.refill = weights.push_again if Role.Rollout in moves and drops_weights_on_sleep(cfg) else None
-        grader, reward_rows = cfg.reward.reward_model, None
-        if grader.input_tokenizer is not None:
-            reward_rows = partial(collate_answers, tokenizer=inputs.tokenizer, own=load_tokenizer(grader.model))
+        reward_model, reward_rows = cfg.reward.reward_model, None
+        if reward_model.input_tokenizer is not None:
+            reward_rows = partial(collate_answers, tokenizer=inputs.tokenizer, own=load_tokenizer(reward_model.model))
         train_rows, val_rows = inputs.train_dataset, inputs.val_dataset
         longest = cfg.data.max_prompt_length
         return TrainerParts(
@@ -191,12 +191,12 @@ def offloaded_parts(cfg: PPOConfig) -> dict[Role, tuple[str, ...]]:
 
 def serve_judge(cfg: PPOConfig, group: RolloutGroup, stack: ExitStack) -> str:
     """HOST:PORT on loopback of a chat completions server over a generative reward model's engines; `stack` ends it."""
-    grader, rollout = cfg.reward.reward_model, cfg.reward.reward_model.rollout
-    restartable = grader.enable_resource_pool
+    reward_model, rollout = cfg.reward.reward_model, cfg.reward.reward_model.rollout
+    restartable = reward_model.enable_resource_pool
     num_rows = cfg.data.train_batch_size * cfg.actor_rollout_ref.rollout.n
     fleet = group_fleet(group, rollout.generation, cfg.trainer.deadlines, num_rows=num_rows, restartable=restartable)
     stack.callback(fleet.close)
-    template = ChatTemplate(load_tokenizer(grader.model))
+    template = ChatTemplate(load_tokenizer(reward_model.model))
     sampling = SamplingParams(max_new_tokens=rollout.response_length)
     settings = SessionSettings(fleet.sample, template, sampling, rollout.prompt_length, rollout.response_length)
     thread, endpoint = LoopThread("judge"), Endpoint(partial(Session, settings))

@@ -119,8 +119,8 @@ def _build(run: PreparedRun, backend: WorkerBackend, trainer_cls: type[RayPPOTra
         external_libs=run.external_libs,
     )
     actor = MegatronPPOWorker if policy.actor.strategy == "megatron" else ActorWorker
-    rollout, grader = policy.rollout, config.reward.reward_model
-    judge = (grader.model, grader.rollout.generation, replace(for_workers, offload_on_sleep=True), "auto")
+    rollout, reward_model = policy.rollout, config.reward.reward_model
+    judge = (reward_model.model, reward_model.rollout.generation, replace(for_workers, offload_on_sleep=True), "auto")
     loss = config.distillation.distillation_loss if config.distillation.enabled else None
     teachers = (tuple(config.teachers.values()), config.teacher_policy, loss.topk if loss and loss.is_topk else 0)
     worker_args: dict[Role, tuple[object, ...]] = {
@@ -128,9 +128,9 @@ def _build(run: PreparedRun, backend: WorkerBackend, trainer_cls: type[RayPPOTra
         Role.Critic: (CriticWorker, config.critic, for_workers),
         Role.RefPolicy: (ReferenceWorker, policy, for_workers),
         Role.Teacher: (TeacherWorker, *teachers, for_workers),
-        Role.RewardModel: (RewardModelWorker, grader, for_workers),
+        Role.RewardModel: (RewardModelWorker, reward_model, for_workers),
         Role.Rollout: (None if plan.pools.external else worker_class(rollout.name), policy.model, rollout, for_workers),
-        Role.Judge: (grader.rollout.name and worker_class(grader.rollout.name), *judge),
+        Role.Judge: (reward_model.rollout.name and worker_class(reward_model.rollout.name), *judge),
     }
     return trainer_cls(
         config,
@@ -146,14 +146,14 @@ def _build(run: PreparedRun, backend: WorkerBackend, trainer_cls: type[RayPPOTra
 
 def check_vocabularies(config: PPOConfig, tokenizer: Tokenizer) -> None:
     """ConfigError for a reference, a teacher or a reward model that reads the policy's token ids as other tokens."""
-    policy, grader = config.actor_rollout_ref, config.reward.reward_model
+    policy, reward_model = config.actor_rollout_ref, config.reward.reward_model
     if config.use_reference and (reference := policy.reference_model) is not policy.model:
         _check_vocabulary("actor_rollout_ref.ref.model.path", reference, tokenizer, "set one that shares it")
     for teacher in config.teachers.values():
         _check_vocabulary("distillation.teacher_models", teacher, tokenizer, "set teachers that share it")
-    if config.reward.has_head and grader.input_tokenizer is None:
+    if config.reward.has_head and reward_model.input_tokenizer is None:
         fix = f"set reward.reward_model.input_tokenizer={policy.model.tokenizer_path or policy.model.path}"
-        _check_vocabulary("reward.reward_model.model_path", grader.model, tokenizer, fix)
+        _check_vocabulary("reward.reward_model.model_path", reward_model.model, tokenizer, fix)
 
 
 def _check_vocabulary(key: str, model: ServedModelConfig, tokenizer: Tokenizer, fix: str) -> None:

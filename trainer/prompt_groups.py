@@ -87,8 +87,8 @@ class PromptGroups:
         """Start the groups that may start now; they have no answers yet."""
         while self.window.room:
             rows, number = self._next_rows(), self.window.start()
-            drafts = [PartialResponse(request) for request in self._requests(number, rows)]
-            self._groups[number] = PromptGroup(number, rows, drafts)
+            answers = [PartialResponse(request) for request in self._requests(number, rows)]
+            self._groups[number] = PromptGroup(number, rows, answers)
 
     def grade(self, groups: Sequence[PromptGroup]) -> dict[str, float]:
         """Grade complete groups and return metrics for `add`; the only method that may run beside the others."""
@@ -175,7 +175,7 @@ class PromptGroups:
         self._prompts.load_state_dict(state["prompts"])
         used, here = state.get("used"), self._prompts.state_dict()
         if here.get("epoch") != state["prompts"].get("epoch"):
-            # other rows: they begin behind the epochs of all open prompts
+            # the rows have changed: begin after the epochs of all open prompts
             used = 0
             self._prompts.load_state_dict(state.get("prompts_now", state["prompts"]))
         self._prompts_before = self._prompts.state_dict()
@@ -202,7 +202,7 @@ class PromptGroups:
         for group, rows in _parts(folder / WAITING):
             self._groups[group] = PromptGroup(group, rows, [], rows)
         for group, rows in _parts(folder / OPEN):
-            self._groups[group] = PromptGroup(group, rows, self._drafts(group, rows))
+            self._groups[group] = PromptGroup(group, rows, self._saved_answers(group, rows))
         if missing := sorted(set(self.window.open) ^ set(self._groups)):
             raise CheckpointError(f"{folder}: the open prompts {missing[:5]} are not those of {OPEN} and {WAITING}")
         own = _sampled(self._rows, self._rollout.num_answers) if self._rows is not None else {}
@@ -236,19 +236,19 @@ class PromptGroups:
     def _requests(self, number: int, rows: DataProto) -> list[ModelRequest]:
         return [replace(request, rid=f"{number}.{row}") for row, request in enumerate(to_requests(rows))]
 
-    def _drafts(self, number: int, rows: DataProto) -> list[PartialResponse]:
-        """The answers that a checkpoint has in the rows."""
+    def _saved_answers(self, number: int, rows: DataProto) -> list[PartialResponse]:
+        """The answers so far in the rows of a checkpoint."""
         tensors, lengths = rows.tensors, rows.tensors["response_mask"].sum(1).tolist()
         names = ("responses", "rollout_log_probs", "rollout_sampled_log_probs", "weight_versions")
-        drafts = []
+        answers = []
         for row, request in enumerate(self._requests(number, rows)):
             tokens, full, sampled, versions = (tensors[name][row, : lengths[row]].tolist() for name in names)
             finish = Finish(rows.non_tensor_batch["finish_reason"][row])
             ended = None if finish is Finish.ABORT else finish
             routes = tensors.get("routed_experts", None)
             routes = None if routes is None or ended is None else routes[row][rows.tensors["attention_mask"][row] == 1]
-            drafts.append(PartialResponse(request, tokens, full, sampled, versions, ended, routes))
-        return drafts
+            answers.append(PartialResponse(request, tokens, full, sampled, versions, ended, routes))
+        return answers
 
 
 class OpenAnswers:
@@ -316,14 +316,14 @@ class OpenAnswers:
 
     def save(self, folder: Path) -> dict[str, object]:
         """Keep finished groups and the tokens drawn so far beside a checkpoint; returns the rest of the state."""
-        drafts = {draft.request.rid: draft for draft in self.fleet.unfinished()}
+        unfinished = {answer.request.rid: answer for answer in self.fleet.unfinished()}
         for group, futures in self.running.items():
             for row, future in futures.items():
                 answer = group.answers[row]
-                if answer.finish is None and answer.request.rid not in drafts and future.exception() is None:
+                if answer.finish is None and answer.request.rid not in unfinished and future.exception() is None:
                     group.answers[row] = _continued(answer, future.result())
                 elif answer.finish is None:
-                    group.answers[row] = drafts.get(answer.request.rid, answer)
+                    group.answers[row] = unfinished.get(answer.request.rid, answer)
         return self.groups.save(folder)
 
     def load(self, state: State, folder: Path) -> None:
