@@ -272,7 +272,8 @@ def graded_rollout(
     is_repeatable = isinstance(cfg, PPOConfig) and is_async and cfg.trainer.reproducible
     slots = sys.maxsize if is_repeatable else agent.max_concurrent  # episodes wait in theirs for the next epoch
     rounds = None if is_async and not is_repeatable else Rounds(fleet.generate, max_concurrent=slots)
-    sample, grade = fleet.sample if rounds is None else rounds.sample, partial(_grade, pool, cfg.data.reward_fn_key)
+    sample = fleet.sample if rounds is None else rounds.sample
+    grade = partial(_grade, pool, cfg.data.reward_fn_key)
     lengths = cfg.data.max_prompt_length, cfg.data.max_response_length
     settings = SessionSettings(sample, loaded.template, rollout.sampling, *lengths, agent, turns, grade)
     runner = EpisodeRunner(

@@ -53,11 +53,12 @@ class StalenessWindow:
         per_step, due = self.groups_per_step, (self.version + 1) * self.groups_per_step
         limit = due + self.most_ahead * per_step
         limit = min(limit, max(due, self.trained) + int(max(1.0, self.lead) * per_step))
-        limit = limit if self.num_steps is None else min(limit, self.num_steps * per_step)
+        if self.num_steps is not None:
+            limit = min(limit, self.num_steps * per_step)
         return max(0, limit - self.trained - len(self.open))
 
     def adapt_lead(self, waited_steps: float) -> None:
-        """Start groups earlier, or a little later, after a step for which the trainer waited so many steps."""
+        """Start groups earlier, or a little later; the trainer waited `waited_steps` step times for its batch."""
         coming = self.open[: self.groups_per_step]
         is_early = len(coming) == self.groups_per_step and self.finished.issuperset(coming)
         self._num_early = self._num_early + 1 if is_early else 0

@@ -35,15 +35,16 @@ class WeightPush:
         If a replica is lost meanwhile, it is restarted or left out and the weights are pushed again: once, or up to
         `max_restarts` times while worker processes die.
         """
-        left, connect = self.fleet.max_restarts, lambda: None
+        num_left, connect = self.fleet.max_restarts, lambda: None
         while True:
             try:
                 return self._push(version, connect)
             except (WorkerError, DeadlineError, WeightTransferError) as error:
-                if not isinstance(self.transfer, ShardingManager) or not left:
+                if not isinstance(self.transfer, ShardingManager) or not num_left:
                     raise
                 log.warning("version %d is pushed again: %s", version, error)
-                left, connect = left - 1 if isinstance(error, WorkerError) else 0, self.transfer.connect
+                num_left = num_left - 1 if isinstance(error, WorkerError) else 0
+                connect = self.transfer.connect
 
     def _push(self, version: int, connect: Callable[[], None]) -> TransferReport:
         with self.fleet.pushing(version):
