@@ -68,7 +68,7 @@ class AsyncSource:
             future.cancel()
 
     def _next(self) -> DataProto | None:
-        """The batch, or None where it is not complete, after a moment."""
+        """The batch, or None if it is still incomplete after POLL_S."""
         with self._change:
             if self._failure is not None:
                 raise self._failure

@@ -54,7 +54,7 @@ class GradedRollout:
         return self._sampled(prompts.repeat(self.num_answers, interleave=True), self.sampling, step=step)
 
     def grade(self, batch: DataProto) -> RowsAndMetrics:
-        """The completed rows with their scores and what else the graders return, and metrics."""
+        """The completed rows with their scores and the other columns that graders return, and metrics."""
         if self.print_by is not None:
             print_answers(batch, self.print_by)
         with self.stage("reward"):
@@ -112,7 +112,7 @@ def sampling_meta(sampling: SamplingParams, *, pad_token_id: int, step: int) -> 
 
 
 def meta_of_all_calls(meta: Mapping[str, object]) -> dict[str, object]:
-    """The part of `sampling_meta` and what else is there that does not differ between calls and steps."""
+    """The entries of a batch's meta_info that do not differ between calls and steps."""
     return {name: value for name, value in meta.items() if name not in ("seed", "global_steps")}
 
 

@@ -252,7 +252,7 @@ def exit_without_gcs(address: str) -> None:
 
 
 def _exit_late(received: socket.socket) -> None:
-    """Exit STOP_S after SIGTERM is received; the numbers of signals come whatever the main thread does."""
+    """Exit STOP_S after SIGTERM is received; the wakeup socket gets it even while the main thread is blocked."""
     with received:
         while number := received.recv(1):
             if number[0] == signal.SIGTERM:

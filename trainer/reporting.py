@@ -23,7 +23,7 @@ from rlsys.utils.atomic import write_whole
 
 log = get_logger(__name__)
 FLAT_STEPS = 3
-"""After so many steps with equal rewards a warning is given."""
+"""Steps with equal rewards after which a warning is logged."""
 TIMELINE_GAP_S = 2.0
 
 

@@ -50,7 +50,7 @@ class EngineRun:
     actor_updates: int = 1
     critic_updates: int = 1
     offload_on_sleep: bool = True
-    """Whether rollout engines keep weights on the host while they sleep; else the next push brings them."""
+    """Whether rollout engines keep weights on the host while they sleep; else the next push sends them again."""
     external_libs: tuple[tuple[str, str], ...] = ()
     """(configuration key, module name or absolute path of a .py file) to import before a model is built."""
 

@@ -51,7 +51,7 @@ class EpisodeStart:
     log: EpisodeLog = field(default_factory=EpisodeLog)
 
     def to_dict(self) -> dict[str, object]:
-        """The episode as far as it is, as plain data."""
+        """The episode so far, as plain data."""
         return {"name": self.name, "seed": self.seed, "row": self.row, "log": self.log.rows()}
 
 
@@ -121,10 +121,11 @@ class Rounds:
             raise
 
     def _start(self) -> None:
-        if self._running is not None or len(self._waiting) < (num := min(self._num_left, self._max_concurrent)):
+        num_open = min(self._num_left, self._max_concurrent)
+        if self._running is not None or len(self._waiting) < num_open:
             return  # as most calls of a round
         self._waiting = {response: request for response, request in self._waiting.items() if not response.done()}
-        if len({request.session for request in self._waiting.values()}) < num:
+        if len({request.session for request in self._waiting.values()}) < num_open:
             return
         if 0 < self._num_left <= self._num_spare:
             for response in self._waiting:

@@ -173,7 +173,7 @@ class Session:
     # ---- tokens ------------------------------------------------------------------------------------------------
 
     def _context(self, conversation: Messages, tools: Tools | None) -> tuple[Span, str]:
-        """The span behind which the answer to a conversation is drawn, and the conversation's key."""
+        """The span after which the answer to a conversation is drawn, and the conversation's key."""
         key = json.dumps(tools, sort_keys=True) if tools else ""
         last, rest = None, conversation
         for number, message in enumerate(conversation):
@@ -260,7 +260,7 @@ def message_key(message: Message, before: str) -> str:
 
 
 def _response(ids: tuple[int, ...], *, rid: str, stop_reason: str, **tokens: Sequence[Any]) -> ModelResponse:
-    """What an engine drew behind `ids`, of a log's plain data."""
+    """What an engine drew after `ids`, from a log's plain data."""
     full, sampled = (tuple(map(float, tokens[name])) for name in ("output_logprobs", "sampled_logprobs"))
     drawn, versions = tuple(tokens["output_tokens"]), tuple(tokens["output_versions"])
     return ModelResponse(rid, ids, drawn, full, sampled, versions, Finish(stop_reason))

@@ -156,11 +156,11 @@ class ChatTemplate:
             tools = [PROOF_TOOL] if kind == "tool" or random.random() < 0.5 else None
             learned = self._suffix(form, _HISTORY, kind, new, tools)
             if self._suffix(form, history, kind, new, tools) != learned:
-                raise ValueError("what it writes behind an assistant turn depends on the messages before")
+                raise ValueError("what it writes after an assistant turn depends on the messages before it")
             if not all(message["content"] in learned for message in new):
                 raise ValueError("it leaves out their content")
             if self._encode(answer + learned) != self._encode(answer) + self._encode(learned):
-                raise ValueError("the text behind an assistant turn does not begin with a token of its own")
+                raise ValueError("the text after an assistant turn does not begin with a token of its own")
 
     def _accepted(self, form: Form, history: Messages) -> Messages:
         """The history, without its system message if the template has none."""
@@ -171,7 +171,7 @@ class ChatTemplate:
         return history
 
     def _suffix(self, form: Form, history: Messages, kind: Kind, new: Messages, tools: Tools | None) -> str:
-        """What is written behind the content of an assistant turn after `history`, up to the next one's."""
+        """What the template writes between an assistant turn's content after `history` and the next turn."""
         last: dict[str, Any] = {"role": "assistant", "content": SENTINEL}
         if kind == "user":
             return self._behind_sentinel(map(form, [*history, last, *new]), tools)

@@ -19,10 +19,10 @@ if TYPE_CHECKING:  # the processes of tools import this module, and must not wai
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """Token ids behind `parent`. Drawn spans have log-probs and weight versions for each id, a finish and a turn >= 0;
+    """Token ids after `parent`. Drawn spans have log-probs and weight versions for each id, a finish and a turn >= 0;
     given ones may have images.
 
-    `num_tokens` counts the path up to the end of this span; `next_turn` is the turn of a draw behind it.
+    `num_tokens` counts the path up to the end of this span; `next_turn` is the turn of a draw after it.
     """
 
     ids: tuple[int, ...]
@@ -57,7 +57,7 @@ class Span:
 
     @property
     def context(self) -> tuple[int, ...]:
-        """The token ids from the root to the end of this span: what the engine is given to draw behind it."""
+        """The token ids from the root to the end of this span: what the engine is given to draw after it."""
         return tuple(chain.from_iterable(span.ids for span in self.path))
 
     @property
@@ -99,7 +99,7 @@ class Trace:
         return self._add(Span(tuple(ids), parent, images=tuple(images)))
 
     def draw(self, parent: Span, response: ModelResponse) -> Span:
-        """Add what the engine drew behind `parent`. ValueError if it was given other tokens than that path."""
+        """Add what the engine drew after `parent`. ValueError if it was given other tokens than that path."""
         if tuple(response.input_tokens) != parent.context:
             raise ValueError(f"response {response.rid} continues other tokens than the path of its episode")
         drawn = (response.output_logprobs, response.sampled_logprobs, response.output_versions, response.stop_reason)
@@ -114,7 +114,7 @@ class Trace:
         return sum(span.is_drawn for span in self.spans)
 
     def rows(self, reward: float = 0.0, turn_rewards: Sequence[float] | None = None) -> list[TraceRow]:
-        """One row for every path that ends in a drawn span without drawn spans behind it.
+        """One row for every path that ends in a drawn span without drawn spans after it.
 
         They are sorted by their token ids, as parallel conversations are drawn in the order of their requests, which is
         not the same in each run. A drawn span counts in the first row that contains it. `reward` is put on the last

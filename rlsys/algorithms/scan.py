@@ -34,7 +34,7 @@ def packed_columns(mask: Tensor) -> Tensor | None:
 
 
 def pack(values: Tensor, mask: Tensor, columns: Tensor | None) -> Tensor:
-    """Counting tokens moved to the left of their rows, 0 behind them."""
+    """Counting tokens moved to the left of their rows, followed by 0."""
     kept = torch.where(mask.bool(), values, torch.zeros_like(values))
     return kept if columns is None else torch.zeros_like(pad(values, (0, 1))).scatter(1, columns, kept)[:, :-1]
 

@@ -2,7 +2,7 @@
 
 A tokenizer of single bytes, a Qwen2-shaped model of about a million parameters, and arithmetic. The model has learnt
 to answer, and to answer "?" now and then: like a language model that hedges, it knows more than it says, and
-reinforcement learning has something to bring out within minutes. scripts/start_model.py made them.
+reinforcement learning shows an effect within minutes. scripts/start_model.py made them.
 """
 
 import os

@@ -171,7 +171,7 @@ class ElasticFleet(RolloutFleet):
         self._set(entry, "ready")
 
     def close(self) -> None:
-        """The same; starts are ended first, so that none speaks to processes that the caller ends."""
+        """As RolloutFleet's; replicas that are starting are ended first, since the caller ends their processes next."""
         super().close()
         end_s = time.monotonic() + self.deadlines.health_s
         threads = zip(self._pumps, self._replicas, strict=True)

@@ -28,7 +28,7 @@ SMALLEST, LARGEST = 1e-4, torch.finfo(FP8).max
 
 
 def scale_shape(shape: Sequence[int], block: int = BLOCK) -> tuple[int, ...]:
-    """The shape of the scales of a matrix, one for each block of so many rows and columns."""
+    """The shape of the scales of a matrix, one for each block of rows and columns."""
     return tuple(-(-size // block) for size in shape)
 
 

@@ -170,7 +170,7 @@ def join_rows(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _memory(num_rows: int, parts: Sequence[Tensor]) -> Tensor | None:
-    """Memory for so many rows; None where torch makes it: for small rows, parts that differ, and what is not plain."""
+    """Memory for `num_rows` rows; None where torch allocates it: few bytes, parts that differ, GPUs, gradients."""
     shape, dtype = (num_rows, *parts[0].shape[1:]), parts[0].dtype
     num_bytes = math.prod(shape) * dtype.itemsize
     plain = all(part.device.type == "cpu" and not part.requires_grad for part in parts)

@@ -224,7 +224,7 @@ class BaseRolloutEngine(ABC):
     def _pull(self, num: int | None = None) -> tuple[list[RunningRequest], list[RunningRequest]]:
         """The requests that came in, which run from now on, and running ones that were cancelled.
 
-        With `num` the first so many entries of the inbox, which is waited for.
+        With `num` only the first `num` entries of the inbox, which are waited for.
         """
         with self._change:
             if num and not self._change.wait_for(lambda: len(self._inbox) >= num, timeout=STEP_WAIT_S):
@@ -311,8 +311,7 @@ class BaseRolloutEngine(ABC):
         if not all(finite):
             raise RolloutError(f"logits are not finite for request {one.rid}: check the weights that were loaded")
         tokens, versions = tuple(map(int, ids)), (self.version,) * len(sampled)
-        has_routes = one.routes and finish in (Finish.STOP, Finish.LENGTH)
-        routes = np.concatenate(one.routes) if has_routes else None
+        routes = np.concatenate(one.routes) if one.routes and finish in (Finish.STOP, Finish.LENGTH) else None
         return ResponseDelta(one.rid, tokens, tuple(full), tuple(drawn), versions, finish, routes)
 
     def _queued(self, request: ModelRequest) -> RunningRequest:

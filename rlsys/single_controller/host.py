@@ -19,7 +19,7 @@ from rlsys.telemetry.recorder import StageRecorder
 
 
 class WorkerHost:
-    """Holds one worker in a process of its own; the controller speaks to it through `call`."""
+    """Holds one worker in a process of its own; the controller runs its methods through `call`."""
 
     def __init__(self) -> None:
         self.worker: Any = None

@@ -21,7 +21,7 @@ from rlsys.utils.environment import environment
 
 
 class LocalWorkerGroup(WorkerGroup):
-    """A worker group without processes; takes what RayWorkerGroup takes, as far as it has a meaning here."""
+    """A worker group without processes; takes those arguments of RayWorkerGroup that have a meaning here."""
 
     def __init__(
         self,

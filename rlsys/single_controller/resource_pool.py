@@ -151,7 +151,7 @@ class ResourcePoolManager:
     """Makes the pools of a plan by name and assigns one to each role.
 
     `resource_pool_spec` maps a pool's name to its processes on nodes, `mapping` a role to a pool's name. A pool in
-    `min_nodes` starts with so many of its nodes.
+    `min_nodes` starts with that many of its nodes.
     """
 
     resource_pool_spec: Mapping[str, Sequence[int]]

@@ -20,7 +20,7 @@ def is_future(value: object) -> TypeGuard[Any]:
 def split_rows(rows: Any, chunks: int, *, pads: bool) -> tuple[list[object], list[int]]:
     """Equal shares of a batch and the number of repeated rows at the end of each.
 
-    When the rows do not divide, the first ones are repeated behind the last (`pads`) or a ValueError is raised.
+    When the rows do not divide, the first ones are repeated after the last (`pads`) or a ValueError is raised.
     """
     total = len(rows)
     if total % chunks and not pads:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def start_multi_step(engine: "LLMEngine", num_steps: int, is_awaited: Callable[[], bool]) -> None:
-    """Have this engine make so many decoding steps a schedule, fewer when it is awaited, and one where it cannot.
+    """Have this engine make several decoding steps per schedule, fewer when it is awaited, and one where it cannot.
 
     It can where it starts steps ahead, with model runner 2, for models whose only state is the KV cache, and without
     statistics, speculative decoding, routes and KV connectors.

@@ -41,7 +41,7 @@ ASK = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv
 RAY_WAITS = "RAY_py_gcs_connect_timeout_s"
 """How long such a client waits for an answer, in whole seconds."""
 RAY_ENDS = "RAY_gcs_rpc_server_reconnect_timeout_s"
-"""After so many seconds without its GCS Ray ends a process, without a word to us."""
+"""Seconds without its GCS after which Ray ends a process without any message."""
 GCS_LOST_S, GCS_POLL_S, ASK_NODE_S = 0.75 * float(os.environ.get(RAY_ENDS, "60")), 2.0, 10.0
 _SOURCE_ROOT = str(Path(__file__).resolve().parents[3])
 _log = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class Cluster(AbstractContextManager["Cluster"]):
 def connect(
     ray_init: Mapping[str, Any] | None = None, *, timeline_json_file: str | None = None, deadline_s: float = 300.0
 ) -> Cluster:
-    """Use the Ray that is there (initialised, RAY_ADDRESS, a submitted job, `address` in ray_init) or start one here.
+    """Use a running Ray cluster (initialised, RAY_ADDRESS, a submitted job, `address` in ray_init) or start one here.
 
     `ray_init` goes to ray.init. A cluster started here listens on the loopback interface only, has no dashboard and
     sends no usage statistics; its workers' children end with them. ConfigError for one that does not answer within

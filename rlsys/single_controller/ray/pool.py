@@ -16,7 +16,7 @@ from rlsys.utils.errors import ConfigError, DeadlineError
 
 PLACE = "place"
 SOON_S = 5.0
-"""After so many seconds in which others hold what a pool needs, that is logged."""
+"""Seconds after which it is logged that others hold the resources of a pool."""
 log = logging.getLogger(__name__)
 
 
