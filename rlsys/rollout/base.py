@@ -254,7 +254,7 @@ class BaseRolloutEngine(ABC):
     def _deliver(self, deltas: Sequence[ResponseDelta], *, reports: bool = False) -> None:
         """Have the next exchange return these, without those of cancelled requests; with `reports` it returns now."""
         with self._change:
-            wanted = {one.rid for one in self._running.values() if not one.is_cancelled}
+            wanted = {request.rid for request in self._running.values() if not request.is_cancelled}
             deltas = [delta for delta in deltas if delta.rid in wanted]
             for delta in deltas:
                 self._num_tokens += len(delta.tokens)
@@ -272,17 +272,18 @@ class BaseRolloutEngine(ABC):
         drop it and draw again, and the end of a request is left to `_end`, which is called when it has noticed it.
         """
         running, deltas = list(self._running.values()), []
-        samples = self._take_samples([one.number for one in running], [len(one.delivered) for one in running])
-        for one, new in zip(running, by_request(*samples), strict=True):
-            sampled, end = until_end(new, one)
+        starts = [len(request.delivered) for request in running]
+        samples = self._take_samples([request.number for request in running], starts)
+        for request, new in zip(running, by_request(*samples), strict=True):
+            sampled, end = until_end(new, request)
             if not stops:
                 sampled, end = sampled[:-1], None
             if len(sampled):
-                deltas.append(delta := self._delta(one, sampled, end))
-                one.delivered += delta.tokens
+                deltas.append(delta := self._delta(request, sampled, end))
+                request.delivered += delta.tokens
         self._deliver(deltas, reports=True)
-        for one in running:
-            one.is_cancelled |= one.rid not in self._running
+        for request in running:
+            request.is_cancelled |= request.rid not in self._running
 
     def _end(self, ended: Sequence[RunningRequest], tokens: Sequence[Sequence[int]] | None = None) -> None:
         """Deliver the rest of requests that have ended, or that the engine gives back because it stops.
@@ -290,29 +291,29 @@ class BaseRolloutEngine(ABC):
         `tokens` are all that the engine itself returned for each of them; they must be the ones that were sampled.
         RolloutError where they are not, or where a request has not ended.
         """
-        samples, deltas = by_request(*self._take_samples([one.number for one in ended])), []
-        for at, (one, whole) in enumerate(zip(ended, samples, strict=True)):
+        samples, deltas = by_request(*self._take_samples([request.number for request in ended])), []
+        for at, (request, whole) in enumerate(zip(ended, samples, strict=True)):
             returned = whole[:, 0].tolist() if tokens is None else list(tokens[at])
-            sampled, end = until_end(whole[len(one.delivered) : len(returned)], one)
-            if one.is_cancelled:
+            sampled, end = until_end(whole[len(request.delivered) : len(returned)], request)
+            if request.is_cancelled:
                 continue
-            if tokens is not None and [*one.delivered, *sampled[:, 0]][: len(returned)] != returned:
-                raise RolloutError(f"the engine returned other tokens than were sampled for request {one.rid}")
+            if tokens is not None and [*request.delivered, *sampled[:, 0]][: len(returned)] != returned:
+                raise RolloutError(f"the engine returned other tokens than were sampled for request {request.rid}")
             if end is None and not self._stopped():
-                raise RolloutError(f"the engine ended request {one.rid} after {len(returned)} tokens, before its end")
-            if end is not None and self.config.enable_rollout_routing_replay and not one.routes:
+                raise RolloutError(f"the engine ended request {request.rid} early, after {len(returned)} tokens")
+            if end is not None and self.config.enable_rollout_routing_replay and not request.routes:
                 raise RolloutError("this version of the engine returns no routes of experts: set router_replay.mode=R2")
-            deltas.append(self._delta(one, sampled, end or Finish.ABORT))
+            deltas.append(self._delta(request, sampled, end or Finish.ABORT))
         self._deliver(deltas)
 
-    def _delta(self, one: RunningRequest, sampled: np.ndarray, finish: Finish | None) -> ResponseDelta:
+    def _delta(self, request: RunningRequest, sampled: np.ndarray, finish: Finish | None) -> ResponseDelta:
         """The delta of what was sampled (T, 4) with the present weights; RolloutError if logits were not finite."""
         ids, full, drawn, finite = sampled.T.tolist()
         if not all(finite):
-            raise RolloutError(f"logits are not finite for request {one.rid}: check the weights that were loaded")
+            raise RolloutError(f"logits are not finite for request {request.rid}: check the weights that were loaded")
         tokens, versions = tuple(map(int, ids)), (self.version,) * len(sampled)
-        routes = np.concatenate(one.routes) if one.routes and finish in (Finish.STOP, Finish.LENGTH) else None
-        return ResponseDelta(one.rid, tokens, tuple(full), tuple(drawn), versions, finish, routes)
+        routes = np.concatenate(request.routes) if request.routes and finish in (Finish.STOP, Finish.LENGTH) else None
+        return ResponseDelta(request.rid, tokens, tuple(full), tuple(drawn), versions, finish, routes)
 
     def _queued(self, request: ModelRequest) -> RunningRequest:
         """The request as it is put into the inbox; ValueError if it cannot be served."""

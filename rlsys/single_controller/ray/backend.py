@@ -106,9 +106,8 @@ class RayBackend(Backend):
         try:
             return ray.get(call.references[0])
         except ray_exceptions.RayActorError as error:
-            may_be_back = isinstance(error, ray_exceptions.ActorUnavailableError)
-            lost_node = self._lost_node(call.rank, NODE_S if may_be_back else 0.0)
-            return Header(Failure(lost_node or death_of(error), died=True))
+            wait_s = NODE_S if isinstance(error, ray_exceptions.ActorUnavailableError) else 0.0
+            return Header(Failure(self._lost_node(call.rank, wait_s) or death_of(error), died=True))
         except ray_exceptions.RayError as error:
             return Header(Failure(str(error)))
 
