@@ -173,8 +173,9 @@ class OpenEpisodes(OpenAnswers):
             futures = self.running.get(group, {}).values()
             if not futures or any(future.cancelled() for future in futures):
                 continue
-            if failed := next((e for one in futures if isinstance(e := one.exception(), RolloutError)), None):
-                group.failure = failed
+            errors = [future.exception() for future in futures]
+            group.failure = next((error for error in errors if isinstance(error, RolloutError)), None)
+            if group.failure is not None:
                 continue
             results: list[EpisodeResult] = [future.result() for future in futures]
             step = group.number // self.groups.window.groups_per_step + 1
@@ -338,11 +339,11 @@ def load_agents(cfg: GradedJob, tokenizer: Tokenizer | None = None) -> LoadedAge
         tools += tools_of_yaml(turns.tool_config_path, key=f"{key}.tool_config_path")
     if turns.function_tool_path is not None:
         tools += tools_of_file(turns.function_tool_path, key=f"{key}.function_tool_path")
-    for one in (workflow, *by_name.values()):
-        names = Counter(tool.name for tool in (*tools, *one.tools))
+    for candidate in (workflow, *by_name.values()):
+        names = Counter(tool.name for tool in (*tools, *candidate.tools))
         if repeated := [name for name, count in names.items() if count > 1]:
             raise ConfigError(f"tools: {', '.join(repeated)} is defined by more than one tool; rename one")
-    uses_tools = tools or any(one.tools or one.environment for one in (workflow, *by_name.values()))
+    uses_tools = tools or any(candidate.tools or candidate.environment for candidate in (workflow, *by_name.values()))
     kinds, kwargs = ("tool",) if uses_tools else (), cfg.data.apply_chat_template_kwargs
     if tokenizer is None:
         return LoadedAgents(workflow, by_name, tools, None)

@@ -184,9 +184,8 @@ class PromptGroups:
             self.window.issued = self.window.trained = state["step"] * self.window.groups_per_step
             return
         saved = state["window"]
-        if saved["groups_per_step"] != self.window.groups_per_step:
-            why = "set data.train_batch_size to the value of the run that is resumed"
-            raise ConfigError(f"{folder} has open prompts of steps of {saved['groups_per_step']} prompts; {why}")
+        if (per_step := saved["groups_per_step"]) != self.window.groups_per_step:
+            raise ConfigError(f"{folder}: set data.train_batch_size to the value of the run, {per_step}")
         more = max(0, self.window.lookahead - saved.get("lookahead", self.window.lookahead))
         if (least := saved["max_staleness"] + more) > self.window.max_staleness:
             raise ConfigError(f"{folder} has prompts of older weights; set trainer.max_staleness={least} or more")
@@ -305,8 +304,8 @@ class OpenAnswers:
 
     def finish(self, groups: Sequence[PromptGroup], metrics: Sequence[Mapping[str, float]]) -> None:
         """Groups that are graded wait for their step, those that failed are skipped."""
-        for one in metrics:
-            self.groups.add(one)
+        for counts in metrics:
+            self.groups.add(counts)
         for group in groups:
             self.running.pop(group, None)
             if group.failure is not None:

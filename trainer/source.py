@@ -98,7 +98,7 @@ class RolloutSource:
     def load(self, state: State, folder: Path) -> None:
         """Continue from a checkpoint of a synchronous run; ConfigError for another one."""
         if "step" not in state:
-            raise ConfigError(f"{folder} is of an asynchronous run; set trainer.max_staleness as in that run")
+            raise ConfigError(f"{folder} is of an asynchronous run; set trainer.max_staleness as in the run to resume")
         self.prompts.load_state_dict(state["prompts"])
         self.step = state["step"]
 
