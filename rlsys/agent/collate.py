@@ -27,8 +27,8 @@ def collate_episodes(
 
     Row i belongs to row i of `prompts`, whose columns it keeps. Of an episode with branches it is the one with most
     drawn tokens; the column `branches` has the others, for `with_branches`. An episode without rows gets one that
-    counts nothing (mask 0) in a group of its own. Of numbers that others got an episode has 0, but no `acc` where its
-    workflow scored it without the grader.
+    counts nothing (mask 0) in a group of its own. Numbers that graders gave for other episodes are 0 for one without,
+    but `acc` is None where the workflow scored the episode itself.
     """
     ranked = [sorted(result.rows, key=lambda row: -sum(row.mask)) or [_empty_row(pad_token_id)] for result in results]
     rows = [first for first, *_ in ranked]
@@ -47,17 +47,17 @@ def collate_episodes(
         columns[IMAGES] = object_array([row.images for row in rows])
     extra: dict[str, object] = {}
     for name in dict.fromkeys(name for result in results for name in result.extra):
-        values = [one.extra.get(name, None if name == "acc" and one.end == "stop" else 0.0) for one in results]
+        values = [result.extra.get(name, None if name == "acc" and result.end == "stop" else 0.0) for result in results]
         if name == "acc" or all(isinstance(value, int | float | None) for value in values):
             extra[name] = object_array([float(value) if isinstance(value, int | float) else value for value in values])
     return DataProto.from_dict(tensors, columns | extra, {**prompts.meta_info, "reward_extra_keys": sorted(extra)})
 
 
 def with_branches(batch: DataProto, *, max_rows: int) -> DataProto:
-    """A batch with a row for every branch of its episodes, at most `max_rows` each; it is returned where that is one.
+    """The batch with a row for every branch of its episodes, at most `max_rows` per episode.
 
-    All have as many rows, `meta_info["rows_per_episode"]`, as the episode with most of them, side by side, that of
-    `batch` first; those that are missing count nothing (mask 0).
+    Every episode gets `meta_info["rows_per_episode"]` neighbouring rows, as many as the one with most branches: its row
+    of `batch`, its branches, and empty rows (mask 0). Where that is one row, the batch itself is returned.
     """
     branches = batch.non_tensor_batch.get("branches", ())
     if not any(branches):
@@ -94,8 +94,10 @@ def first_rows(batch: DataProto) -> DataProto:
 
 
 def _branch_rewards(first: TraceRow, *others: TraceRow) -> float:
-    """What an episode got beside the rewards of its first row: for turns that only others train; where rows have shares
-    of a weight, what the mean is above the first."""
+    """The reward of an episode beyond that of its first row.
+
+    Rows of weight 1, which have rewards by turn, add theirs; others add how far the weighted mean is above the first.
+    """
     own = sum(first.rewards)
     totals = [(row.weight, sum(row.rewards)) for row in others]
     return fsum(total if weight == 1.0 else weight * (total - own) for weight, total in totals)

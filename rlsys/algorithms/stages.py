@@ -64,7 +64,7 @@ def apply_kl_penalty(
 ) -> tuple[DataProto, dict[str, float]]:
     """token_level_rewards := token_level_scores - beta * KL(old || reference) (arXiv:1909.08593).
 
-    The controller is then updated by the mean over rows of their mean KL; branches that an episode lacks are no rows.
+    The controller is then updated by the mean over rows of their mean KL; empty rows of missing branches do not count.
     Metrics: actor/reward_kl_penalty (that KL), actor/reward_kl_penalty_coeff (the beta that was applied).
     """
     beta, mask = controller.value, column(batch, "response_mask")
@@ -206,8 +206,8 @@ def filter_groups(batch: DataProto, *, metric: str = "seq_reward") -> tuple[Data
     """The rows of groups whose metric varies (DAPO's dynamic sampling), in their order, and how many were dropped.
 
     `metric`: `seq_reward`, `score` or `seq_final_reward` (the row sum of the scores, from which nothing is subtracted
-    yet), or a non-tensor column of numbers such as `acc`, in whose place episodes that have none, as those that their
-    workflow scored, have their score. Metrics: training/filter_groups_{kept,dropped}, in groups.
+    yet), or a non-tensor column of numbers such as `acc`. An episode without `acc`, which its workflow scored itself,
+    counts by its score. Metrics: training/filter_groups_{kept,dropped}, in groups.
     """
     scores = column(batch, "token_level_scores").sum(dim=1) + branch_rewards(batch)
     given = batch.non_tensor_batch
@@ -226,7 +226,7 @@ def filter_groups(batch: DataProto, *, metric: str = "seq_reward") -> tuple[Data
 
 
 def branch_rewards(batch: DataProto) -> Tensor:
-    """What the episode of each row (B,) got beside the rewards of the row, with `rlsys.agent.collate`."""
+    """The reward of each row's episode beyond that of the row (B,), see `rlsys.agent.collate`."""
     return torch.tensor([float(reward) for reward in batch.non_tensor_batch.get("branch_rewards", [0.0] * len(batch))])
 
 
