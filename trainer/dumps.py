@@ -83,7 +83,7 @@ def dump(batch: DataProto, step: int, folder: Path, tokenizer: Tokenizer, *, max
 def _messages(columns: Mapping[str, Any], row: int) -> list[object]:
     """The messages of a prompt, in which its images, and first frames of videos, stand at their markers."""
     messages, images = list(columns["raw_prompt"][row]), columns[IMAGES][row] if IMAGES in columns else ()
-    pictures = [picture for one in images for picture in zip(one.shas, one.pictures, strict=True)]
+    pictures = [picture for inputs in images for picture in zip(inputs.shas, inputs.pictures, strict=True)]
     parts = iter([{"type": "image", "sha": sha, "image": data} for sha, data in pictures])
     return [with_parts(message, lambda _: next(parts)) for message in messages] if pictures else messages
 

@@ -36,7 +36,7 @@ from trainer.machine import SERVING, check_machine, device_memory, installed_eng
 from trainer.summary import summary_lines
 
 C = TypeVar("C", PPOConfig, SFTConfig, RMConfig, DPOConfig, EvalConfig)
-EXPECTED_ERRORS = tuple(one for one in vars(errors).values() if isinstance(one, type) and issubclass(one, Exception))
+EXPECTED_ERRORS = tuple(cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, Exception))
 STOP_S = 30.0
 MISSING = "a package that checks these settings is not installed here; pip install -e . brings those of every job"
 DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.EACCES, errno.EPERM)

@@ -99,7 +99,7 @@ def _check_arguments(config: GradedJob, *, is_here: bool) -> Iterator[str]:
         yield f"{key}: the workers' {name} is not installed here, so its arguments are not checked"
     elif wrong:
         owner = f"{name} {SERVING[name].installed()}"
-        raise ConfigError("\n".join(f"{key}.{one}: {owner} {why}" for one, why in wrong.items()))
+        raise ConfigError("\n".join(f"{key}.{field}: {owner} {why}" for field, why in wrong.items()))
 
 
 def _joins_a_cluster(config: JobConfig) -> bool:

@@ -65,7 +65,7 @@ class Endpoint:
 
     async def end(self, episode: OpenEpisode) -> None:
         """Answer no more requests of an episode and give up its draws; raises what an engine that failed raised."""
-        self._episodes = {name: one for name, one in self._episodes.items() if one is not episode}
+        self._episodes = {name: other for name, other in self._episodes.items() if other is not episode}
         for draw in episode.answers.values():
             draw.cancel()
         for drawn in await asyncio.gather(*episode.answers.values(), return_exceptions=True):

@@ -105,7 +105,7 @@ class RLVRWorkflow:
         ids = [row.prompt_ids + row.response_ids for row in rows]
         return {
             "input_ids": pad_rows(ids, value=0),
-            "attention_mask": pad_rows([(1,) * len(one) for one in ids], value=0),
+            "attention_mask": pad_rows([(1,) * len(row_ids) for row_ids in ids], value=0),
             "loss_mask": columns(0, "mask"),
             "logprobs": columns(0.0, "log_probs"),
             "versions": columns(-1, "versions"),

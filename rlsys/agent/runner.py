@@ -131,7 +131,7 @@ class Rounds:
             for response in self._waiting:
                 response.cancel("over_sampled")
             return
-        round_ = {one: r for one, r in self._waiting.items() if r.num_drawn < self._limits.get(r.session, inf)}
+        round_ = {future: r for future, r in self._waiting.items() if r.num_drawn < self._limits.get(r.session, inf)}
         if round_:
             self._running = asyncio.get_running_loop().create_task(self._run(round_))
         elif self._epoch is not None and not self._epoch.done():

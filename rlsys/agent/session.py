@@ -142,7 +142,7 @@ class Session:
 
         made = [asyncio.ensure_future(result(n, call)) for n, call in enumerate(answer.tool_calls)]
         await asyncio.gather(*made, return_exceptions=True)  # none runs on where another ends the episode
-        self.add(*(one.result() for one in made))
+        self.add(*(task.result() for task in made))
 
     async def grade(self, answer: str | Answer | None, **extra_info: object) -> Score:
         """The score of an answer by the job's reward function and the row's ground truth; 0 where there is none."""

@@ -97,7 +97,7 @@ class ChatTemplate:
         """
         urls, images = image_urls(messages), ()
         if urls and last and self.processor is not None:
-            self.processor.check_limit(len(urls) + sum(len(one.shas) for one in last.all_images))
+            self.processor.check_limit(len(urls) + sum(len(inputs.shas) for inputs in last.all_images))
         messages = with_placeholders(messages)
         text = self._appended_text(messages, tools) if last else self._start_text(messages, tools)
         if urls:
@@ -119,7 +119,7 @@ class ChatTemplate:
 
         assert self.processor is not None, "there are images"
         config = self.processor.config
-        num_wanted = sum(sum(num_features(config, one.tensors)) for one in span.all_images)
+        num_wanted = sum(sum(num_features(config, inputs.tensors)) for inputs in span.all_images)
         return sum(map(span.context.count, placeholder_ids(config))) != num_wanted
 
     def _appended_text(self, messages: Messages, tools: Tools | None) -> str:

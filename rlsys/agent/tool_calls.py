@@ -84,9 +84,9 @@ def _decoded(pattern: re.Pattern[str], text: str, *, always: bool = False) -> Pa
         end = re.compile(r"(?:\s*(?:```|;))?").match(rest, length)
         at = match.end() + (end.end() if end else length)
         values = [{"name": name, "arguments": value}] if name else value if isinstance(value, list) else [value]
-        for number, one in enumerate(values):
-            if always or (isinstance(one, Mapping) and "name" in one):
-                yield match.start() if number == 0 else at, at, _read(one)
+        for number, call in enumerate(values):
+            if always or (isinstance(call, Mapping) and "name" in call):
+                yield match.start() if number == 0 else at, at, _read(call)
 
 
 _HERMES = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)

@@ -129,7 +129,7 @@ def own_device(name: str) -> torch.device:
 def gather_json(value: object, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Every rank's value, in rank order, on every rank; values must be JSON-serialisable."""
     text = json.dumps(value).encode()
-    return [json.loads(one) for one in ([text] if dist.get_world_size(group) == 1 else gather_bytes(text, group))]
+    return [json.loads(part) for part in ([text] if dist.get_world_size(group) == 1 else gather_bytes(text, group))]
 
 
 def sum_over_ranks(parts: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, tuple[float, float]]:

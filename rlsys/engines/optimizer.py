@@ -103,7 +103,7 @@ class HostAdamW(torch.optim.AdamW):
         for group in self.param_groups:
             options = {name: group[name] for name in ("lr", "weight_decay", "eps")}
             beta1, beta2 = group["betas"]
-            for parameter in (one for one in group["params"] if one.grad is not None):
+            for parameter in (p for p in group["params"] if p.grad is not None):
                 value, grad, state = on_host(parameter), on_host(parameter.grad), self.state[parameter]
                 moments = [[state[name]] for name in MOMENTS]
                 step = {"state_steps": [state["step"]], "max_exp_avg_sqs": [], "amsgrad": False, "maximize": False}
@@ -118,7 +118,7 @@ def on_host(tensor: Tensor) -> Tensor:
 
 def make_moments(optimizer: torch.optim.AdamW) -> None:
     """Make the state of an AdamW before its first step."""
-    for parameter in (one for group in optimizer.param_groups for one in group["params"]):
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         device = "cpu" if isinstance(optimizer, HostAdamW) else parameter.device
         moments = {name: torch.zeros_like(parameter, device=device) for name in MOMENTS}
         optimizer.state[parameter] = {"step": torch.zeros((), device=device), **moments}

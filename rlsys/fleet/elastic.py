@@ -57,7 +57,7 @@ class ElasticFleet(RolloutFleet):
         """Given responses scored by a replica that serves; DeadlineError if none does within `health_s`."""
         with self._change:
             if not (serving := self._change.wait_for(lambda: self._in_state("ready"), self.deadlines.health_s)):
-                states = ", ".join(f"{one.replica.name} ({one.state})" for one in self._replicas)
+                states = ", ".join(f"{entry.replica.name} ({entry.state})" for entry in self._replicas)
                 raise DeadlineError(states, "compute_log_prob", self.deadlines.health_s, "no replica serves")
         return cast(Any, serving[0].replica).compute_log_prob(data)
 
@@ -91,7 +91,7 @@ class ElasticFleet(RolloutFleet):
         limit_s = self.deadlines.restart_s
         with self._change:
             if not self._change.wait_for(lambda: len(self._in_state(*IN_USE)) >= self.min_replicas, limit_s):
-                away = ", ".join(one.replica.name for one in self._replicas if one not in self._in_state(*IN_USE))
+                away = ", ".join(entry.replica.name for entry in self._replicas if entry not in self._in_state(*IN_USE))
                 least = f"rollout.min_replicas={self.min_replicas}"
                 raise RolloutError(f"{least}, and no node with room for {away} for {limit_s:g} s; see `ray status`")
 

@@ -292,8 +292,8 @@ class RolloutFleet:
 
     def _take_back(self, entry: ReplicaState, requests: Sequence[FleetRequest]) -> None:
         """Have a replica forget these requests."""
-        entry.placed = [one for one in entry.placed if one not in requests]
-        gone = {rid for rid, one in entry.running.items() if one in requests}
+        entry.placed = [request for request in entry.placed if request not in requests]
+        gone = {rid for rid, request in entry.running.items() if request in requests}
         entry.cancelled |= gone
         for rid in gone:
             del entry.running[rid]

@@ -105,6 +105,6 @@ def group_fleet(
     }
     if manager is not None and isinstance(rollout, RolloutConfig) and rollout.min_replicas is not None:
         options["connect"] = lambda ranks: manager.connect(RanksOfGroup(group, ranks))
-        options["copy"] = lambda *pair: manager.copy(*(RanksOfGroup(group, (one.rank,)) for one in pair))
+        options["copy"] = lambda *pair: manager.copy(*(RanksOfGroup(group, (replica.rank,)) for replica in pair))
         return ElasticFleet(replicas, places=group.backend, min_replicas=rollout.min_replicas, **options)
     return RolloutFleet(replicas, max_restarts=MAX_RESTARTS if restartable and size == 1 else 0, **options)

@@ -240,8 +240,8 @@ def _moves(parts: _Parts, shards: ShardTable, template_of: Ints, widths: Ints, s
                 selector.add_load(nearest[0], position, int(num_bytes[members].sum()))
             else:
                 open_choices.append(_OpenChoice(position, nearest, moves, members, num_bytes[members]))
-    for one in sorted(open_choices, key=lambda choice: len(choice.nearest)):
-        one.moves[one.members, SOURCE_RANK] = selector.share(one.nearest, one.position, one.num_bytes)
+    for choice in sorted(open_choices, key=lambda choice: len(choice.nearest)):
+        choice.moves[choice.members, SOURCE_RANK] = selector.share(choice.nearest, choice.position, choice.num_bytes)
     for moves in moves_of_layouts:
         moves[:, SOURCE_SHARD] = selector.shards_of(moves[:, SOURCE_RANK], parts.held_box[moves[:, PART]])
     return np.concatenate(moves_of_layouts) if moves_of_layouts else np.zeros((0, 5), np.int64)
@@ -291,8 +291,8 @@ class _SourceSelector:
         order = np.argsort(group, kind="stable")
         ends = np.searchsorted(group[order], np.arange(len(signatures) + 1))
         return [
-            (self._holders_of(int(signature), int(boxes[one])), order[begin:end])
-            for signature, one, begin, end in zip(signatures, example, ends[:-1], ends[1:], strict=True)
+            (self._holders_of(int(signature), int(boxes[first])), order[begin:end])
+            for signature, first, begin, end in zip(signatures, example, ends[:-1], ends[1:], strict=True)
         ]
 
     def _holders_of(self, signature: int, box: int) -> Ints:

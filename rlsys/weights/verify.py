@@ -40,7 +40,7 @@ def layout_checksums(
     """Checksums of all boxes of one rank, each cast first to the dtype that `dtypes` names for its tensor."""
     names, shapes = {**layout.dtypes, **(dtypes or {})}, layout.full_shapes
     boxes = [shard.box for shard in layout.shards]
-    values = [(shard_view(tensors, one), one.box.start, shapes[one.box.tensor]) for one in layout.shards]
+    values = [(shard_view(tensors, shard), shard.box.start, shapes[shard.box.tensor]) for shard in layout.shards]
     return tuple(zip(boxes, prepared_checksums(values, [dtype_of(names[box.tensor]) for box in boxes])(), strict=True))
 
 

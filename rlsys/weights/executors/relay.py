@@ -68,7 +68,7 @@ def plan_relays(plan: Plan, sources: Layouts, destinations: Layouts, *, staging_
     piece = piece.reshape(-1)[1:] - 1
     staged, pieces = Counter[int](), list[Copy]()
     for number, copy in enumerate(plan.select(first[1:] - 1)):
-        relay = min((one.rank for one in hosts[destinations[copy.rank].host]), key=staged.__getitem__)
+        relay = min((layout.rank for layout in hosts[destinations[copy.rank].host]), key=staged.__getitem__)
         staged[relay] += copy.num_bytes
         pieces.append(replace(copy, rank=relay, local=str(number), local_start=(0,) * len(copy.shape)))
     rounds = plan_rounds(pieces, staging_bytes=min(staging_bytes, STAGING_BYTES))
