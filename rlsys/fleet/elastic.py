@@ -51,7 +51,7 @@ class ElasticFleet(RolloutFleet):
         self.counts.update(joined=0, join_s=0, left=0, waited_for_push=0)
         for entry in self._replicas:
             if self._ranks[entry.replica.name] not in places.present:
-                self._set(entry, "away")
+                self._set_state(entry, "away")
 
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """Given responses scored by a replica that serves; DeadlineError if none does within `health_s`."""
@@ -69,7 +69,7 @@ class ElasticFleet(RolloutFleet):
                 with self._change:
                     self._give_up(entry, RolloutError("its node is drained"))
                     self.counts["left"] += 1
-                self._set(entry, "away")
+                self._set_state(entry, "away")
         with ExitStack() as until_served:
             with super().pushing(version):
                 self._wait_for_replicas()  # one may have been lost in its last exchange
@@ -128,7 +128,7 @@ class ElasticFleet(RolloutFleet):
         except Exception as error:
             log.warning("%s is lost: %s", entry.replica.name, error)
             self.counts["left"] += entry.replica.name not in self._placed_s
-            self._set(entry, "away")
+            self._set_state(entry, "away")
 
     def _bring_weights(self, entry: ReplicaState) -> None:
         """Let a replica serve that has or gets the weights of the last push, or let it wait for the next one."""
@@ -146,7 +146,7 @@ class ElasticFleet(RolloutFleet):
             log.info("%s waits for the next push: %s", entry.replica.name, "; ".join(reasons))
             self.counts["waited_for_push"] += self.version is not None
             self._connected = ()  # a new process has joined no transfer
-            self._set(entry, "joining")
+            self._set_state(entry, "joining")
 
     def _copy_from_peer(self, newcomer: Replica) -> None:
         """Have the least loaded replica send its weights, between two exchanges."""
@@ -168,7 +168,7 @@ class ElasticFleet(RolloutFleet):
             join_s = time.monotonic() - placed_s
             log.info("%s serves version %s, %.1f s after its start", entry.replica.name, self.version, join_s)
             self.counts.update(joined=1, join_s=round(join_s))
-        self._set(entry, "ready")
+        self._set_state(entry, "ready")
 
     def close(self) -> None:
         """As RolloutFleet's; replicas that are starting are ended first, since the caller ends their processes next."""

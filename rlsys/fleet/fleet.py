@@ -198,7 +198,7 @@ class RolloutFleet:
                 else:  # a health check has given it up meanwhile, and recovers it
                     problem = None
             self._place()
-        self._announce()
+        self._resolve_futures()
         if problem is not None:
             self._recover(entry, problem)
         elif entry.load and not (any(are_fixed) and deltas):
@@ -264,12 +264,12 @@ class RolloutFleet:
             entry.placed.append(request)
 
     def _end(self, request: FleetRequest, error: Exception | None) -> None:
-        """Count a request as answered or dropped, once; `_announce` resolves its future."""
+        """Count a request as answered or dropped, once; `_resolve_futures` then gives its future the result."""
         if self._pending.pop(request.number, None):
             self.counts["answered"] += error is None
             self._ended.append((request.answer, error or request.partial.response()))
 
-    def _announce(self) -> None:
+    def _resolve_futures(self) -> None:
         """Resolve the futures of requests that have ended; callbacks run outside of the lock."""
         with self._change:
             ended, self._ended = self._ended, []
@@ -346,14 +346,14 @@ class RolloutFleet:
         except Exception as error:
             log.warning("replica %s failed its health check: %s", entry.replica.name, str(error) or repr(error))
             state = self._restart(entry)
-        self._set(entry, state)
+        self._set_state(entry, state)
         self._fail_if_all_are_down()
 
-    def _set(self, entry: ReplicaState, state: ReplicaStatus) -> None:
+    def _set_state(self, entry: ReplicaState, state: ReplicaStatus) -> None:
         with self._change:
             entry.state = state
             self._place()
-        self._announce()
+        self._resolve_futures()
 
     def _restart(self, entry: ReplicaState) -> ReplicaStatus:
         while entry.restarts < self.max_restarts and not self._closed:
@@ -387,7 +387,7 @@ class RolloutFleet:
                 for batch in self._placement.waiting:
                     self._fail(batch, what)
                 self._placement.waiting = []
-        self._announce()
+        self._resolve_futures()
 
     def _all_gone(self) -> str:
         how = f"after {self.max_restarts} restarts each" if self.max_restarts else "and restarts are off"
@@ -422,7 +422,7 @@ class RolloutFleet:
             yield
             self.version = version
             for entry in [one for one in self._replicas if one.state == "joining" and self.recovers_before_push]:
-                self._set(entry, "ready")
+                self._set_state(entry, "ready")
         finally:
             with self._change:
                 self._is_pushing = False
@@ -475,4 +475,4 @@ class RolloutFleet:
             for request in [*self._pending.values()]:
                 self._end(request, error)
             self._change.notify_all()
-        self._announce()
+        self._resolve_futures()

@@ -62,19 +62,19 @@ def tensor_parallel_plan(model: PreTrainedModel, settings: ModelConfig, size: in
     if not hasattr(model, "score"):
         rules[names[id(model.get_output_embeddings())]] = "colwise"
     heads = {name: getattr(text, name, None) or 0 for name in ("num_attention_heads", "num_key_value_heads")}
-    odd = [f"{name}={count}" for name, count in heads.items() if count % size]
+    indivisible = [f"{name}={count}" for name, count in heads.items() if count % size]
     plan: dict[str, str] = {}
     whole: list[str] = []
     for name, parameter in model.named_parameters(remove_duplicate=False):
         rule = re.sub(r"\.\d+(?=\.)", ".*", name)
-        of, rule = (name, rule) if rule in rules else (name.rpartition(".")[0], rule.rpartition(".")[0])
+        module, rule = (name, rule) if rule in rules else (name.rpartition(".")[0], rule.rpartition(".")[0])
         if rule not in rules:
             whole.append(name)
             continue
-        plan[of] = rules[rule]
+        plan[module] = rules[rule]
         dim, _ = STYLES.get(rules[rule], (None, None))
         if dim is not None and parameter.ndim > dim and parameter.shape[dim] % size:
-            odd.append(f"the shape {tuple(parameter.shape)} of {name}")
+            indivisible.append(f"the shape {tuple(parameter.shape)} of {name}")
     split = {name.rpartition(".")[0] for name, style in plan.items() if style == "colwise"}
     beside = [name for name in whole if split & {name.rpartition(".")[0], name.rsplit(".", 2)[0]}]
     unknown = [f"{name} ({style})" for name, style in plan.items() if style not in STYLES]
@@ -82,8 +82,8 @@ def tensor_parallel_plan(model: PreTrainedModel, settings: ModelConfig, size: in
         why = "low-rank adapters and image encoders are not split over ranks"
     elif unknown or beside or not any(style.startswith("rowwise") for style in plan.values()):
         why = f"transformers' plan of {text.model_type} does not say how to split {[*unknown, *beside, 'it'][0]}"
-    elif odd:
-        why = f"it does not divide {odd[0]}"
+    elif indivisible:
+        why = f"it does not divide {indivisible[0]}"
     else:
         return plan
     raise ConfigError(f"tensor_parallel_size={size}: {why}; set 1")
