@@ -177,7 +177,7 @@ def start_groups(
     """Start one process group per pool, each process playing all roles of its pool, and load the models in their order.
 
     The parts of a role that are `offloaded` leave the device before the next role loads. Returns a group for each role,
-    typed as Any: the caller knows the protocol of each.
+    untyped: the caller knows the protocol of each.
     """
     manager.create_resource_pool()
     leaving = {str(role): parts for role, parts in (offloaded or {}).items()}
