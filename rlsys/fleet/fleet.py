@@ -43,11 +43,11 @@ class RolloutFleet:
     """Completes requests on replicas; all methods may be called from any thread.
 
     `on_restart(replica)` must bring the current weights to a replica that was restarted or serves a wrong version;
-    it runs before the replica serves again. A request fails after `max_attempts` without a token in between, a
-    replica after `max_restarts` without a push in between. Tokens must have the version that was served when their
-    request was placed, or a newer one; versions are checked once weights were pushed. Without `chunk_rows` there
-    are no fixed batches. The health of a replica is checked after `max_failures` failed requests in a row;
-    `affinity` keeps equal prompts together.
+    it runs before the replica serves again, which does so after the next push where it raises WeightTransferError.
+    A request fails after `max_attempts` without a token in between, a replica after `max_restarts` without a push in
+    between. Tokens must have the version that was served when their request was placed, or a newer one; versions are
+    checked once weights were pushed. Without `chunk_rows` there are no fixed batches. The health of a replica is
+    checked after `max_failures` failed requests in a row; `affinity` keeps equal prompts together.
     """
 
     recovers_before_push = True
@@ -365,10 +365,9 @@ class RolloutFleet:
                 self.on_restart(entry.replica)
                 return "ready"
             except Exception as error:
-                is_last = self.recovers_before_push and entry.restarts >= self.max_restarts
-                if isinstance(error, WeightTransferError) and (self._is_pushing or is_last):
-                    return "ready" if self._is_pushing else "joining"  # it gets the weights of this or the next push
                 log.warning("restart %d of %s failed: %s", entry.restarts, entry.replica.name, error)
+                if isinstance(error, WeightTransferError) and (self._is_pushing or self.recovers_before_push):
+                    return "ready" if self._is_pushing else "joining"  # it gets the weights of this or the next push
             self._fail_if_all_are_down()
         log.error("giving up on replica %s after %d restarts", entry.replica.name, entry.restarts)
         return "gone"
