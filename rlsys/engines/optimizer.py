@@ -64,14 +64,16 @@ class BaseOptimizer(ABC):
         num_threads = torch.get_num_threads()
         if torch.cuda.is_available() and num_threads == 1:
             torch.set_num_threads(max(1, num_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
-        norm, lr = self._gradient_norm(count), lr_at(self.lr_steps, self.optim, self.total_steps)
-        applied = count > 0 and math.isfinite(norm)
-        if applied:
-            self._update(count, min(1.0, self.grad_clip / (norm + 1e-6)) if self.grad_clip > 0 else 1.0, lr)
-            self.num_steps += 1
-            self.lr_steps += share
-        self.zero_grad()
-        torch.set_num_threads(num_threads)
+        try:
+            norm, lr = self._gradient_norm(count), lr_at(self.lr_steps, self.optim, self.total_steps)
+            applied = count > 0 and math.isfinite(norm)
+            if applied:
+                self._update(count, min(1.0, self.grad_clip / (norm + 1e-6)) if self.grad_clip > 0 else 1.0, lr)
+                self.num_steps += 1
+                self.lr_steps += share
+            self.zero_grad()
+        finally:
+            torch.set_num_threads(num_threads)
         return StepReport(norm, lr, applied=applied)
 
     @abstractmethod

@@ -80,13 +80,15 @@ def test_a_schedule_that_needs_the_total_says_so(settings: dict[str, Any]) -> No
 class Threads(BaseOptimizer):
     """Notes how many threads its updates have."""
 
-    seen = 0
+    seen, fails = 0, False
 
     def _gradient_norm(self, count: float) -> float:
         return 1.0
 
     def _update(self, count: float, clip: float, lr: float) -> None:
         self.seen = torch.get_num_threads()
+        if self.fails:
+            raise MemoryError
 
     def zero_grad(self) -> None:
         pass
@@ -109,3 +111,7 @@ def test_a_step_has_the_cores_of_its_rank_where_the_rest_beside_a_gpu_has_one(
     optimizer = Threads(OptimConfig(lr=1.0), grad_clip=1.0, total_steps=1)
     optimizer.step(1.0)
     assert (optimizer.seen, threads[-1]) == (expected, given)
+    optimizer.fails = True
+    with pytest.raises(MemoryError):
+        optimizer.step(1.0)
+    assert threads[-1] == given, "a step that fails gives them back too"
