@@ -75,10 +75,8 @@ class Steps:
         """Log-probabilities under the frozen policy, where a KL term needs them."""
         if not self.cfg.use_reference:
             return batch
-        resident, group = Role.RefPolicy, self.groups.ref
-        if group is None:
-            resident, group = Role.Actor, self.groups.actor
-        with self.residency.hold(resident, "ref"):
+        group = self.groups.ref or self.groups.actor
+        with self.residency.hold(Role.Actor if self.groups.ref is None else Role.RefPolicy, "ref"):
             return batch.union(group.compute_ref_log_prob(_only(batch, ROWS)))
 
     def teacher_log_probs(self, batch: DataProto) -> DataProto:
@@ -97,9 +95,8 @@ class Steps:
             with self.residency.hold(Role.RewardModel, "reward_model"):
                 rows = _only(batch, ROWS) if self.reward_rows is None else self.reward_rows(batch)
                 scores = self.groups.rm.compute_rm_score(rows).tensors["rm_scores"].sum(dim=1)
-            held = batch.tensors
             scores = at_last_token(scores, compute_response_mask(batch))
-            held["token_level_scores"] = held["token_level_scores"] + scores
+            batch.tensors["token_level_scores"] = batch.tensors["token_level_scores"] + scores
         return batch
 
     def values(self, batch: DataProto) -> DataProto:
@@ -139,8 +136,7 @@ def teacher_numbers(cfg: PPOConfig, keys: Sequence[object]) -> list[int]:
 
 def _only(batch: DataProto, names: Sequence[str], optional: Sequence[str] = ()) -> DataProto:
     """The columns that a role needs, so that no others travel, those of `optional` that the batch has, and images."""
-    present = set(batch.tensors.keys())
-    columns = [*names, *(name for name in optional if name in present)]
+    columns = [*names, *(name for name in optional if name in batch.tensors)]
     return batch.select(batch_keys=columns, non_tensor_batch_keys=[IMAGES])
 
 

@@ -40,8 +40,7 @@ def subtract(a: Box, b: Box) -> list[Box]:
     rest, start, shape = [], list(a.start), list(a.shape)
     for dim in range(len(shape)):
         low, high = common[0][dim], common[0][dim] + common[1][dim]
-        end = start[dim] + shape[dim]
-        for begin, stop in ((start[dim], low), (high, end)):
+        for begin, stop in ((start[dim], low), (high, start[dim] + shape[dim])):
             if begin < stop:
                 part_start, part_shape = start.copy(), shape.copy()
                 part_start[dim], part_shape[dim] = begin, stop - begin

@@ -83,8 +83,7 @@ def learn_layout(
     boxes = list[_PlacedBox]()
     loader_only = dict[str, str]()
     try:
-        num_bytes = {n: prod(s) * element_bytes(dtypes[n]) for n, s in shapes.items()}
-        for bucket in buckets(num_bytes, bucket_bytes):
+        for bucket in buckets({n: prod(s) * element_bytes(dtypes[n]) for n, s in shapes.items()}, bucket_bytes):
             probe = _Probe(load, local, {n: (shapes[n], dtype_of(dtypes[n])) for n in bucket}, max_boxes)
             boxes += probe.run()
             loader_only |= probe.loader_only

@@ -153,8 +153,7 @@ def make_plan(sources: Sequence[WeightLayout], destinations: Sequence[WeightLayo
     source_templates, template_of_source = tables.find_templates(sources)
     templates, template_of_destination = tables.find_templates(destinations)
     ids = NameIds()
-    local_dims = [len(shard.local_start) for layout in (*source_templates, *templates) for shard in layout.shards]
-    dims = max([1, *local_dims])
+    dims = max([1, *(len(shard.local_start) for layout in (*source_templates, *templates) for shard in layout.shards)])
     shards = tables.shard_table(templates, names, dims, ids)
     source_shards = tables.shard_table(source_templates, {name: name for name in shapes}, dims, ids)
     wanted, given = (tables.distinct_boxes(side.tensor, side.start, side.stop) for side in (shards, source_shards))

@@ -121,8 +121,7 @@ def disjoint_boxes(boxes: BoxTable, shards: ShardTable) -> tuple[BoxTable, Ints,
         return boxes, boxes.of_shard, np.arange(len(shards.tensor))
     rest = np.flatnonzero(~np.isin(shards.tensor, overlapping))
     parts = [(shards.tensor[rest], shards.start[rest], shards.stop[rest], rest)]
-    for tensor in overlapping:
-        parts.append(_cells(int(tensor), np.flatnonzero(shards.tensor == tensor), shards))
+    parts += [_cells(int(tensor), np.flatnonzero(shards.tensor == tensor), shards) for tensor in overlapping]
     tensor, start, stop, holder = (np.concatenate(column) for column in zip(*parts, strict=True))
     disjoint = distinct_boxes(tensor, start, stop)
     return disjoint, disjoint.of_shard, holder

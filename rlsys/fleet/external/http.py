@@ -49,8 +49,7 @@ async def open_session(token: str) -> aiohttp.ClientSession:
 
 async def ask(session: aiohttp.ClientSession, url: str, call: Call, *, stage: str, deadline_s: float) -> object:
     """The JSON a call answers, None for an empty or non-JSON answer; ServerFault or RefusedError."""
-    timeout = aiohttp.ClientTimeout(total=deadline_s)
-    async with _answer(session, url, call, stage=stage, timeout=timeout) as response:
+    async with _answer(session, url, call, stage=stage, timeout=aiohttp.ClientTimeout(total=deadline_s)) as response:
         data = await response.content.read(MAX_ANSWER_BYTES + 1)
         while len(data) <= MAX_ANSWER_BYTES and (more := await response.content.read(MAX_ANSWER_BYTES)):
             data += more

@@ -192,8 +192,7 @@ class DecodeLoop:
         *_, (_, last) = prompt_passes(self.model, cache, prompts, rows, max_tokens=limit, keep=1)
         readers = [(i, queue[0]) for i, queue in enumerate(groups.values())]
         if self.engine.routes is not None:
-            taken = self.engine.routes.take(len(groups))
-            for routes, (prompt, queue) in zip(taken, groups.items(), strict=True):
+            for routes, (prompt, queue) in zip(self.engine.routes.take(len(groups)), groups.items(), strict=True):
                 for queued in queue:
                     queued.routes = [routes[width - len(prompt.ids) :]]
         copies = [(i, queued) for i, queue in enumerate(groups.values()) for queued in queue[1:]]
