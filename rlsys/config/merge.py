@@ -156,10 +156,10 @@ class Layers:
 
     def _place(self, spelling: str, value: object, origin: str) -> None:
         """Take one setting, or every setting of a section, under any of its spellings."""
-        if spelling.rpartition(".")[2] == "_target_":
-            return
         compat = self._compat
         path = compat.canonical(spelling)
+        if path.rpartition(".")[2] == "_target_" and (self._key_of(path) is None or str(value).startswith("verl.")):
+            return
         self.refused.pop(path, None)
         if (path != spelling and value is None) or value in compat.groups.get(path, ()):
             if path in self.given and self.given[path].spelling == spelling:
@@ -319,11 +319,12 @@ def _reason(error: Exception, path: str) -> str:
 
 
 def _merge(base: object, over: object) -> object:
-    """`over` where it has a value, of dicts in each of their keys but verl's `_target_`; else `base`."""
+    """`over` where it has a value, of dicts in each of their keys but a `_target_` of verl's; else `base`."""
     if not isinstance(over, dict):
         return over
     known = base if isinstance(base, dict) else {}
-    return known | {key: _merge(known.get(key), value) for key, value in over.items() if key != "_target_"}
+    own = {key: value for key, value in over.items() if key != "_target_" or not str(value).startswith("verl.")}
+    return known | {key: _merge(known.get(key), value) for key, value in own.items()}
 
 
 def _without(tree: object, path: list[str]) -> object:

@@ -376,6 +376,21 @@ def test_spellings_of_the_other_jobs() -> None:
     assert load_config(["rollout.max_num_seqs=3"], EvalConfig).actor_rollout_ref.rollout.max_num_seqs == 3
 
 
+def test_a_target_of_your_own_keys_stays_and_those_of_verls_sections_go(folder: Path) -> None:
+    (folder / "own.yaml").write_text(
+        "defaults: [quickstart]\nactor_rollout_ref: {_target_: x.Y}\n"
+        "distillation: {teacher_models: {a: {_target_: verl.Teacher, model_path: a}}}\n"
+        "custom_reward_function: {reward_kwargs: {judge: {_target_: my.Judge, depth: 2}}}\n"
+    )
+    (folder / "own.py").write_text("def compute_score(): ...")
+    config = load_config(["--config-name=./own.yaml", "reward.custom_reward_function.path=own.py"])
+    assert config.reward.custom_reward_function.reward_kwargs == {"judge": {"_target_": "my.Judge", "depth": 2}}
+    assert config.distillation.teacher_models["a"].model_path == "a"
+    own = "+data.apply_chat_template_kwargs.tool"
+    config = load_config([f"{own}._target_=my.Tool", f"{own}.n=1"])
+    assert config.data.apply_chat_template_kwargs == {"tool": {"_target_": "my.Tool", "n": 1}}
+
+
 def test_a_section_of_nulls_from_an_old_file_sets_nothing(folder: Path) -> None:
     (folder / "old.yaml").write_text(
         "defaults: [quickstart]\ncustom_reward_function: {path: null, name: null}\n"
