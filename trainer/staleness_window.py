@@ -126,10 +126,11 @@ class StalenessWindow:
 
     def state_dict(self) -> dict[str, object]:
         """Plain values, from which `load_state_dict` continues; the served version is not among them."""
-        limits = {name: getattr(self, name) for name in ("groups_per_step", "max_staleness", "lookahead")}
+        sizes = {"groups_per_step": self.groups_per_step, "max_staleness": self.max_staleness}
         counts = {"issued": self.issued, "trained": self.trained, "skipped": dict(self.skipped)}
-        ended = {"finished": sorted(self.finished), "trained_ahead": sorted(self._trained_ahead)}
-        return {**limits, **counts, "order": list(self._order), **ended}
+        groups = {"order": list(self._order), "finished": sorted(self.finished)}
+        ahead = {"lookahead": self.lookahead, "trained_ahead": sorted(self._trained_ahead)}
+        return {**sizes, **counts, **groups, **ahead}
 
     def load_state_dict(self, state: State) -> None:
         """Continue from `state_dict`."""
