@@ -77,6 +77,10 @@ def reward_manager_class(reward: GradingConfig) -> Callable[..., RewardManager]:
     except TypeError as error:
         takes = ", ".join(name for name in signature.parameters if name not in ARGUMENTS) or "no keys"
         raise ConfigError(f"reward.reward_kwargs: {cls.__name__}: {error}; of its own it takes {takes}") from error
+    penalizes = named_arguments(cls, dict.fromkeys(("overlong_buffer_cfg", "reward", "config")))
+    if reward.reward_kwargs.overlong_buffer_cfg.enable and not penalizes:
+        why = f"{cls.__name__} does not take it; set it to false, or name overlong_buffer_cfg in its __init__"
+        raise ConfigError(f"reward.reward_kwargs.overlong_buffer_cfg.enable = True: {why}")
     return cls
 
 

@@ -126,6 +126,14 @@ def test_reward_kwargs_that_the_class_does_not_take_are_refused(tmp_path: Path, 
         prepare(cfg)
 
 
+@pytest.mark.parametrize("source", ["importlib", "register"])
+def test_an_overlong_penalty_that_the_class_does_not_take_is_refused(tmp_path: Path, source: str) -> None:
+    overlong = [f"reward.reward_kwargs.overlong_buffer_cfg.{one}" for one in ("enable=true", "len=4")]
+    cfg = weighted(tmp_path, source, "+reward.reward_kwargs.metric_weights.a=1", *overlong)
+    with pytest.raises(ConfigError, match=r"enable = True: Weighted\d+ does not take it; set it to false, or name"):
+        check_reward_function(cfg.reward) if source == "importlib" else prepare(cfg)
+
+
 def test_a_missing_class_is_reported_with_those_that_the_file_defines(tmp_path: Path) -> None:
     (tmp_path / "managers.py").write_text(f"from collections import defaultdict\n{LENGTHY}\nsize = 3\n")
     with pytest.raises(ConfigError, match=r"has no class of that name; it defines Lengthy$"):
