@@ -88,10 +88,11 @@ def _results(rows: Iterable[Row | BadRow], parse: Callable[[Row], T], num_thread
 
 
 class PromptDataset:
-    """Prompts by position; `bad_rows` were skipped, `num_overlong` prompts were filtered by length."""
+    """Prompts by position; `bad_rows` were skipped, `num_overlong` prompts filtered by length, `num_truncated` cut."""
 
     def __init__(self, rows: Sequence[PromptRow], *, bad_rows: Sequence[BadRow] = (), num_overlong: int = 0) -> None:
         self._rows, self.bad_rows, self.num_overlong = rows, tuple(bad_rows), num_overlong
+        self.num_truncated = sum(row.is_truncated for row in rows)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -116,8 +117,9 @@ class PromptDataset:
         return digest.hexdigest()[:16]
 
     def metrics(self) -> dict[str, float]:
-        """Counts of rows used, skipped as bad, and filtered as too long."""
-        counts = {"rows": len(self), "bad_rows": len(self.bad_rows), "overlong_prompts": self.num_overlong}
+        """Counts of rows used, skipped as bad, and filtered or cut as too long."""
+        counts = {"rows": len(self), "bad_rows": len(self.bad_rows)}
+        counts |= {"overlong_prompts": self.num_overlong, "truncated_prompts": self.num_truncated}
         return {f"data/{name}": float(count) for name, count in counts.items()}
 
     @classmethod
@@ -173,8 +175,8 @@ def parse_prompt(
         raise ValueError("the prompt has no tokens")
     if config.filter_overlong_prompts and len(ids) > config.max_prompt_length:
         return None
-    truncation = "error" if row.images else config.truncation
-    return replace(row, token_ids=array("i", truncate(ids, config.max_prompt_length, truncation)))
+    kept = truncate(ids, config.max_prompt_length, "error" if row.images else config.truncation)
+    return replace(row, token_ids=array("i", kept), is_truncated=len(kept) < len(ids))
 
 
 def _load_images(
@@ -289,6 +291,7 @@ class RowStream(PromptDataset):
         self._rows = [replace(row, index=at) if isinstance(row, PromptRow) else row for at, row in kept.items()]
         self.bad_rows += tuple(bad)
         self.num_overlong += len(parsed) - len(self._rows)
+        self.num_truncated += sum(isinstance(row, PromptRow) and row.is_truncated for row in self._rows)
 
     def _next_rows(self) -> list[Any]:
         """The next rows of the sources, a block at most, noting where they begin."""

@@ -29,8 +29,9 @@ ONE_FUNCTION = ", or reward.custom_reward_function.path=<file> to grade all rows
 class PromptRow:
     """A prompt to be answered and what its grader needs. `fields` are the row's other columns.
 
-    Its dataset sets `token_ids` and `index`, the position in the dataset, and for a vision-language model the hashes of
-    its `images`, which may be videos, and `load_images`, which decodes and processes them.
+    Its dataset sets `token_ids`, whether these are cut to the longest prompt, and `index`, the position in the dataset,
+    and for a vision-language model the hashes of its `images`, which may be videos, and `load_images`, which decodes
+    and processes them.
     """
 
     raw_prompt: Prompt
@@ -41,6 +42,7 @@ class PromptRow:
     fields: Mapping[str, Any] = field(default_factory=dict)
     index: int = -1
     token_ids: Sequence[int] = ()
+    is_truncated: bool = False
     images: Sequence[object] = ()
     image_shas: Sequence[str] = ()
     load_images: "Callable[[], tuple[ImageInputs, ...]] | None" = None

@@ -70,7 +70,7 @@ def test_a_run_leaves_metrics_checkpoint_timeline_and_rollouts(
     lines = metrics_of(out)
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert {"actor/pg_loss", "actor/grad_norm", "critic/score/mean", "response_length/mean"} <= set(lines[0])
-    assert {"data/rows", "data/bad_rows", "data/overlong_prompts"} <= set(lines[0])
+    assert {f"data/{name}" for name in ("rows", "bad_rows", "overlong_prompts", "truncated_prompts")} <= set(lines[0])
     assert any(name.startswith("val-core/text/exact/") for name in lines[1])
     assert (out / "latest_checkpointed_iteration.txt").read_text() == "3"
     assert (out / "rollouts" / "index.html").exists()

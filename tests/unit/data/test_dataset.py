@@ -148,6 +148,7 @@ def test_every_truncation_is_alive(how: Any, text: str, tmp_path: Path) -> None:
     prompts = PromptDataset.load(file, tokenizer(), PromptsConfig(max_prompt_length=10, truncation=how))
     assert texts(prompts)[1] == text
     assert len(prompts[1].token_ids) == 10
+    assert prompts.metrics()["data/truncated_prompts"] == 1
 
 
 def test_overlong_prompts_are_refused_or_filtered_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -160,7 +161,8 @@ def test_overlong_prompts_are_refused_or_filtered_and_counted(tmp_path: Path, ca
         )
         prompts = PromptDataset.load(file, tokenizer(), config)
         assert [r.index for r in prompts] == [0, 1]
-        assert prompts.metrics() == {"data/rows": 2.0, "data/bad_rows": 0.0, "data/overlong_prompts": 1.0}
+        counts = {"data/rows": 2.0, "data/bad_rows": 0.0, "data/overlong_prompts": 1.0, "data/truncated_prompts": 0.0}
+        assert prompts.metrics() == counts
         assert "dropped 1 of 3 prompts with more than 10 tokens" in caplog.messages
     with pytest.raises(DataError, match=r"no prompt is left: .* data\.max_prompt_length=2; raise it"):
         PromptDataset.load(file, tokenizer(), PromptsConfig(max_prompt_length=2, filter_overlong_prompts=True))

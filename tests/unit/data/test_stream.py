@@ -19,7 +19,7 @@ from rlsys.utils.hub import open_rows
 
 def parse(row: Row) -> PromptRow | None:
     text = row.values["prompt"]
-    return None if text == "4" else PromptRow(text, "mine", {}, {}, token_ids=[int(text)])
+    return None if text == "4" else PromptRow(text, "mine", {}, {}, token_ids=[int(text)], is_truncated=text == "9")
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def test_rows_come_in_order_over_and_over_without_those_that_are_too_long(files:
     once = [0, 1, 2, 3, 5, 6, 7, 8, 9, 10]
     assert [number for _ in range(7) for number in texts(source)] == [*once, *once, 0]
     assert source.next().epoch == 2
-    assert source.metrics()["data/overlong_prompts"] == 2
+    assert [source.metrics()[f"data/{name}_prompts"] for name in ("overlong", "truncated")] == [2, 2]
     assert [row["prompt"] for row in islice(open_rows(files), 8)] == [str(n) for n in range(8)]
 
 
