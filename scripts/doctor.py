@@ -32,6 +32,8 @@ SMALL_SHM_BYTES = GIB
 SMALL_MEMORY_BYTES = 4 * GIB
 SMALL_DISK_BYTES = 5 * GIB
 PROBE_TIMEOUT_S = 2.0
+CONTAINER_LIMITS = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"
+"""Files of cgroups, of version 2 and 1, as in trainer/machine.py: this script runs without our packages."""
 LISTENING = "0A"
 RAY_PROCESSES = {"gcs_server": "gcs", "raylet": "raylet", "dashboard.py": "dashboard"}
 EXTRAS = {
@@ -341,9 +343,8 @@ def memory_bytes() -> tuple[int, int]:
             name, value = line.split(":", 1)
             sizes[name] = int(value.split()[0]) * 1024
     total = sizes.get("MemTotal", 0)
-    limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text().strip() if limit.exists() else "max"
-    total = min(total, int(text)) if text != "max" else total
+    limits = [path.read_text().strip() for path in map(Path, CONTAINER_LIMITS) if path.is_file()]
+    total = min([total, *(int(limit) for limit in limits if limit.isdecimal())])
     return total, min(sizes.get("MemAvailable", 0), total)
 
 

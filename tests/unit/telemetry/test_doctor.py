@@ -22,6 +22,7 @@ import pytest
 
 from rlsys.rollout.versions import VersionTable
 from tests.timing import scaled_s
+from trainer import machine
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / "scripts" / "doctor.py"
@@ -123,6 +124,18 @@ def test_old_python_fails(doctor: ModuleType) -> None:
     finding = next(doctor.python_findings(">=99"))
     assert finding.verdict == "fail"
     assert "RLSYS_PYTHON" in finding.advice
+
+
+def test_memory_is_what_a_container_may_have_by_either_version_of_cgroups(
+    doctor: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert doctor.CONTAINER_LIMITS == machine.CONTAINER_LIMITS
+    whole, file = doctor.memory_bytes()[0], tmp_path / "limit"
+    for places in ((str(file), "/none"), ("/none", str(file))):
+        monkeypatch.setattr(doctor, "CONTAINER_LIMITS", places)
+        for limit, expected in (("1048576", 1 << 20), ("max", whole), ("9223372036854771712", whole)):
+            file.write_text(f"{limit}\n")
+            assert doctor.memory_bytes()[0] == expected
 
 
 def test_missing_shared_memory_fails(doctor: ModuleType, tmp_path: Path) -> None:
