@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
 from types import FrameType
-from typing import TextIO, TypeVar
+from typing import TYPE_CHECKING, TextIO, TypeVar
 
 from rlsys.config import DPOConfig, EvalConfig, PPOConfig, RMConfig, SFTConfig, main_config
 from rlsys.config.arguments import Arguments
@@ -25,15 +25,15 @@ from rlsys.config.derive import ENGINE
 from rlsys.config.introspect import replaced, value_at
 from rlsys.config.schema.jobs import GradedJob, JobConfig, SupervisedConfig
 from rlsys.config.schema.model import ShardConfig
-from rlsys.planning.advice import facts_of, layout_lines, memory_line, time_facts
-from rlsys.planning.memory import Machine
-from rlsys.planning.sizes import choose_sizes
 from rlsys.telemetry.log import FILE_ONLY, get_logger, redact, setup_logging
 from rlsys.utils import errors
 from rlsys.utils.gpus import GPUS
 from rlsys.utils.hub import download_config, is_hub_id
 from trainer.machine import SERVING, check_machine, device_memory, installed_engines
 from trainer.summary import summary_lines
+
+if TYPE_CHECKING:
+    from rlsys.planning.memory import Machine
 
 C = TypeVar("C", PPOConfig, SFTConfig, RMConfig, DPOConfig, EvalConfig)
 EXPECTED_ERRORS = tuple(cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, Exception))
@@ -100,9 +100,11 @@ def _check(config: C, arguments: Arguments) -> tuple[list[str], dict[str, str]]:
     if arguments.gpu is not None and not (machine and machine.actor):
         raise errors.ConfigError("--gpu plans PPO jobs whose model's config.json is here or on the hub; remove --gpu")
     if isinstance(config, PPOConfig) and machine is not None:
+        from rlsys.planning import advice
+
         if arguments.gpu is not None:
-            facts |= time_facts(config, machine, GPUS[arguments.gpu])
-        facts |= {"memory": memory_line(config, machine)}
+            facts |= advice.time_facts(config, machine, GPUS[arguments.gpu])
+        facts |= {"memory": advice.memory_line(config, machine)}
     return notes, facts
 
 
@@ -126,21 +128,25 @@ def _choose(config: C, given: Collection[str], arguments: Arguments) -> tuple[Ma
     """Values for settings that are not given, and why, for this machine's device or the one that is planned for."""
     if not isinstance(config, PPOConfig):
         return {}, ""
+    from rlsys.planning import advice, sizes
+
     machine = _machine(config, arguments)
     engines = list(SERVING if arguments.gpu else installed_engines())
     if config.actor_rollout_ref.model.path is None:  # the start model: trained before a serving engine would be up
         engines, machine = list[str](), replace(machine, actor={})
     try:
-        return choose_sizes(config, given, machine, engines=engines)
+        return sizes.choose_sizes(config, given, machine, engines=engines)
     except errors.ConfigError as error:
         if arguments.gpu is None:
             raise
         serving = replaced(config, {ENGINE: engines[0]}) if engines and ENGINE not in given else config
-        lines = layout_lines(serving, machine, GPUS[arguments.gpu])
+        lines = advice.layout_lines(serving, machine, GPUS[arguments.gpu])
         raise errors.ConfigError("\n  ".join([f"{error}; layouts that fit:", *lines])) from None
 
 
-def _machine(config: PPOConfig, arguments: Arguments) -> Machine:
+def _machine(config: PPOConfig, arguments: Arguments) -> "Machine":
+    from rlsys.planning.advice import facts_of  # the planner, which --help and a wrong key do without
+
     key, path = "actor_rollout_ref.model.path", config.actor_rollout_ref.model.path
     if arguments.gpu is not None:
         here = replaced(config, {key: str(download_config(path, key=key))}) if path and is_hub_id(path) else config
