@@ -104,8 +104,7 @@ class VisionProcessor:
             text = text.replace(f"{self._start}{self.video_token}{self._end}", self.video_token)
         tokens = [token for token in (self.image_token, self.video_token) if token]
         pieces = re.split(f"({'|'.join(map(re.escape, tokens))})", text)
-        wanted = [self.video_token if isinstance(one, Video) else self.image_token for one in pictures]
-        if pieces[1::2] != wanted:
+        if pieces[1::2] != [self.video_token if isinstance(one, Video) else self.image_token for one in pictures]:
             there = f"{len(pieces) // 2} placeholders {' or '.join(tokens)} in the rendered prompt"
             raise ValueError(f"{there}, not {len(pictures)} in the order of the images and videos")
         made = [

@@ -261,8 +261,7 @@ class MegatronState:
         left_out = self.held.copies if given_only else ()
         shards = by_local(shard for shard in self.held.shards if shard not in left_out)
         for part in self.ranges:
-            shape = self.held.parameters[part.local].shape
-            for start, size, at in flat_boxes(part.start, part.stop, shape):
+            for start, size, at in flat_boxes(part.start, part.stop, self.held.parameters[part.local].shape):
                 for shard in shards.get(part.local, ()):
                     if (cut := overlap(start, size, shard.local_start, shard.box.shape)) is None:
                         continue

@@ -304,8 +304,7 @@ def known_families() -> dict[str, Family]:
 def _rule_shards(rule: Rule, local: str, hf: str, index: ShardIndex, te: bool) -> Iterator[Shard]:
     shard_fn: ShardFn = (te and rule.te_shard_fn) or rule.shard_fn
     name = local + ((te and rule.te) or rule.local)
-    parts = [(hf + part, shape) for part, shape in rule.parts(index.dims)]
-    for box, at in shard_fn(parts, index):
+    for box, at in shard_fn([(hf + part, shape) for part, shape in rule.parts(index.dims)], index):
         yield Shard(box, name, at)
 
 

@@ -161,8 +161,7 @@ class HFRollout(BaseRolloutEngine):
                 last, scores = ids.shape[1] - 1, list[float]()
                 cache = ColumnCache(text.num_hidden_layers, num_rows=1, num_columns=last)
                 cache.column = last
-                passes = prompt_passes(self.model, cache, prompts, slice(0, 1), max_tokens=step, keep=0)
-                for write, logits in passes:
+                for write, logits in prompt_passes(self.model, cache, prompts, slice(0, 1), max_tokens=step, keep=0):
                     scaled = torch.log_softmax(logits.float() / temperature, dim=-1)
                     scores += scaled.gather(2, ids[:, write.start + 1 : write.stop + 1, None]).flatten().tolist()
                 yield row, scores[last - length :]

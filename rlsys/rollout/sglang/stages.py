@@ -35,8 +35,8 @@ def connect_stages(sampler_fn: Callable[[], SchedulerSampler]) -> None:
         return receive(self, batch, metadata, proxy)
 
     def _pp_microbatches_drained(self: Scheduler) -> bool:
-        last = getattr(self, "last_mbs", ())  # prompts that were read wait there for the end of a pause
-        return drained(self) and all(batch is None or batch.is_empty() for batch in last)
+        # prompts that were read wait in last_mbs for the end of a pause
+        return drained(self) and all(batch is None or batch.is_empty() for batch in getattr(self, "last_mbs", ()))
 
     Scheduler.get_next_batch_to_run = get_next_batch_to_run
     Scheduler._pp_prepare_tensor_dict = _pp_prepare_tensor_dict
