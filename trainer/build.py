@@ -97,7 +97,7 @@ def prepare(config: PPOConfig) -> PreparedRun:
     train_rows, val_rows = prompt_datasets(config, tokenizer, load_processor(config, tokenizer))
     config = without_episodes(config, agents, train_rows, val_rows)
     sources = train_rows.data_sources + (val_rows.data_sources if val_rows else ())
-    check_data_sources(config.reward, sources, may_score=bool(agents and agents.workflow.may_score))
+    check_data_sources(config, sources, may_score=bool(agents and agents.workflow.may_score))
     if len(config.teachers) > 1:
         columns = ({"data_source": row.data_source, "ability": row.ability, **row.fields} for row in train_rows)
         teacher_numbers(config, [row.get(config.distillation.teacher_key) for row in columns])

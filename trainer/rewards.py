@@ -1,10 +1,15 @@
 """Grading as configured: the processes, the manager, and what can be checked before a run starts."""
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 
 from rlsys.config.schema.algorithm import GradingConfig, RewardConfig
+from rlsys.config.schema.jobs import GradedJob, PPOConfig
 from rlsys.rewards.pool.pool import Grader, RewardPool
 from rlsys.rewards.registry import check_sources
+from rlsys.utils.errors import ConfigError, raised_as
+
+HEAD_ONLY = "algorithm.filter_groups.enable = True drops what only a reward model's head scores; set it to false"
 
 
 def reward_pool(reward: GradingConfig, *, num_workers: int | None = None, judge: str = "") -> RewardPool:
@@ -13,9 +18,7 @@ def reward_pool(reward: GradingConfig, *, num_workers: int | None = None, judge:
     num_workers = reward.num_workers if num_workers is None else num_workers
     share = max(1, fusion.max_concurrent // max(1, num_workers))
     sandbox = {"memory_limit_mb": fusion.memory_limit_mb, "sandbox_url": fusion.url, "max_concurrent": share}
-    kwargs: dict[str, object] = {"sandbox": sandbox}
-    if _has_reward_model(reward):
-        kwargs["unknown_score"] = 0.0
+    kwargs: dict[str, object] = {"sandbox": sandbox, **({"unknown_score": 0.0} if _has_head(reward) else {})}
     if custom.path is not None:
         kwargs = dict(custom.reward_kwargs)
     if isinstance(reward, RewardConfig) and reward.has_judge:
@@ -34,14 +37,17 @@ def check_reward_function(reward: GradingConfig) -> None:
             pool.start()
 
 
-def check_data_sources(reward: GradingConfig, sources: Iterable[str], *, may_score: bool = False) -> None:
+def check_data_sources(config: GradedJob, sources: Iterable[str], *, may_score: bool = False) -> None:
     """ConfigError for rows that nothing would grade: no reward function, and no built-in one for their data source.
 
-    Episodes of a workflow that `may_score` them itself are not checked.
+    The score of a reward model's head is enough unless groups are filtered, which is done before. Episodes of a
+    workflow that `may_score` them itself are not checked.
     """
-    if not (reward.is_own or may_score or _has_reward_model(reward)):
-        check_sources(sources, runs_here=reward.sandbox_fusion.url is None)
+    reward, filters = config.reward, isinstance(config, PPOConfig) and config.algorithm.filter_groups.enable
+    if not (reward.is_own or may_score or (_has_head(reward) and not filters)):
+        with raised_as(ConfigError, HEAD_ONLY, ConfigError) if _has_head(reward) else nullcontext():
+            check_sources(sources, runs_here=reward.sandbox_fusion.url is None)
 
 
-def _has_reward_model(reward: GradingConfig) -> bool:
-    return isinstance(reward, RewardConfig) and reward.reward_model.enable
+def _has_head(reward: GradingConfig) -> bool:
+    return isinstance(reward, RewardConfig) and reward.has_head

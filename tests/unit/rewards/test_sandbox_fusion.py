@@ -158,8 +158,9 @@ def test_a_server_that_does_not_answer_is_an_error_by_a_deadline(
 
 
 def test_a_run_grades_by_the_configured_server_and_counts_what_it_could_not(server: SandboxFusion) -> None:
-    config = load_config([f"reward.sandbox_fusion.url={server.url}", "reward.num_workers=1"]).reward
-    check_data_sources(config, ["codecontests"])
+    job = load_config([f"reward.sandbox_fusion.url={server.url}", "reward.num_workers=1"])
+    check_data_sources(job, ["codecontests"])
+    config = job.reward
     truth = json.dumps(CASES)
     with reward_pool(config) as pool:
         server.faults = [500, 500]

@@ -286,6 +286,27 @@ def test_a_dry_run_refuses_what_megatron_cannot_split(tmp_path: Path, capsys: py
         assert f"rlsys: {role}" in err
 
 
+def test_a_dry_run_refuses_to_filter_groups_that_only_a_head_scores(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Groups are filtered by the reward function's scores, which are all 0 then: the run would drop every group."""
+    model = MODELS["qwen2-tied"] | {"architectures": ["Qwen2ForSequenceClassification"], "num_labels": 1}
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "data_source": "mine", "reward_model": {"style": "model"}}')
+    rows = [f"data.train_files={tmp_path}/rows.jsonl", "data.val_files=null", "data.train_batch_size=1"]
+    head = ["reward.reward_model.enable=true", f"reward.reward_model.model_path={tmp_path}"]
+    filters = ["algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=seq_reward"]
+    argv = ["--dry-run", "--config-name=quickstart", "actor_rollout_ref.actor.ppo_mini_batch_size=1", *rows, *head]
+    for more, says in (
+        (filters, "set it to false: no built-in reward function for data_source 'mine': set reward.custom_reward_func"),
+        ([], "nothing was started"),
+    ):
+        with pytest.raises(SystemExit):
+            checked_config([*argv, *more], PPOConfig)
+        printed = capsys.readouterr()
+        assert says in printed.out + printed.err
+
+
 WITHOUT_TORCH = """
 import sys
 from importlib.machinery import PathFinder
