@@ -144,8 +144,7 @@ class Rounds:
         self._waiting = {response: asked for response, asked in self._waiting.items() if response not in round_}
         requests = [replace(asked, rid=f"{n}", session="") for n, (_, asked) in enumerate(draws)]
         try:
-            responses = await asyncio.to_thread(self._generate, requests)
-            for (future, _), response in zip(draws, responses, strict=True):
+            for (future, _), response in zip(draws, await asyncio.to_thread(self._generate, requests), strict=True):
                 if not future.done():
                     future.set_result(response)
         except BaseException as error:

@@ -104,8 +104,7 @@ def _validated(values: dict[str, object], layers: Layers, schema: type[S]) -> tu
         return schema.model_validate(nest(values)), []
     except ValidationError as error:
         places = [".".join(map(str, item["loc"])) for item in error.errors(include_url=False)]
-    keys = leaves(schema)
-    wrong = dict.fromkeys(next((path for path in prefixes(place) if path in keys), place) for place in places)
+    wrong = dict.fromkeys(next((path for path in prefixes(place) if path in leaves(schema)), place) for place in places)
     wrong = {path: None for path in wrong if path in layers.given} or wrong
     return None, [_value_problem(path, values, layers, schema) for path in wrong if path not in layers.unresolved]
 

@@ -84,8 +84,7 @@ def split_plan(plan: Plan, sources: Sequence[WeightLayout]) -> RankPlans:
     parts, ids = list[RankPlan](), list[np.ndarray]()
     for layout in sources:
         ids.append(np.flatnonzero(source_ranks == layout.rank))
-        given_shards = plan.moves[plan.moves[:, SOURCE_RANK] == layout.rank, SOURCE_SHARD]
-        given = np.unique(plan.source_shards.local[given_shards])
+        given = np.unique(plan.source_shards.local[plan.moves[plan.moves[:, SOURCE_RANK] == layout.rank, SOURCE_SHARD]])
         parts.append(RankPlan(plan.select(first[ids[-1]]), shapes, local_names=tuple(plan.locals[n] for n in given)))
     return RankPlans(plan, tuple(parts), tuple(ids))
 

@@ -85,8 +85,7 @@ def _staleness(cfg: PPOConfig) -> Iterator[str]:
         yield wrong(cfg, STALENESS, why, oldest)
     if not generates_ahead(cfg):
         return
-    in_process = trainer.backend == "local" and trainer.device == "cpu" and rollout.name == "hf"
-    if pools.colocated and not in_process:
+    if pools.colocated and not (trainer.backend == "local" and trainer.device == "cpu" and rollout.name == "hf"):
         yield wrong(cfg, STALENESS, "generating ahead needs separate rollout processes; set trainer.rollout_workers=1")
     if cfg.algorithm.adv_estimator == "remax":
         yield wrong(cfg, STALENESS, "the baselines of adv_estimator=remax are not generated ahead", 0)
