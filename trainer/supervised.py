@@ -83,7 +83,9 @@ class SupervisedTrainer(CheckpointedLoop):
         while not self.is_last:
             with self.profiled(self.cfg.global_profiler, [self.workers]), self.stage("step"):
                 self.global_step += 1
-                batch = self.collate([self.train_rows[row] for row in self.cursor.next().rows])
+                rows = [self.train_rows[row] for row in self.cursor.next().rows]
+                batch, num_cut = self.collate(rows), sum(text.is_truncated for row in rows for text in row)
+                self.reporter.add({"data/truncated_texts": float(num_cut)})
                 batch.meta_info["global_steps"] = self.global_step
                 with self.stage("update_actor"):
                     updated = self.workers.train_batch(batch)

@@ -151,6 +151,8 @@ class PromptDataset:
             raise DataError(f"no prompt is left: all {len(parsed)} exceed data.max_prompt_length={limit}; raise it")
         if num_overlong := len(parsed) - len(kept):
             log.warning("dropped %d of %d prompts with more than %d tokens", num_overlong, len(parsed), limit)
+        if num_cut := sum(row.is_truncated for row in kept):
+            log.warning("cut %d of %d prompts to %d tokens", num_cut, len(kept), limit)
         numbered = [replace(row, index=index) for index, row in enumerate(kept)]
         return cls(numbered, bad_rows=bad, num_overlong=num_overlong)
 

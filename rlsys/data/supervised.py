@@ -22,13 +22,14 @@ ANSWER_PARTS = ("content", "tool_calls", "reasoning_content", "thinking")
 class TokenizedText:
     """A prompt and its continuation; `mask` is 1 on the tokens of `response_ids` that are learnt.
 
-    `is_desirable` is the label of a single response.
+    `is_desirable` is the label of a single response; `is_truncated` says whether it is cut to the longest length.
     """
 
     prompt_ids: Sequence[int]
     response_ids: Sequence[int]
     mask: Sequence[int]
     is_desirable: bool | None = None
+    is_truncated: bool = False
 
 
 def fingerprint(rows: Sequence[Sequence[TokenizedText]]) -> str:
@@ -135,7 +136,7 @@ def encode(tokenizer: Tokenizer, messages: Messages, config: SupervisedDataConfi
         response, mask = ([part[i - split] for i in kept if i >= split] for part in (response, mask))
     if not prompt or not any(mask):
         raise ValueError(f"with max_length={limit} no prompt or nothing to learn is left")
-    return TokenizedText(array("i", prompt), array("i", response), array("b", mask))
+    return TokenizedText(array("i", prompt), array("i", response), array("b", mask), is_truncated=num_tokens > limit)
 
 
 def _num_shared(conversations: Sequence[Messages]) -> int:

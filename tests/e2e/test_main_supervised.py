@@ -66,6 +66,14 @@ def test_a_run_whose_workers_do_not_see_its_folder_ends_before_it_trains(
     assert f"trainer.default_local_dir={tmp_path}/out: model does not see this folder" in capsys.readouterr().err
 
 
+def test_texts_that_are_cut_are_counted(toy: Toy, tmp_path: Path) -> None:
+    texts = [{"prompt": "1+1=", "response": "2" * length} for length in (1, 1, 1, 40)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, texts)))
+    cut = ["data.messages_key=null", "data.max_length=20", "data.truncation=right", "data.val_files=null"]
+    (step,) = run(toy, "sft", tmp_path / "rows.jsonl", tmp_path / "out", 1, *cut)
+    assert step["data/truncated_texts"] == 1
+
+
 @pytest.mark.parametrize("job", ROWS)
 def test_a_resumed_run_is_the_uninterrupted_one(
     toy: Toy, job: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -304,6 +304,8 @@ def test_texts_are_truncated_as_a_whole(how: Any, prompt: str, response: str, tm
     form = SFTDataConfig(messages_key=None, max_length=6, truncation=how)
     text = load_texts(file, tokenizer(), form)[0]
     assert (tokenizer().decode(list(text[0].prompt_ids)), shown(text)) == (prompt, response)
+    whole = load_texts(file, tokenizer(), SFTDataConfig(messages_key=None, max_length=60, truncation=how))[0]
+    assert (text[0].is_truncated, whole[0].is_truncated) == (True, False)
     with pytest.raises(DataError, match="nothing to learn is left"):
         load_texts(file, tokenizer(), SFTDataConfig(messages_key=None, max_length=4, truncation="right"))
     with pytest.raises(ValidationError, match="truncation"):

@@ -143,12 +143,13 @@ LONG = [row(0), row(1, prompt="a" * 20), row(2)]  # 3 special tokens each
         ("middle", "<|user|>aaaaaaa<|end|><|assistant|>"),
     ],
 )
-def test_every_truncation_is_alive(how: Any, text: str, tmp_path: Path) -> None:
+def test_every_truncation_is_alive(how: Any, text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = jsonl(tmp_path / "a.jsonl", LONG)
     prompts = PromptDataset.load(file, tokenizer(), PromptsConfig(max_prompt_length=10, truncation=how))
     assert texts(prompts)[1] == text
     assert len(prompts[1].token_ids) == 10
     assert prompts.metrics()["data/truncated_prompts"] == 1
+    assert "cut 1 of 3 prompts to 10 tokens" in caplog.messages, "also where no metrics are kept, as of validation"
 
 
 def test_overlong_prompts_are_refused_or_filtered_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
