@@ -66,10 +66,10 @@ def rules(schema: type[Section]) -> tuple[tuple[str, str, Condition | Registered
 
 
 def _conditions(section: type[Section], name: str) -> list[Condition]:
-    """The entries of rules.toml for a key, by the class that declares it."""
+    """The entries of rules.toml for a key, by the class that declares it; a row may be of several keys."""
     owner = next(cls for cls in section.__mro__ if name in vars(cls).get("__annotations__", ()))
-    entries = RULES.get(owner.__name__, {}).get(name, [])
-    return [_condition(**entry) for entry in (entries if isinstance(entries, list) else [entries])]
+    rows = [row for names, row in RULES.get(owner.__name__, {}).items() if name in names.split(", ")]
+    return [_condition(**entry) for row in rows for entry in (row if isinstance(row, list) else [row])]
 
 
 def _condition(*, active_if: str = "", requires: str = "", **more: Any) -> Condition:

@@ -54,4 +54,5 @@ def test_every_rule_is_of_a_declared_key_and_names_one() -> None:
         for _, parent, rule in rules(job):
             if isinstance(rule, Condition):
                 value_at(job(), absolute(rule.key, parent))
-    assert {(section, key) for section, keys in RULES.items() for key in keys} <= declared
+    rows = [(section, names.split(", ")) for section, of_section in RULES.items() for names in of_section]
+    assert {(section, key) for section, names in rows for key in names} <= declared
