@@ -81,8 +81,7 @@ def open_checkpoint(directory: Path, hf_config: HFConfig, backend: str | None = 
     written_by = "fsdp" if (directory / "fsdp_config.json").is_file() else "megatron"
     if backend not in (None, written_by):
         raise CheckpointError(f"{directory} is a checkpoint of {written_by}, not of {backend}")
-    read = _split_weights if is_split(directory) else _training_weights
-    return read(directory, hf_config)
+    return _split_weights(directory, hf_config) if is_split(directory) else _training_weights(directory, hf_config)
 
 
 def _split_weights(directory: Path, hf_config: HFConfig) -> dict[str, PiecedTensor]:

@@ -209,8 +209,10 @@ class _TokenStats(torch.autograd.Function):
                 slope = (slope * bend).to(hidden.dtype)
             if d_hidden is not None:
                 torch.mm(slope, weight, out=d_hidden[part])
-            if d_weight is not None:
-                _add_product(d_weight, slope.t(), hidden[part])
+            if d_weight is not None and scores_of.same:
+                d_weight.addmm_(slope.t(), hidden[part])
+            elif d_weight is not None:
+                d_weight += wide_product(slope.t(), hidden[part])
         return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), *(None,) * 7
 
 
@@ -285,10 +287,3 @@ def _slope(
     if d_log_probs is not None:
         factor.sub_(d_log_probs[part].sum(dim=1, keepdim=True))
     return factor.mul_(probs)
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    if a.dtype == total.dtype:
-        total.addmm_(a, b)
-    else:
-        total += wide_product(a, b)

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +64,13 @@ class RayRun:
         worker = next(one for one in self._family if " ".join(one.cmdline()).startswith(f"ray::{title}"))
         worker.send_signal(number)
 
-    def signal_driver(self, number: int, *, after_step: int) -> None:
-        """Send a signal to the driver, whose cluster must follow it."""
+    def signal_driver(self, number: int, *, after_step: int, and_family: bool = False) -> None:
+        """Send a signal to the driver, whose cluster must follow it, or as `timeout` and SLURM do to all processes."""
         self._wait_for(after_step)
         self.process.send_signal(number)
+        for one in self._family if and_family else ():
+            with suppress(psutil.NoSuchProcess):
+                one.send_signal(number)
 
     def _wait_for(self, after_step: int) -> None:
         end_s = time.monotonic() + scaled_s(STARTED_S)
@@ -134,9 +138,10 @@ def test_a_lost_actor_ends_the_run_and_the_command_continues_even_after_a_lost_r
     assert all(ours[name].equal(theirs[name]) for name in theirs)
 
 
-def test_a_driver_that_gets_sigterm_shuts_down_cleanly(toy: Toy, tmp_path: Path) -> None:
+@pytest.mark.parametrize("and_family", [False, True])
+def test_a_driver_that_gets_sigterm_shuts_down_cleanly(toy: Toy, tmp_path: Path, and_family: bool) -> None:
     run = RayRun(toy, tmp_path / "out")
-    run.signal_driver(signal.SIGTERM, after_step=1)
+    run.signal_driver(signal.SIGTERM, after_step=1, and_family=and_family)
     assert run.end(ENDED_S) == 128 + signal.SIGTERM, run.log
     assert "rlsys: stopped by SIGTERM" in run.log
     assert run.log.rstrip().splitlines()[-1].startswith("  next        the same command continues ")

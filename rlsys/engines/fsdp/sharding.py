@@ -109,6 +109,7 @@ def shard_model(model: TokenModel, ranks: Ranks, shard: ShardConfig) -> None:
     layers: list[Any] = layer_modules(model.model)
     if compiles := shard.use_torch_compile and (ranks.device.type == "cpu" or can_build_kernels()):
         torch._dynamo.config.recompile_limit = 16  # a graph for each kind of layer, and each pass of each role; not 8
+        torch._dynamo.config.specialize_float = True  # as symbols they end in a second trace of each layer
     for layer in layers:
         fully_shard(layer, mp_policy=policy, reshard_after_forward=shard.reshard_after_forward, **options)
         if compiles:

@@ -4,6 +4,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from uuid import uuid4
 
@@ -12,11 +13,12 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 
 from rlsys.single_controller.ray.cluster import cluster_address, cluster_nodes
 from rlsys.single_controller.resource_pool import PoolNeed, ResourcePool, ResourcePoolManager, Slot, check_capacity
+from rlsys.utils.daemon_threads import in_daemon_thread
 from rlsys.utils.errors import ConfigError, DeadlineError
 
 PLACE = "place"
-SOON_S = 5.0
-"""Seconds after which it is logged that others hold the resources of a pool."""
+REMOVE_S, SOON_S = 3.0, 5.0
+"""Seconds in which placement groups are removed, and after which it is logged that others hold a pool's resources."""
 log = logging.getLogger(__name__)
 
 
@@ -128,9 +130,9 @@ class RayResourcePool(ResourcePool):
                 origin._remove()
 
     def _remove(self) -> None:
-        for one in self._placed.values():
-            remove_placement_group(one)
-        self._placed = {}
+        placed, self._placed = self._placed, {}
+        removed = in_daemon_thread(lambda: [*map(remove_placement_group, placed.values())], name="remove groups")
+        wait([removed], REMOVE_S)  # a signal to all processes ends Ray's GCS as well, without which no call returns
 
 
 def _origin(slot: Slot) -> RayResourcePool:
