@@ -1,6 +1,7 @@
 """A group of workers that is called like one object: the registered methods of its class are bound to the group."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial, partialmethod
 from typing import Any, Self
 
@@ -17,7 +18,7 @@ class ClassWithInitArgs:
         self.cls, self.args, self.kwargs = cls, args, kwargs
 
 
-class WorkerGroup:
+class WorkerGroup(AbstractContextManager["WorkerGroup"]):
     """Workers of one class (or one role of a colocated class), driven together.
 
     Every method the class registered is a method of the group. Blocking calls return the collected results; a failure
@@ -104,9 +105,6 @@ class WorkerGroup:
         self._close()
 
     kill = close
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

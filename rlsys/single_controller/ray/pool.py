@@ -130,9 +130,10 @@ class RayResourcePool(ResourcePool):
                 origin._remove()
 
     def _remove(self) -> None:
-        placed, self._placed = self._placed, {}
-        removed = in_daemon_thread(lambda: [*map(remove_placement_group, placed.values())], name="remove groups")
+        groups = list(self._placed.values())
+        removed = in_daemon_thread(lambda: [*map(remove_placement_group, groups)], name="remove placement groups")
         wait([removed], REMOVE_S)  # a signal to all processes ends Ray's GCS as well, without which no call returns
+        self._placed = {}
 
 
 def _origin(slot: Slot) -> RayResourcePool:
