@@ -61,7 +61,7 @@ def build_trainer(
         start, run = prepare(config), config.trainer
         backend = backend or start_backend(run, config.ray_kwargs, num_ranks=start.plan.pools.total_ranks)
         trainer = _build(start, backend, trainer_cls)
-        trainer.folder = stack.pop_all()
+        trainer.folder, trainer.given = stack.pop_all(), config
     return trainer
 
 

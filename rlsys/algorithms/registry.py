@@ -39,17 +39,22 @@ class Registry(Generic[F]):
 
     def __init__(self, what: str, *, takes: Collection[str] | None, adapt: Callable[[F], F] = lambda f: f) -> None:
         self.what, self.takes, self._adapt = what, takes, adapt
-        self._functions: dict[str, F] = {}
+        self._functions: dict[str, tuple[F, str]] = {}
 
     def register(self, *names: str) -> Callable[[F], F]:
-        """Decorator; ValueError if a name is taken or the function requires an argument that is not supplied."""
+        """Decorator; ValueError if a name is taken or the function requires an argument that is not supplied.
+
+        A function of the same module and name takes the place of the one before: a cell or a file that ran again.
+        """
 
         def add(function: F) -> F:
             adapted = self._adapt(function)
             self._check_signature(names[0], adapted)
+            origin = f"{function.__module__}.{getattr(function, '__qualname__', function)}"
             for name in names:
-                if self._functions.setdefault(name, adapted) is not adapted:
-                    raise ValueError(f"{self.what} '{name}' is already registered as {self._functions[name]!r}")
+                if (first := self._functions.setdefault(name, (adapted, origin))[1]) != origin:
+                    raise ValueError(f"{self.what} '{name}' is already registered as {first}")
+                self._functions[name] = adapted, origin
             return function
 
         return add
@@ -60,7 +65,7 @@ class Registry(Generic[F]):
             near = difflib.get_close_matches(name, self._functions, n=1)
             hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(self.names())}"
             raise ValueError(f"unknown {self.what} '{name}': {hint}")
-        return self._functions[name]
+        return self._functions[name][0]
 
     def call(self, name: str, inputs: Mapping[str, Any]) -> Any:
         """Call the function of that name with those of the inputs it names and that are not None.

@@ -17,6 +17,8 @@ from rlsys.utils.errors import ConfigError, raised_as
 IMPORT_S = 60.0
 PACKAGE = "pkg://"
 NAMESAKES = ("trainer.py", "workers.py")
+_sources: dict[str, bytes] = {}
+"""What the imported files held, by the names of their modules."""
 
 
 def named_arguments(function: Callable[..., Any], given: Mapping[str, object]) -> dict[str, object]:
@@ -29,7 +31,8 @@ def named_arguments(function: Callable[..., Any], given: Mapping[str, object]) -
 def load_from_file(path: str, name: str, *, key: str) -> Any:
     """The attribute `name` of the local Python file `path`; a ConfigError names the setting `key` of the file.
 
-    The file is imported once per process. An error raised by the file is the cause of the ConfigError.
+    The file is imported once per process, and again where it was changed since, as between two runs of a notebook. An
+    error raised by the file is the cause of the ConfigError.
     """
     module = _module_of_file(path, key)
     if not hasattr(module, name):
@@ -40,14 +43,11 @@ def load_from_file(path: str, name: str, *, key: str) -> Any:
 def import_libraries(libraries: Iterable[tuple[str, str]]) -> None:
     """Import the libraries of (configuration key, module name or path of a .py file), each once per process.
 
+    A file that was changed since is imported again: workers, which are new processes, would have other code than this.
     ConfigError naming the key for one that cannot be imported.
     """
     for key, library in libraries:
-        if library.endswith(".py"):
-            _module_of_file(library, key)
-            continue
-        with raised_as(ConfigError, f"{key}={library} cannot be imported"):
-            importlib.import_module(library)
+        _module_of_file(library if library.endswith(".py") else PACKAGE + library, key)
 
 
 def search_last_beside_namesakes() -> None:
@@ -78,26 +78,23 @@ def _import_deadline() -> Iterator[None]:
 def _module_of_file(path: str, key: str) -> ModuleType:
     """The module of a Python file, under the same name in every process; pkg://module is imported by its name."""
     if path.startswith(PACKAGE):
-        import_libraries([(key, path.removeprefix(PACKAGE))])
-        return sys.modules[path.removeprefix(PACKAGE)]
+        name = path.removeprefix(PACKAGE)
+        with raised_as(ConfigError, f"{key}={name} cannot be imported"):
+            return importlib.import_module(name)
     file = Path(path).expanduser()
     if not file.is_file():
         raise ConfigError(f"{key}={path}: not a local file")
     resolved = str(file.resolve())
     module_name = f"rlsys_plugin_{file.stem}_{sha256(resolved.encode()).hexdigest()[:8]}"
-    module = sys.modules.get(module_name)
-    if module is None:
+    source = file.read_bytes()
+    if _sources.get(module_name) != source:
         spec = importlib.util.spec_from_file_location(module_name, resolved)
         if spec is None or spec.loader is None:
             raise ConfigError(f"{key}={path}: not a Python file")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[module_name] = module
+        module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
         if (folder := str(Path(resolved).parent)) not in sys.path:
             sys.path.append(folder)  # the modules beside it, after all others
-        try:
-            with _import_deadline():
-                spec.loader.exec_module(module)
-        except (Exception, SystemExit) as error:
-            del sys.modules[module_name]
-            raise ConfigError(f"{key}={path} cannot be loaded: {type(error).__name__}: {error}") from error
-    return module
+        with raised_as(ConfigError, f"{key}={path} cannot be loaded"), _import_deadline():
+            spec.loader.exec_module(module)
+        _sources[module_name] = source
+    return sys.modules[module_name]

@@ -4,14 +4,18 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from rlsys.config import load_config
 from tests.e2e.conftest import Toy
 from tests.e2e.ray_head import ROOT, Head
 from tests.timing import scaled_s
+from trainer.build import build_trainer
+from trainer.ppo import RayPPOTrainer
 
 
 def test_the_notebook_steps_a_trainer_on_a_running_head(
@@ -28,6 +32,35 @@ def test_the_notebook_steps_a_trainer_on_a_running_head(
     assert "ipykernel" in json.loads(start)["command"]
     assert "all defaults filled in" in (tmp_path / "out" / "config.yaml").read_text()
     assert "loading the model" in (tmp_path / "out" / "train.log").read_text()
+
+
+class Interrupted(RayPPOTrainer):
+    """Notes the steps that it finishes, and is interrupted after the first of them."""
+
+    steps: ClassVar[list[int]] = []
+
+    def finish_step(self) -> None:
+        super().finish_step()
+        self.steps.append(self.global_step)
+        if len(self.steps) == 1:
+            raise KeyboardInterrupt
+
+
+def test_fit_runs_again_in_the_same_kernel(toy: Toy, tmp_path: Path) -> None:
+    """Where no checkpoint was written before the interrupt it starts at step 1, as its workers do; else it resumes."""
+    small = ("trainer.backend=local", "actor_rollout_ref.model.path=null", "data.train_files=null")
+    first, longer = (
+        load_config(toy.overrides(tmp_path / "out", *small, f"trainer.total_training_steps={steps}"))
+        for steps in (2, 3)
+    )
+    trainer = build_trainer(first, trainer_cls=Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit()
+    trainer.fit()
+    trainer.fit()
+    build_trainer(longer, trainer_cls=Interrupted).fit()
+    assert Interrupted.steps == [1, 1, 2, 3]
+    assert not list((tmp_path / "out").glob("metrics.2.jsonl"))
 
 
 DRY_RUNS = """

@@ -6,10 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from rlsys.algorithms.advantage import call_adv_estimator
 from rlsys.config.checks.files import model_facts
 from rlsys.utils import plugins
 from rlsys.utils.errors import ConfigError
+from rlsys.utils.plugins import import_libraries, load_from_file
 
 KEY = "reward.custom_reward_function.path"
 
@@ -39,3 +42,23 @@ def test_a_file_may_import_the_modules_beside_it(tmp_path: Path, monkeypatch: py
 def test_a_model_configuration_that_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "config.json")
     assert model_facts(tmp_path) == {}
+
+
+def test_a_file_that_was_edited_is_imported_again(tmp_path: Path) -> None:
+    """As between two runs of a notebook, whose workers import what the file is now; else it is imported once."""
+    file, key = tmp_path / "edited.py", "actor_rollout_ref.model.external_lib"
+    register = "from rlsys.algorithms import register_adv_est\n\n\n@register_adv_est('test_edited')\n"
+    body = "def edited(*, token_level_rewards):\n    return {} * token_level_rewards, token_level_rewards\n"
+    results = []
+    for factor in (1, 1, 20):
+        file.write_text(register + body.format(factor))
+        import_libraries([(key, str(file))])
+        results.append(call_adv_estimator("test_edited", {"token_level_rewards": torch.ones(1, 1)})[0].item())
+    assert results == [1, 1, 20]
+    again = load_from_file(str(file), "edited", key=key)
+    import_libraries([(key, str(file))])
+    assert load_from_file(str(file), "edited", key=key) is again
+    other = tmp_path / "other.py"
+    other.write_text(register + body.format(3))
+    with pytest.raises(ConfigError, match=r"other\.py cannot be loaded.*already registered as rlsys_plugin_edited"):
+        import_libraries([(key, str(other))])
