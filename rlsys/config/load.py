@@ -125,10 +125,10 @@ def _listed(problems: Sequence[str]) -> str:
         return unique[0]
     lines = [f"{len(unique)} settings are wrong:", *(f"  - {problem}" for problem in unique[:_MAX_LISTED])]
     if len(unique) > _MAX_LISTED:
-        unknown = {re.split(r"[ .]", problem)[0] for problem in unique if "no such key" in problem}
         lines.append(f"  ... and {len(unique) - _MAX_LISTED} more")
-        if len(unknown) > len(unique) / 4:
-            likely = max(_KEYS_OF, key=lambda trainer: len(unknown.intersection(_KEYS_OF[trainer])))
-            another = likely if len(unknown.intersection(_KEYS_OF[likely])) > 2 else "another job or trainer"
-            lines.append(f"{len(unknown)} of the names are no keys of this job: it looks like a file of {another}")
+    unknown = [re.split(r"[ .]", problem)[0] for problem in unique if "no such key" in problem]
+    if len(unknown) > max(_MAX_LISTED / 2, len(unique) / 4):
+        likely = (trainer for trainer, keys in _KEYS_OF.items() if len({*unknown} & {*keys}) > 2)
+        origin = next(likely, "another job or trainer")
+        lines.append(f"{len(unknown)} of the names are no keys of this job: it looks like a file of {origin}")
     return "\n".join(lines)

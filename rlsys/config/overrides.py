@@ -1,9 +1,10 @@
 """Dotted overrides in Hydra's forms: key=value, +key=value and ++key=value, which mean the same, and ~key (reset).
 
 Values: null, true/false, numbers, text, 'quoted text', [lists], {dicts: of any}, and ${interpolations}, which stay text
-for the loader. Text needs quotes if it holds a comma or starts with a bracket or a quote. The grammar is Hydra's rather
-than YAML's flow style, which reads {a:1} as {"a:1": null}, yes as true, 007 as 7, "C:\\new" with a line break, and
-cannot hold ${a}. Unlike in Hydra 1_000 is text, because 0.5_2 is two bounds in algorithm.rollout_correction.
+for the loader. Text needs quotes if it holds a comma or starts with a bracket or a quote; a Jinja template needs none.
+The grammar is Hydra's rather than YAML's flow style, which reads {a:1} as {"a:1": null}, yes as true, 007 as 7,
+"C:\\new" with a line break, and cannot hold ${a}. Unlike in Hydra 1_000 is text, because 0.5_2 is two bounds in
+algorithm.rollout_correction.
 """
 
 import json
@@ -57,7 +58,9 @@ def parse_value(text: str) -> object:
     """Parse a value; ValueError says what is wrong with it."""
     text = text.strip()
     values = _Parser(text)
-    if text[:1] in ("", "[", "{", "'", '"') and text:
+    if text.startswith(("{{", "{%", "{#")):
+        return text
+    if text.startswith(("[", "{", "'", '"')):
         value = values.value()
         if rest := text[values.at :].strip():
             raise ValueError(f"'{rest}' is left over after {text[: values.at]}; put quotes around the whole text")

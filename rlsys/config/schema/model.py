@@ -37,7 +37,7 @@ class ServedModelConfig(ModelFolderConfig):
 
     tokenizer_path: t.LocalPath | None = None
     """Folder or hub id of the tokenizer, if it is not the model's."""
-    custom_chat_template: t.Text | None = None
+    custom_chat_template: t.Template | None = None
     """A Jinja chat template instead of the tokenizer's, also in checkpoints and exports."""
 
 

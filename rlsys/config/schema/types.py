@@ -52,6 +52,7 @@ LocalPath = Annotated[Text, AfterValidator(_expand), _shown_as("a path")]
 _NAME = r"^\.*[\w@+=,:-][\w.@+=,: -]*$"
 FolderName = Annotated[Text, Field(pattern=_NAME), _shown_as("text that becomes a folder name: letters, digits, -_.")]
 Url = Annotated[Text, Field(pattern="^https?://"), _shown_as("the address of a server, e.g. http://HOST:8080/run_code")]
+Template = Annotated[Text, Field(pattern=r"\{[{%]"), _shown_as('the text of a Jinja template, e.g. "$(cat FILE)"')]
 LocalPaths = Annotated[tuple[LocalPath, ...], BeforeValidator(_texts)]
 Number = Annotated[float, Strict()]
 Count = Annotated[int, Strict(), Field(ge=1, le=MAX_COUNT)]

@@ -57,6 +57,7 @@ def bad(argv: str | list[str], *says: str, schema: type[Section] = PPOConfig) ->
 
 
 UNREADABLE = [
+    bad(f"{M}.custom_chat_template=mine.jinja", "must be the text of a Jinja template", "$(cat FILE)"),
     bad("trainer.nnodes", "trainer.nnodes", "key=value"),
     bad("=3", "=3", "is not a key"),
     bad("data..seed=1", "data..seed", "is not a key"),
@@ -989,6 +990,12 @@ def test_a_file_of_another_trainer_is_cut_after_15_problems_and_recognized(
     text = message(["--config-name=./theirs.yaml"], PPOConfig, capsys)
     check_words(text, ("24 settings are wrong", "and 9 more", f"it looks like a file of {trainer}"))
     assert text.count("  - ") == 15
+
+
+@pytest.mark.parametrize("preset", ["quickstart", "smollm2_ppo"])
+def test_a_file_of_another_job_is_recognized(preset: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = message([f"--config-name={preset}"], EvalConfig, capsys)
+    check_words(text, ("of the names are no keys of this job", "it looks like a file of another job or trainer"))
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,8 @@ def test_any_text_is_an_override_or_a_clean_error(text: str) -> None:
         ("${a.b}", "${a.b}"),
         ("${oc.env:X,1}", "${oc.env:X,1}"),
         ("[${a},{b: ${c}}]", ["${a}", {"b": "${c}"}]),
+        ("{{ messages[0], 'a' }}", "{{ messages[0], 'a' }}"),
+        ("{%- for m in messages %}{{ m.content }}{% endfor %}", "{%- for m in messages %}{{ m.content }}{% endfor %}"),
     ],
 )
 def test_values_of_hydras_grammar(text: str, value: Any) -> None:

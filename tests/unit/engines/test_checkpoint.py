@@ -339,7 +339,7 @@ def test_an_export_carries_the_tokenizer_files_of_its_source(tmp_path: Path) -> 
 
 
 def save_bfloat16(source: str, tokenizer: str, place: Path) -> None:
-    model = PolicyModelConfig(path=source, tokenizer_path=tokenizer, custom_chat_template="mine")
+    model = PolicyModelConfig(path=source, tokenizer_path=tokenizer, custom_chat_template="{{ mine }}")
     engine = small_engine(model)
     engine.save(place / "actor", "resume")
     engine.save(place / "exported", "export")
@@ -356,6 +356,6 @@ def test_a_checkpoint_says_which_model_and_tokenizer_it_is_of_and_keeps_the_type
         assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
         assert (folder / "generation_config.json").is_file()
         assert json.loads((folder / "tokenizer_config.json").read_text()) == {"from": "tokenizer"}
-        assert (folder / "chat_template.jinja").read_text() == "mine"
+        assert (folder / "chat_template.jinja").read_text() == "{{ mine }}"
     assert {t.dtype for t in load_file(tmp_path / "exported" / "model.safetensors").values()} == {torch.bfloat16}
     assert {t.dtype for t in load_file(next((tmp_path / "actor").glob("model_*"))).values()} == {torch.float32}
