@@ -272,7 +272,7 @@ class EpisodeRunner:
             raise
         except EpisodeEnd as ended:
             return EpisodeResult(session.trace.rows(), 0.0, ended.reason)
-        except (Exception, asyncio.CancelledError) as failure:
+        except (Exception, SystemExit, asyncio.CancelledError) as failure:  # an exit would end the event loop
             if failure.args == ("over_sampled",) or asyncio.current_task().cancelling():  # pyrefly: ignore
                 raise
             end, error = "error", describe(failure)

@@ -184,7 +184,9 @@ class Session:
         branch = None if last is None or rendered else last
         if (cached := self._given.get((id(branch), key))) is not None:
             return cached, key
-        template = self.settings.template
+        template, limit = self.settings.template, self.settings.max_prompt_tokens + self.settings.max_response_tokens
+        if sum(len(m["content"]) for m in rest if isinstance(m["content"], str)) > 64 * limit:
+            raise self._ended("length" if last else "context")  # others wait while a text is made tokens, 2 s a MB
         if branch is not None and rest:
             ids, images = template.encode(branch, rest, tools)
             if images and template.has_drawn_placeholders(branch):

@@ -38,7 +38,7 @@ class ToolPool:
             self._pools[host] = RewardPool(grader, num_workers=workers, timeout_s=self._timeout_s)
         (result,) = await asyncio.wrap_future(self._pools[host].submit([item]))
         if result.message != late(self._timeout_s):
-            return result
+            return replace(result, message=result.message.replace("the grader's process", "the tool's process"))
         name = ".".join(filter(None, (item.data_source.rpartition(":")[2], item.solution)))
         return replace(result, message=f"{name}: no result within agent.tool_timeout_s={self._timeout_s:g} s")
 

@@ -7,6 +7,7 @@ object that the call belongs to; `cut` are the arguments of `as_text`. Objects l
 import asyncio
 import inspect
 from collections.abc import Mapping
+from functools import cache, partial
 from numbers import Real
 from typing import Any
 
@@ -17,6 +18,8 @@ from rlsys.utils.plugins import named_arguments
 
 CREATE, LOST, RESPOND = "create", "lost", "generate_response"
 _OBJECTS: dict[str, Any] = {}
+_loaded = cache(partial(load_target, key="tools"))
+"""Tools as their files were at their first call, also where a file is edited while the job runs."""
 
 
 def call(
@@ -25,9 +28,9 @@ def call(
     """Call a function, or a method of an object; {"status": "lost"} where this process does not have the object."""
     key = extra_info.get("object", "")
     if not key:
-        return _answer(load_target(data_source, key="tools")(**ground_truth), cut)
+        return _answer(_loaded(data_source)(**ground_truth), cut)
     if solution_str == CREATE:
-        made = _OBJECTS[key] = load_target(data_source, key="tools")(**extra_info["config"])
+        made = _OBJECTS[key] = _loaded(data_source)(**extra_info["config"])
         if not extra_info["config"]:
             return _answer(_method(made, "reset", ground_truth), cut)
         _wait((made.start_interaction if hasattr(made, "start_interaction") else made.create)(key, **ground_truth))
@@ -51,7 +54,7 @@ async def call_async(
     data_source: str, solution_str: str, ground_truth: JsonObject, extra_info: JsonObject, cut: JsonObject
 ) -> dict[str, object]:
     """Call an async function; many of them run at once in one process."""
-    return _answer(await load_target(data_source, key="tools")(**ground_truth), cut)
+    return _answer(await _loaded(data_source)(**ground_truth), cut)
 
 
 def _method(owner: object, name: str, arguments: Mapping[str, object]) -> object:

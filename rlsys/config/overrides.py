@@ -19,6 +19,7 @@ T = TypeVar("T")
 
 _OVERRIDE = re.compile(r"(\+\+?|~)?(.*)", re.DOTALL)
 _KEY = re.compile(r"[\w@-]+(\.[\w-]+)*(@[\w.-]+)?")
+_WORDS = {"null": None, "true": True, "false": False}
 _INT = re.compile(r"[+-]?(0|[1-9][0-9]*)")
 _FLOAT = re.compile(r"[+-]?(([0-9]+\.[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?|[0-9]+[eE][+-]?[0-9]+)")
 _NOT_FINITE = re.compile(r"[+-]?(inf|nan)", re.IGNORECASE)
@@ -139,10 +140,8 @@ class _Parser:
 
 
 def _primitive(text: str) -> object:
-    if text.lower() == "null":
-        return None
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
     if _INT.fullmatch(text):
         return int(text)
     if _FLOAT.fullmatch(text) or _NOT_FINITE.fullmatch(text):

@@ -52,8 +52,11 @@ def render(
 
 
 def encode_text(tokenizer: Tokenizer, text: str, *, special_tokens: bool = False) -> list[int]:
-    """Token ids of a text; `special_tokens` adds the tokenizer's own at start and end."""
-    return list(tokenizer(text, add_special_tokens=special_tokens)["input_ids"])
+    """Token ids of a text; `special_tokens` adds the tokenizer's own at start and end.
+
+    Half a surrogate pair, as in what a tool read from a file of another encoding, becomes "?".
+    """
+    return list(tokenizer(text.encode(errors="replace").decode(), add_special_tokens=special_tokens)["input_ids"])
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: Prompt, *, template_kwargs: Kwargs) -> list[int]:

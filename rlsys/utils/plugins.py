@@ -81,18 +81,17 @@ def _module_of_file(path: str, key: str) -> ModuleType:
         name = path.removeprefix(PACKAGE)
         with raised_as(ConfigError, f"{key}={name} cannot be imported"):
             return importlib.import_module(name)
-    file = Path(path).expanduser()
+    file = Path(path).expanduser().resolve()
     if not file.is_file():
         raise ConfigError(f"{key}={path}: not a local file")
-    resolved = str(file.resolve())
-    module_name = f"rlsys_plugin_{file.stem}_{sha256(resolved.encode()).hexdigest()[:8]}"
+    module_name = f"rlsys_plugin_{file.stem}_{sha256(str(file).encode()).hexdigest()[:8]}"
     source = file.read_bytes()
     if _sources.get(module_name) != source:
-        spec = importlib.util.spec_from_file_location(module_name, resolved)
+        spec = importlib.util.spec_from_file_location(module_name, file)
         if spec is None or spec.loader is None:
             raise ConfigError(f"{key}={path}: not a Python file")
         module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
-        if (folder := str(Path(resolved).parent)) not in sys.path:
+        if (folder := str(file.parent)) not in sys.path:
             sys.path.append(folder)  # the modules beside it, after all others
         with raised_as(ConfigError, f"{key}={path} cannot be loaded"), _import_deadline():
             spec.loader.exec_module(module)

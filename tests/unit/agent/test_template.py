@@ -33,6 +33,15 @@ def test_an_appended_conversation_is_the_rendered_one(name):
         assert ids == whole
 
 
+def test_half_a_surrogate_pair_is_a_question_mark():
+    """A tool that reads a file of another encoding returns it; the episode failed with a TypeError."""
+    tokenizer = tokenizer_with(HERMES)
+    template = ChatTemplate(tokenizer, kinds=("tool",))
+    results = [[{"role": "tool", "name": "f", "tool_call_id": "1", "content": text}] for text in ("a\ud800b", "a?b")]
+    broken, whole = (template.encode(drawn(tokenizer, "yes<|im_end|>"), messages) for messages in results)
+    assert broken == whole
+
+
 def test_tool_results_are_appended_behind_the_calls_that_the_model_wrote():
     tokenizer = tokenizer_with(HERMES)
     template = ChatTemplate(tokenizer, kinds=("tool",))

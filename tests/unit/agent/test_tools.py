@@ -41,6 +41,21 @@ def tools_with(pool, *functions) -> EpisodeTools:
     return EpisodeTools(pool, [tool_of(function) for function in functions])
 
 
+async def test_a_tool_stays_as_it_was_at_its_first_call(tmp_path):
+    """Also where its file is edited, or is half written, while the job runs; the next job has the new one."""
+    file = tmp_path / "edited.py"
+    code = (
+        "from rlsys.agent.tools import function_tool\n\n\n@function_tool()\ndef one() -> int:\n    {}\n    return {}\n"
+    )
+    file.write_text(code.format('"""One."""', "1"))
+    tools, results = tools_of_file(str(file), key="key"), []
+    with closing(tool_pool(num_workers=1, timeout_s=scaled_s(10.0))) as pool:
+        for value in ("1", "20", "("):
+            file.write_text(code.format('"""One."""', value))
+            results.append(result_text(await EpisodeTools(pool, tools).call("one", {})))
+    assert results == ["1", "1", "1"]
+
+
 async def test_a_function_is_called_with_its_arguments(pool):
     tools = tools_with(pool, user_tools.add)
     result = await tools.call("add", {"a": 2, "b": 3})
@@ -49,7 +64,8 @@ async def test_a_function_is_called_with_its_arguments(pool):
 
 
 @pytest.mark.parametrize(
-    ("function", "text"), [(user_tools.fail, "no such thing"), (user_tools.exit_process, "exited with code 3")]
+    ("function", "text"),
+    [(user_tools.fail, "no such thing"), (user_tools.exit_process, "the tool's process exited with code 3")],
 )
 async def test_what_a_tool_does_wrong_is_a_text_for_the_model(function, text, caplog):
     with closing(tool_pool(num_workers=1, timeout_s=scaled_s(4.0))) as pool:

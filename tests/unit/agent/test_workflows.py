@@ -5,6 +5,7 @@ import json
 import math
 import random
 import re
+import sys
 import threading
 import time
 from concurrent.futures import wait
@@ -25,6 +26,7 @@ from rlsys.agent.template import ChatTemplate
 from rlsys.agent.tools import tool_of
 from rlsys.config import PPOConfig
 from rlsys.config.schema.rollout import AgentConfig, MultiTurnConfig
+from rlsys.data.chat import encode_text
 from rlsys.protocol import DataProto, object_array
 from rlsys.types import Finish, GenerationHyperparameters, ModelRequest, ModelResponse, SamplingParams
 from rlsys.utils.errors import ConfigError, RewardError, RolloutError
@@ -83,6 +85,28 @@ def test_rlvr_draws_once_and_is_graded(episode):
     assert (result.reward, result.end, result.num_turns, len(result.rows)) == (1.0, "stop", 1, 1)
     assert text_of(result) == "<|im_start|>user\n6*7?<|im_end|>\n<|im_start|>assistant\n42<|im_end|>"
     assert result.rows[0].rewards == (0.0, 0.0, 1.0)
+
+
+def test_texts_that_no_row_can_hold_are_not_made_tokens(episode, monkeypatch):
+    """5 MB took 12 s and more, in which every other episode waited and met its deadline."""
+    encoded = []
+
+    def noted(tokenizer, text, **options):
+        encoded.append(len(text))
+        return encode_text(tokenizer, text, **options)
+
+    async def run(row, session):
+        session.add(*row["prompt"])
+        await session.draw()
+        session.add("x" * 5_000_000)
+        await session.draw()
+
+    monkeypatch.setattr("rlsys.agent.template.encode_text", noted)
+    result = episode(run, lambda _: "42", limits=(1000, 1000))
+    assert (result.end, result.num_turns) == ("length", 1)
+    huge = {**ROW, "prompt": [{"role": "user", "content": "x " * 2_500_000}]}
+    assert episode(run, lambda _: "42", limits=(1000, 1000), row=huge).end == "context"
+    assert max(encoded) < 1_000
 
 
 def test_several_turns_discount_the_reward(episode):
@@ -305,6 +329,17 @@ async def rewards_turns(row, session):
 def test_an_episode_without_a_result_has_no_rows(episode, workflow, end, num_rows):
     result = episode(workflow, lambda _: "x")
     assert (result.end, len(result.rows)) == (end, num_rows)
+
+
+def test_a_workflow_that_exits_ends_its_episode_only(episode):
+    """An exit in a coroutine ends asyncio's loop, and with it went every other episode."""
+
+    async def exits(row, session):
+        await session.draw(row["prompt"])
+        sys.exit(4)
+
+    result = episode(exits, lambda _: "x")
+    assert (result.end, result.error[:13]) == ("error", "SystemExit: 4")
 
 
 def test_an_episode_ends_at_its_deadline(episode):
