@@ -77,11 +77,11 @@ class ConsoleTracker(Tracker):
     def log(self, data: Mapping[str, object], step: int) -> None:
         numbers = _numbers(data)
         cells = {label: format(numbers[name], form) for label, name, form in self._HEADLINES if name in numbers}
-        if "kl" not in self._columns and not numbers.get("actor/ppo_kl"):
-            cells.pop("kl", None)
-        if not cells and not any(name.startswith("val-") for name in data):
-            self._print(f"step {step}: " + "  ".join(f"{name} {number:.4g}" for name, number in numbers.items()))
+        if "ppo_kl" not in self._columns and not numbers.get("actor/ppo_kl"):
+            cells.pop("ppo_kl", None)
         if not cells:
+            if not any(name.startswith("val-") for name in data):
+                self._print(f"step {step}: " + "  ".join(f"{name} {number:.4g}" for name, number in numbers.items()))
             return
         columns = [label for label in dict.fromkeys(h[0] for h in self._HEADLINES) if label in {*cells, *self._columns}]
         if columns != self._columns or self._rows % self._ROWS_PER_HEAD == 0:

@@ -31,7 +31,7 @@ class RowsConfig(Section):
     """Validation rows and how rows are read, for every job."""
 
     val_files: t.LocalPaths | None = None
-    """Rows for validation: a file or a list (parquet, json, jsonl, csv); null takes those of the start assets."""
+    """Rows for validation: a file or a list (parquet, json, jsonl, csv); null is none; an evaluation needs them."""
     val_max_samples: t.CountOrAll = -1
     """Use at most this many validation rows; -1 uses all."""
     apply_chat_template_kwargs: t.OpenDict = open_dict()

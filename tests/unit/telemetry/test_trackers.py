@@ -141,7 +141,7 @@ def test_console_prints_a_table_and_no_kl_that_is_always_0(tmp_path: Path, capsy
         "    step    reward     tok/s",
         "       3     0.000    12,346",
         "       4     0.500        99",
-        "    step    reward        kl     tok/s",
+        "    step    reward    ppo_kl     tok/s",
         "       5     0.250  1.00e-04          ",
         "       6     0.125  0.00e+00         1",
         "step 8: other 1",
