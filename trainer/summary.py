@@ -7,11 +7,10 @@ from pathlib import Path
 from rlsys.config.schema.trainer import RunConfig
 from rlsys.telemetry.jsonl import read_jsonl
 from rlsys.telemetry.report import RUN_FILES
-from rlsys.utils.run_folders import merged_model, step_folder
+from rlsys.utils.run_folders import UNMERGED, merged_model, step_folder
 
 VIEWERS = {"tensorboard": "tensorboard --logdir ", "mlflow.db": "mlflow ui --backend-store-uri sqlite:///"}
 CURVES = {"reward": "critic/score/mean", "train loss": "train/loss", "val loss": "val/loss"}
-UNMERGED = "for a model that transformers loads, train a step more with checkpoint.save_contents=[...,hf_model]"
 VALIDATION, MEAN = "val-core/", "/mean@"
 
 
@@ -37,9 +36,8 @@ def summary_lines(run: RunConfig, *, finished: bool, resumes: bool = True) -> li
             merged = ["--local_dir", str(model), "--target_dir", str(root / f"merged_{checkpoint.name}")]
             command = shlex.join(["python", "-m", "rlsys.model_merger", "merge", *merged])
             if (tensors := model / "tensors.json").is_file() and ".lora_" in tensors.read_text():
-                command = UNMERGED
-            whole = merged_model(model)
-            lines.append(("next", command) if whole is None else ("model", str(whole)))
+                command = f"for a model that transformers loads, {UNMERGED}"
+            lines.append(("next", command) if (whole := merged_model(model)) is None else ("model", str(whole)))
     return [f"  {name:<11} {text}" for name, text in lines]
 
 

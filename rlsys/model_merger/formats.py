@@ -17,7 +17,7 @@ from rlsys.models.megatron.family import Family, Head, family_of
 from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
 from rlsys.types import HFConfig, Shapes, Shard
 from rlsys.utils.errors import CheckpointError, raised_as
-from rlsys.utils.run_folders import merged_model, step_folder
+from rlsys.utils.run_folders import UNMERGED, merged_model, step_folder
 
 SPLIT = "split.json"
 
@@ -123,8 +123,7 @@ def _training_weights(directory: Path, hf_config: HFConfig) -> dict[str, PiecedT
     if not (weights := saved_tensors(directory, tensor_files.read_tensor_index(directory), "model.")):
         raise CheckpointError(f"{directory} has no weights of a model: it was saved without them")
     if any(map(is_adapter, weights)):
-        how = "save with checkpoint.save_contents=[model,optimizer,extra,hf_model], which writes it into huggingface/"
-        if (merged := merged_model(directory)) is not None:
-            how = f"it is {merged}"
+        merged = merged_model(directory)
+        how = UNMERGED if merged is None else f"it is {merged}"
         raise CheckpointError(f"{directory} has adapters, and only training writes the merged model: {how}")
     return weights

@@ -123,7 +123,10 @@ def grade_item(grade: ComputeScore, item: RewardItem) -> RewardResult:
         if inspect.iscoroutine(value):
             import asyncio
 
-            value = asyncio.run(value)
+            from rlsys.utils.daemon_threads import in_daemon_thread
+
+            run, in_loop = partial(asyncio.run, value), asyncio._get_running_loop() is not None  # as in a notebook
+            value = in_daemon_thread(run, name="grader").result() if in_loop else run()
         result = _scored(value)
     except BdbQuit:
         raise

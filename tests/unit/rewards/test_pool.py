@@ -510,6 +510,18 @@ def test_without_workers_the_calling_thread_grades_and_a_debugger_can_stop_there
         assert "reward.num_workers=0" in pool.score([item("quit")])[0].message
 
 
+async def test_without_children_an_async_grader_grades_inside_a_loop_too(grader_file: Callable[[str], str]) -> None:
+    """A cell of a notebook runs in one, and asyncio.run refused every answer there."""
+    source = """
+    import asyncio
+    async def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+        await asyncio.sleep(0)
+        return float(solution_str)
+    """
+    with RewardPool(Grader(path=grader_file(source)), num_workers=0) as pool:
+        assert [(one.score, one.status) for one in pool.score([item("1"), item("0.5")])] == [(1.0, "ok"), (0.5, "ok")]
+
+
 def test_folders_of_dead_owners_are_removed_and_locked_ones_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -203,7 +203,8 @@ def test_the_summary_has_first_last_and_best_values_and_what_to_do_next(tmp_path
     (root / "global_step_2" / "actor").mkdir()
     assert f"merge --local_dir {root}/global_step_2/actor" in summary_lines(run, finished=True)[-1]
     (root / "global_step_2/actor/tensors.json").write_text('{"model.q_proj.lora_A.default.weight": {}}')
-    assert "save_contents=[...,hf_model]" in summary_lines(run, finished=True)[-1]
+    saves = "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]"
+    assert saves in summary_lines(run, finished=True)[-1], "it can be copied to the command line"
     for whole in (root / "global_step_2/huggingface", root / "global_step_2/actor/huggingface"):
         whole.mkdir()
         (whole / "model.safetensors").touch()
