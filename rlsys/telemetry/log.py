@@ -28,6 +28,8 @@ _SECRET_NAME, _TEXT_TOKEN_NAME = re.compile(_PATTERNS["secret_name"]), re.compil
 _ASSIGNED_SECRET = re.compile(_PATTERNS["assigned_secret"])
 _SECRET_FORMATS = [re.compile(pattern) for pattern in _PATTERNS["formats"]]
 _MASK = "[redacted]"
+_CONTROLS = dict.fromkeys((*range(9), *range(11, 27), *range(28, 32), 127), "\ufffd")
+"""What makes a log a binary file, as in the output of a program: control characters but tabs, line ends and colours."""
 
 
 def get_logger(name: str) -> logging.Logger:
@@ -125,8 +127,7 @@ def _is_secret_name(name: str) -> bool:
 
 
 def _pattern(role: str, rank: int | None, *, timestamps: bool) -> str:
-    who = f"[{role}{'' if rank is None else f' {rank}'}] " if role else ""
-    who = who.replace("%", "%%")
+    who = f"[{role}{'' if rank is None else f' {rank}'}] ".replace("%", "%%") if role else ""
     if not timestamps:
         return f"{who}%(message)s"
     host = f"{socket.gethostname()} ".replace("%", "%%") if role else ""
@@ -135,4 +136,4 @@ def _pattern(role: str, rank: int | None, *, timestamps: bool) -> str:
 
 class _RedactingFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        return redact(super().format(record))
+        return redact(super().format(record)).translate(_CONTROLS)

@@ -39,6 +39,14 @@ def test_terminal_line_keeps_brackets_of_the_message() -> None:
     assert "[critic 0] shape [2, 3] and [bold]text[/bold]" in out.getvalue()
 
 
+def test_a_log_stays_a_text_file() -> None:
+    """The end of a program's output, whose zero bytes made the log a binary file that grep does not show."""
+    console, out = plain_console()
+    setup_logging(console=console)
+    get_logger("rlsys.x").warning("exited:\x00\x07 \x1b[31mboom\ttab\nnext")
+    assert out.getvalue().endswith("exited:\ufffd\ufffd \x1b[31mboom\ttab\nnext\n")
+
+
 def test_calling_twice_writes_each_line_once() -> None:
     first, out_first = plain_console()
     second, out_second = plain_console()
