@@ -185,8 +185,7 @@ def opo(*, token_level_rewards: Tensor, response_mask: Tensor, group_ids: Tensor
     """
     scores = _outcome(token_level_rewards)
     length = response_mask.bool().sum(dim=1).double()
-    mean = group_sum(length * scores, group_ids) / group_sum(length, group_ids).clamp(min=1)
-    baseline = torch.where(group_count(group_ids) > 1, mean, torch.zeros_like(mean))[group_ids]
+    baseline = group_mean(length * scores, group_ids) / group_mean(length, group_ids).clamp(min=1e-9)
     return _per_token(scores - baseline, response_mask, token_level_rewards)
 
 
@@ -213,13 +212,10 @@ def gdpo(
 
     `component_weights` is (K,), all 1 by default.
     """
-    components = component_scores.double()
+    parts = [_group_normalised(part, group_ids, norm_adv_by_std_in_grpo) for part in component_scores.double().T]
     if component_weights is None:
-        component_weights = torch.ones(components.shape[1], dtype=torch.float64, device=components.device)
-    rows = torch.arange(components.shape[1], device=components.device) * len(group_count(group_ids))
-    ids = (group_ids.unsqueeze(1) + rows).flatten()
-    normalised = _group_normalised(components.flatten(), ids, norm_adv_by_std_in_grpo).view_as(components)
-    summed = (normalised @ component_weights.double()).unsqueeze(1).expand_as(response_mask)
+        component_weights = torch.ones(len(parts), dtype=torch.float64, device=component_scores.device)
+    summed = (torch.stack(parts, dim=1) @ component_weights.double()).unsqueeze(1).expand_as(response_mask)
     return _per_token(masked_whiten(summed, response_mask) if whiten else summed, response_mask, token_level_rewards)
 
 

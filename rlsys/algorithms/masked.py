@@ -47,10 +47,14 @@ def masked_whiten(values: Tensor, mask: Tensor, *, dtype: torch.dtype | None = N
 
 def at_last_token(scores: Tensor, mask: Tensor) -> Tensor:
     """Row scores (B,) placed at the last non-zero column of `mask` (B, R); empty rows stay 0."""
-    counted = mask.bool()
-    last = torch.where(counted, torch.arange(mask.shape[1], device=mask.device), 0).amax(dim=1, keepdim=True)
-    kept = torch.where(counted.any(dim=1, keepdim=True), scores.unsqueeze(1), 0)
-    return scores.new_zeros(mask.shape).scatter(1, last, kept)
+    at_end = torch.nn.functional.pad(scores.unsqueeze(1), (mask.shape[1] - 1, 0))
+    return torch.where(mask.bool(), carried_back(at_end, mask), 0)
+
+
+def carried_back(rewards: Tensor, mask: Tensor) -> Tensor:
+    """Rewards (B, R), those where `mask` is 0 added to the last non-zero column before, or without one to the first."""
+    last = torch.where(mask.bool(), torch.arange(mask.shape[1], device=mask.device), 0).cummax(dim=1).values
+    return torch.zeros_like(rewards).scatter_add(1, last, rewards)
 
 
 def to_loss_sum(total: Tensor, count: Tensor, metrics: TensorSums) -> LossSum:

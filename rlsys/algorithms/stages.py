@@ -21,7 +21,7 @@ from rlsys.algorithms.filters import informative_groups, pf_ppo_rows
 from rlsys.algorithms.groups import group_count, group_ids_of, normalize
 from rlsys.algorithms.kl import KLController
 from rlsys.algorithms.kl import kl_penalty as kl_value
-from rlsys.algorithms.masked import at_last_token, masked_mean
+from rlsys.algorithms.masked import at_last_token, carried_back, masked_mean
 from rlsys.algorithms.policy_loss import select_tokens
 from rlsys.algorithms.registry import SectionView
 from rlsys.config.schema.actor import ActorConfig
@@ -140,12 +140,14 @@ def compute_advantage(batch: DataProto, config: AlgorithmConfig, *, num_repeat: 
     Needs token_level_rewards and response_mask; `uid` for estimators with groups (else every `num_repeat` rows are
     one); values for gae; reward_baselines (B,) for remax; old_log_probs and sum_pi_squared for the optimal token
     baselines; the non-tensor columns `gdpo_reward_keys` for gdpo. ValueError naming what is missing.
+    Rewards of tokens that do not count, as of rejected ones, are those of the counting token before.
     In a group an episode of several rows counts once, their rewards weighted by `row_weights`. `adv_norm` replaces the
     estimator's own whitening by AReaL's normalisation. With `use_pf_ppo` rows, or episodes with all their rows, are
     resampled by their reward, drawn from `seed`.
     """
     ids, tensors = group_ids(batch, num_repeat=num_repeat), tensors_of(batch.batch)
     inputs: dict[str, Any] = {name: tensors.get(name) for name in INPUTS}
+    inputs["token_level_rewards"] = carried_back(*(column(batch, n) for n in ("token_level_rewards", "response_mask")))
     inputs |= {"group_ids": ids, "gamma": config.gamma, "lam": config.lam, "whiten": not config.adv_norm.enabled}
     inputs["norm_adv_by_std_in_grpo"] = config.norm_adv_by_std_in_grpo
     inputs |= {"index": batch.non_tensor_batch.get("uid", ids.numpy()), "config": SectionView(config)}

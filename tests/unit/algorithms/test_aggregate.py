@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlsys.algorithms.aggregate import LOSS_AGG_MODES, agg_loss
-from rlsys.algorithms.masked import at_last_token, masked_mean, masked_std, masked_whiten
+from rlsys.algorithms.masked import at_last_token, carried_back, masked_mean, masked_std, masked_whiten
 
 LOSS = torch.tensor([[1.0, 2.0, 100.0], [3.0, 100.0, 100.0], [100.0, 100.0, 100.0]])
 MASK = torch.tensor([[1, 1, 0], [1, 0, 0], [0, 0, 0]])
@@ -76,5 +76,10 @@ def test_masked_helpers_ignore_what_is_outside() -> None:
     placed = at_last_token(torch.tensor([7.0, 8.0]), torch.tensor([[1, 0, 1, 0], [0, 0, 0, 0]]))
     assert placed.tolist() == [[0, 0, 7, 0], [0, 0, 0, 0]]
     assert at_last_token(torch.tensor([7.0]), torch.tensor([[1, 0, 0]])).tolist() == [[7, 0, 0]]
+    assert at_last_token(torch.tensor([7]), torch.tensor([[1, 1]])).dtype == torch.int64
+    moved = carried_back(
+        torch.tensor([[1.0, 2.0, 4.0, 8.0], [1.0, 2.0, 4.0, 8.0]]), torch.tensor([[0, 1, 0, 1], [0, 0, 0, 0]])
+    )
+    assert moved.tolist() == [[1, 6, 0, 8], [15, 0, 0, 0]]
     assert masked_std(values, torch.tensor([[1, 1, 0], [0, 0, 0]])).item() == pytest.approx(2**0.5)
     assert masked_std(values, torch.tensor([[0, 1, 0], [0, 0, 0]])).item() == 0

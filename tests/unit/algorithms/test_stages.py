@@ -217,6 +217,20 @@ def test_rollout_correction_adds_weights_and_shrinks_the_mask() -> None:
     assert apply_rollout_correction(batch, RolloutCorrectionConfig()) == (batch, {})
 
 
+@pytest.mark.parametrize("estimator", ["gae", "reinforce_plus_plus", "remax", "optimal_token_baseline", "grpo"])
+def test_an_outcome_is_kept_where_its_token_is_rejected(estimator: str) -> None:
+    batch, rejects = rewards_from_scores(make()), RolloutCorrectionConfig(rollout_rs="token_k1")
+    batch.tensors["rollout_log_probs"] = batch.tensors["old_log_probs"].clone()
+    batch.tensors["rollout_log_probs"][0, 2] -= 5.0  # the reward of row 0 is there
+    batch.tensors["rollout_log_probs"][2, 0] -= 5.0
+    corrected, _ = apply_rollout_correction(batch, rejects.model_copy(update={"rollout_rs_threshold": "2.0"}))
+    kept = values(corrected, "response_mask")
+    assert (kept[0].tolist(), kept[2].tolist()) == ([1, 1, 0], [0, 1, 1])
+    whole, less = (advantages_of(rows, estimator, gamma=1.0, lam=1.0) for rows in (batch, corrected))
+    assert torch.equal(values(less, "returns"), values(whole, "returns") * kept)
+    assert values(whole, "returns")[0].any()
+
+
 def test_areal_rewards_are_placed_at_the_last_token() -> None:
     batch = make()
     batch.non_tensor_batch["finish_reason"] = np.array(["stop", "stop", "length", "length"], dtype=object)
