@@ -40,7 +40,8 @@ class LoraSettings:
 
 def lora_settings(model: ModelConfig, *, seed: int) -> LoraSettings | None:
     """The adapters that `model` asks for, None without any; rank, alpha and targets of `lora_adapter_path` take
-    precedence. CheckpointError if its adapter_config.json cannot be read."""
+    precedence, alpha such that alpha / rank is the adapter's scale, also with peft's `use_rslora`. CheckpointError if
+    its adapter_config.json cannot be read, or has a DoRA or ranks or scales by layer."""
     targets = model.target_modules
     if model.lora_adapter_path is None:
         if not model.lora_rank:
@@ -53,7 +54,10 @@ def lora_settings(model: ModelConfig, *, seed: int) -> LoraSettings | None:
         saved = json.loads(file.read_text())
         targets = saved["target_modules"]
         targets = targets if isinstance(targets, str) else tuple(sorted(targets))
-        return LoraSettings(saved["r"], saved["lora_alpha"], targets, adapter_path=model.lora_adapter_path, seed=seed)
+        if used := [name for name in ("use_dora", "rank_pattern", "alpha_pattern") if saved.get(name)]:
+            raise ValueError(f"adapters with {' and '.join(used)} are not supported: merge it into the model")
+        alpha = saved["lora_alpha"] * (math.sqrt(saved["r"]) if saved.get("use_rslora") else 1.0)
+        return LoraSettings(saved["r"], alpha, targets, adapter_path=model.lora_adapter_path, seed=seed)
 
 
 @dataclass(frozen=True)

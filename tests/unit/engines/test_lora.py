@@ -96,15 +96,47 @@ def continue_adapter(place: Path) -> tuple[Tensor, Tensor]:
 def test_training_continues_from_a_saved_adapter_and_peft_loads_it(tmp_path: Path) -> None:
     for first, again in run_ranks(2, continue_adapter, tmp_path):
         torch.testing.assert_close(first, again)
+    torch.testing.assert_close(again, peft_log_probs(tmp_path / "export/lora_adapter"), rtol=1e-5, atol=1e-5)
+
+
+def peft_log_probs(adapter: Path) -> Tensor:
+    """What peft computes with a saved adapter on the weights that `lora_engine` has."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED.seed)
         from rlsys.models.hf import read_config
 
         base = AutoModelForCausalLM.from_config(read_config(random_model()))
-    model = PeftModel.from_pretrained(base, str(tmp_path / "export/lora_adapter")).eval()
+    model = PeftModel.from_pretrained(base, str(adapter)).eval()
     ids = small_rows().batch["input_ids"]
-    expected = torch.log_softmax(model(ids).logits[:, 2:-1], -1).gather(2, ids[:, 3:, None])[..., 0]
-    torch.testing.assert_close(again, expected, rtol=1e-5, atol=1e-5)
+    return torch.log_softmax(model(ids).logits[:, 2:-1], -1).gather(2, ids[:, 3:, None])[..., 0]
+
+
+def saved_with(place: Path, **settings: object) -> None:
+    """Put settings into the configuration of a saved adapter."""
+    file = place / "export/lora_adapter/adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+
+
+def continue_scaled(place: Path) -> tuple[Tensor, Tensor]:
+    first = lora_engine()
+    train(first)
+    first.save(place / "export", "export")
+    saved_with(place, use_rslora=True)
+    scaled = lora_engine(99, lora_adapter_path=str(place / "export/lora_adapter"))
+    for name, value in {"use_dora": True, "rank_pattern": {"q_proj": 5}, "alpha_pattern": {"q_proj": 60}}.items():
+        saved_with(place, **{name: value})
+        with pytest.raises(CheckpointError, match=f"adapters with {name} are not supported: merge it"):
+            lora_engine(99, lora_adapter_path=str(place / "export/lora_adapter"))
+        saved_with(place, **{name: type(value)()})
+    scaled.save(place / "again", "export")
+    again = lora_engine(99, lora_adapter_path=str(place / "again/lora_adapter"))
+    return log_probs(scaled), log_probs(again)
+
+
+def test_an_adapter_of_rslora_keeps_its_scale_and_what_has_scales_by_layer_is_refused(tmp_path: Path) -> None:
+    ((scaled, again),) = run_ranks(1, continue_scaled, tmp_path)
+    torch.testing.assert_close(again, scaled)
+    torch.testing.assert_close(scaled, peft_log_probs(tmp_path / "export/lora_adapter"), rtol=1e-5, atol=1e-5)
 
 
 def train_scalar() -> set[str]:
