@@ -9,7 +9,7 @@ from rlsys.algorithms.aggregate import agg_loss
 from rlsys.algorithms.distillation import TeacherScores, divergence
 from rlsys.algorithms.kl import kl_penalty
 from rlsys.algorithms.masked import TensorSums, masked_sum, to_loss_sum
-from rlsys.algorithms.policy_loss import PolicyInputs, PolicyLoss, call_policy_loss
+from rlsys.algorithms.policy_loss import PolicyInputs, PolicyLoss, call_policy_loss, over_tokens
 from rlsys.config.schema.actor import ActorConfig
 from rlsys.interfaces import LossSum
 
@@ -48,7 +48,7 @@ def actor_loss(
     if entropy is not None:
         entropy_sum, _ = aggregate(entropy, response_mask)
         total = total - config.entropy_coeff * entropy_sum
-        metrics["actor/entropy"] = (entropy_sum, count)
+        metrics["actor/entropy"] = over_tokens(entropy, response_mask)
     elif config.entropy_coeff:
         raise ValueError("entropy_coeff is not 0, but the engine returned no entropy")
     if config.use_kl_loss:

@@ -22,7 +22,7 @@ from rlsys.algorithms.policy_loss import (
 from rlsys.config import load_config
 from rlsys.config.schema.actor import ActorConfig, PolicyLossConfig
 from rlsys.config.schema.algorithm import RolloutCorrectionConfig
-from rlsys.config.vocabulary import POLICY_LOSSES
+from rlsys.config.vocabulary import LOSS_AGG_MODES, POLICY_LOSSES
 from rlsys.utils.errors import ConfigError
 
 
@@ -251,6 +251,16 @@ def test_the_terms_of_the_objective_add_up() -> None:
     k3 = actor_loss(actor_config(use_kl_loss=True), **plain, ref_log_prob=inputs["ref_log_prob"]).metrics
     log_ratio = (inputs["ref_log_prob"] - inputs["log_prob"])[mask.bool()]  # q / p - log(q / p) - 1
     assert k3["actor/kl_loss"][0] == pytest.approx((log_ratio.exp() - log_ratio - 1).clamp(max=10).sum().item())
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_the_entropy_reported_is_that_of_a_token_however_losses_are_averaged(mode: str) -> None:
+    inputs = batch()
+    plain = {k: inputs[k] for k in ("log_prob", "old_log_prob", "advantages", "response_mask")}
+    total, count = actor_loss(actor_config(loss_agg_mode=mode), **plain, entropy=inputs["entropy"]).metrics[
+        "actor/entropy"
+    ]
+    assert float(total / count) == pytest.approx(inputs["entropy"][inputs["response_mask"].bool()].mean().item())
 
 
 def test_the_objective_divides_by_the_scale_and_bypasses_only_when_asked() -> None:
