@@ -87,7 +87,7 @@ def _weight_metrics(
         "rollout_is_mean": mean,
         "rollout_is_max": masked_max(weights, mask),
         "rollout_is_min": -masked_max(-weights, mask),
-        "rollout_is_std": (square - mean.square()).clamp(min=0).sqrt(),
+        "rollout_is_std": masked_std(weights, mask, correction=0),
         "rollout_is_eff_sample_size": mean.square() / square.clamp(min=1e-30),
         "rollout_is_ratio_fraction_high": _share(values > math.log(high), counted),
         "rollout_is_ratio_fraction_low": _share(values < (math.log(low) if low else -math.inf), counted),
