@@ -42,10 +42,9 @@ def group_mean(scores: Tensor, group_ids: Tensor) -> Tensor:
 
 def group_std(scores: Tensor, group_ids: Tensor) -> Tensor:
     """Unbiased standard deviation of each row's group (B,); 1 for a group of one."""
-    count = group_count(group_ids)
-    centred = scores - (group_sum(scores, group_ids) / count)[group_ids]
-    std = (group_sum(centred.square(), group_ids) / (count - 1).clamp(min=1)).sqrt()
-    return torch.where(count > 1, std, torch.ones_like(std))[group_ids]
+    table, counted = scores.unsqueeze(1), torch.ones_like(scores).unsqueeze(1)
+    mean = _mean(table, counted, group_ids, leave_one_out=False)
+    return _deviation(table - mean, counted, group_ids, unbiased=True).squeeze(1)
 
 
 def rank_in_group(values: Tensor, group_ids: Tensor) -> Tensor:
@@ -75,15 +74,13 @@ def normalize(values: Tensor, config: NormConfig, *, group_ids: Tensor, mask: Te
     table = values.double() if values.dim() == 2 else values.double().unsqueeze(1)
     counted = torch.ones_like(table) if mask is None else mask.bool().double()
     table = torch.where(counted.bool(), table, 0.0)
-    whole = torch.zeros_like(group_ids)
+    ids = {"batch": torch.zeros_like(group_ids), "group": group_ids}
     mean = torch.zeros_like(table)
     if config.mean_level is not None:
-        ids = whole if config.mean_level == "batch" else group_ids
-        mean = _mean(table, counted, ids, config.mean_leave1out)
+        mean = _mean(table, counted, ids[config.mean_level], config.mean_leave1out)
     centred = (table - mean) * counted
     if config.std_level is not None:
-        ids = whole if config.std_level == "batch" else group_ids
-        centred = centred / (_deviation(centred, counted, ids, config.std_unbiased) + config.eps)
+        centred = centred / (_deviation(centred, counted, ids[config.std_level], config.std_unbiased) + config.eps)
     return centred.view_as(values).to(values.dtype)
 
 

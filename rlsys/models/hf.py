@@ -27,7 +27,10 @@ from rlsys.utils.errors import CheckpointError, ConfigError, raised_as
 from rlsys.utils.safetensors_header import DTYPES
 
 Head = Literal["lm", "scalar"]
-LOGIT_CHANGERS = ("logits_scaling", "logit_scale", "final_logit_scale")
+LOGIT_CHANGERS = (
+    *("logits_scaling", "logit_scale", "final_logit_scale", "lm_head_multiplier", "output_multiplier"),
+    *("logits_mup_width_multiplier", "logits_soft_cap", "output_logit_soft_cap"),
+)
 ROUTER_NOISE = ("router_jitter_noise", "input_jitter_noise")
 PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 NOT_PACKED = "cannot take packed rows: set use_remove_padding=false"

@@ -73,6 +73,12 @@ def test_what_can_be_cut_passes(tmp_path: Path) -> None:
         ({"model_type": "nemotron"}, "nemotron cannot take packed rows: set use_remove_padding=false"),
         ({"model_type": "gemma2"}, "gemma2 cannot take packed rows: set use_remove_padding=false"),
         ({"model_type": "cohere"}, "cohere changes its logits"),
+        (
+            {"model_type": "falcon_h1", "lm_head_multiplier": 0.04},
+            r"falcon_h1 changes its logits \(lm_head_multiplier\)",
+        ),
+        ({"model_type": "recurrent_gemma"}, r"recurrent_gemma changes its logits \(logits_soft_cap\)"),
+        ({"model_type": "xlstm"}, r"xlstm changes its logits \(output_logit_soft_cap\)"),
         ({"model_type": "phimoe"}, "phimoe adds noise to its router: set override_config.router_jitter_noise=0"),
     ],
 )
