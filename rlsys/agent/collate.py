@@ -57,7 +57,8 @@ def with_branches(batch: DataProto, *, max_rows: int) -> DataProto:
     """The batch with a row for every branch of its episodes, at most `max_rows` per episode.
 
     Every episode gets `meta_info["rows_per_episode"]` neighbouring rows, as many as the one with most branches: its row
-    of `batch`, its branches, and empty rows (mask 0). Where that is one row, the batch itself is returned.
+    of `batch`, its branches, and empty rows (mask 0). Where that is one row, the batch itself is returned. Of an episode
+    with more than `max_rows` branches, the rewards of the rows that are kept have the weight of all.
     """
     branches = batch.non_tensor_batch.get("branches", ())
     if not any(branches):
@@ -75,6 +76,8 @@ def with_branches(batch: DataProto, *, max_rows: int) -> DataProto:
     widths = (batch.tensors["prompts"].shape[1], batch.tensors["responses"].shape[1])
     for name, values in _tensors(rows, pad_token_id, *widths).items():
         whole.tensors[name].unflatten(0, (-1, size))[:, 1:] = values.unflatten(0, (-1, size - 1))
+    weights = whole.tensors["row_weights"].unflatten(0, (-1, size))
+    weights /= weights.sum(dim=1, keepdim=True).clamp(1e-9, 1.0)  # shares of an episode whose other rows are left out
     if IMAGES in whole.non_tensor_batch:
         images = object_array([row.images for row in rows]).reshape(-1, size - 1)
         whole.non_tensor_batch[IMAGES].reshape(-1, size)[:, 1:] = images

@@ -49,7 +49,5 @@ def bypass_mode(
             selected=selected,
         )
         return replace(clipped, metrics={**clipped.metrics, **metrics})
-    per_token = -advantages * log_prob
-    if corrected.weights is not None:
-        per_token = per_token * corrected.weights
+    per_token = -advantages * log_prob * (1.0 if corrected.weights is None else corrected.weights)
     return PolicyLoss(per_token, kept, {"actor/ppo_kl": over_tokens(old_log_prob - log_prob, kept), **metrics})

@@ -91,8 +91,7 @@ def _row_sums(table: Tensor, ids: Tensor) -> Tensor:
 def _mean(table: Tensor, counted: Tensor, ids: Tensor, leave_one_out: bool) -> Tensor:
     total, count = _row_sums(table, ids), _row_sums(counted, ids)
     if leave_one_out:
-        others = (total - table) / (count - 1).clamp(min=1)
-        return torch.where(count > 1, others, torch.zeros_like(others))
+        return (total - table) / (count - 1).clamp(min=1)
     return total / count.clamp(min=1)
 
 

@@ -120,6 +120,19 @@ def test_a_batch_without_branches_is_left_alone_and_too_many_rows_are_counted() 
     assert IMAGES not in single.non_tensor_batch
 
 
+@pytest.mark.parametrize("max_rows", [1, 2, 3, 8])
+def test_an_episode_with_more_rows_than_are_trained_keeps_its_reward_in_its_group(max_rows: int) -> None:
+    rewards, config = [1.0, 0.8, 0.0], AlgorithmConfig(adv_estimator="grpo", norm_adv_by_std_in_grpo=False)
+    results = [episode(rows, reward) for rows, reward in zip([4, 1, 0], rewards)]
+    batch = with_branches(batch_of(results), max_rows=max_rows)
+    out = compute_advantage(rewards_from_scores(batch), config).tensors["advantages"].unflatten(0, (3, -1))
+    assert out[0].amax().item() == pytest.approx(0.1)
+    assert out[1].amin().item() == pytest.approx(-0.1)
+    assert not out[2].any()
+    turns = with_branches(batch_of([episode(2, 0.75, [0.25, 0.0, 0.5]), episode(1, 0.0)]), max_rows=max_rows)
+    assert turns.tensors["row_weights"].reshape(2, -1)[:, 0].tolist() == [1.0, 1.0]
+
+
 def test_branches_that_episodes_lack_do_not_lower_the_kl_of_the_reward(whole: DataProto) -> None:
     mask = whole.tensors["response_mask"].float()
     whole.tensors["old_log_probs"], whole.tensors["ref_log_prob"] = 0.5 * mask, 0.0 * mask
