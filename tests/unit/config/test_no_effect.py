@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.config import EvalConfig, PPOConfig, RMConfig, SFTConfig
+from rlsys.config import DPOConfig, EvalConfig, PPOConfig, RMConfig, SFTConfig
 from rlsys.config.arguments import parse_arguments
 from rlsys.config.load import load
 from rlsys.config.schema.base import Section
@@ -169,6 +169,13 @@ def test_what_changes_less_than_it_says_is_noted(settings: str, says: str) -> No
 def test_what_would_change_results_but_has_no_effect_is_refused(settings: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says.replace("(", r"\(")):
         notes(*GROUPS, settings)
+
+
+def test_dpo_from_an_adapter_notes_which_model_it_is_held_to() -> None:
+    job = f"data.train_files={TRAIN_ROWS} model.path=org/model"
+    assert "the reference" not in notes(f"{job} model.lora_rank=4", schema=DPOConfig)
+    noted = notes(f"{job} model.lora_adapter_path=org/adapter", schema=DPOConfig)
+    assert "the reference is the model without adapters, not the adapter org/adapter that training starts from" in noted
 
 
 def test_a_judge_grades_the_baselines_of_remax_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
