@@ -111,6 +111,17 @@ def test_a_grpo_file_is_read_as_it_stands() -> None:
     assert (cfg.algorithm.adv_estimator, cfg.use_critic) == ("reinforce_plus_plus", False)
 
 
+@pytest.mark.parametrize("key", ["actor.c_clip", "c_clip"])
+def test_a_dual_clip_that_is_switched_off_does_not_get_the_default(key: str) -> None:
+    bounds = [
+        load(
+            parse_arguments(["--config-name=./grpo.yaml", *more]), PPOConfig
+        ).config.actor_rollout_ref.actor.clip_ratio_c
+        for more in ([], [f"{key}=4.0"], [f"{key}=null"])
+    ]
+    assert bounds == [3.0, 4.0, 1e6]
+
+
 def test_what_has_no_meaning_here_is_noted() -> None:
     notes = "\n".join(load(parse_arguments(["--config-name=./grpo.yaml"]), PPOConfig).notes)
     for key in (
