@@ -146,6 +146,19 @@ def test_what_changes_less_than_it_says_is_noted(settings: str, says: str) -> No
             f"algorithm.adv_estimator=remax {GRADER}.enable=true {GRADER}.model_path=org/grader",
             "algorithm.adv_estimator = remax: its baselines, the rewards of greedy answers, lack the score",
         ),
+        *(
+            (
+                f"algorithm.adv_estimator=remax algorithm.{key}={value}",
+                f"greedy answers, are without {key.split('.')[0]}",
+            )
+            for key, value in {
+                "reward_scaling": 2.0,
+                "reward_bias": -0.5,
+                "reward_clip": 1.0,
+                "reward_norm.mean_level": "batch",
+                "mask_no_eos_with_zero": "true",
+            }.items()
+        ),
         ("algorithm.adv_unit=turn", "each prompt is answered by one draw, which has no turns"),
         ("data.streaming=true data.train_max_samples=999", "data.train_max_samples = 999: a stream is read to its end"),
         (
