@@ -115,8 +115,7 @@ def _check_cluster(config: JobConfig) -> None:
 
     run = config.trainer
     with on_ray.connect({"address": config.ray_kwargs.ray_init.address}, deadline_s=run.deadlines.start_s):
-        has_gpus = any(node.num_gpus for node in on_ray.cluster_nodes())
-        use_gpu = run.device == "cuda" or (run.device == "auto" and has_gpus)
+        use_gpu = run.device == "cuda" or (run.device == "auto" and any(n.num_gpus for n in on_ray.cluster_nodes()))
         pools, least = {"train": [run.n_gpus_per_node] * run.nnodes}, dict[str, int]()
         if isinstance(config, PPOConfig):
             pools, least = process_pools(config, on_ray.node_size(use_gpu)), min_nodes(config)

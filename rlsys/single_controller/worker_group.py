@@ -1,7 +1,6 @@
 """A group of workers that is called like one object: the registered methods of its class are bound to the group."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial, partialmethod
 from typing import Any, Self
 
@@ -18,7 +17,7 @@ class ClassWithInitArgs:
         self.cls, self.args, self.kwargs = cls, args, kwargs
 
 
-class WorkerGroup(AbstractContextManager["WorkerGroup"]):
+class WorkerGroup:
     """Workers of one class (or one role of a colocated class), driven together.
 
     Every method the class registered is a method of the group. Blocking calls return the collected results; a failure
@@ -105,6 +104,9 @@ class WorkerGroup(AbstractContextManager["WorkerGroup"]):
         self._close()
 
     kill = close
+
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

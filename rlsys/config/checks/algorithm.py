@@ -12,10 +12,8 @@ OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
 
 def check_algorithm(cfg: PPOConfig) -> Iterator[str]:
     """Weights of reward keys, the reference, policy loss, correction and rewards."""
-    for check in (_weights, _adapter, _policy_loss, _correction, _overlong, _input_tokenizer):
+    for check in (_weights, _adapter, _policy_loss, _correction, _overlong, _input_tokenizer, _teachers):
         yield from check(cfg)
-    if cfg.distillation.enabled:
-        yield from _teachers(cfg)
     if cfg.reward.has_judge:
         yield from _judge(cfg)
 
@@ -69,7 +67,7 @@ def _judge(cfg: PPOConfig) -> Iterator[str]:
 
 
 def _teachers(cfg: PPOConfig) -> Iterator[str]:
-    teachers, key = cfg.distillation.teacher_models, "distillation.teacher_models"
+    teachers, key = cfg.distillation.teacher_models if cfg.distillation.enabled else {}, "distillation.teacher_models"
     keys, is_single = [teacher.key for teacher in teachers.values()], len(teachers) == 1
     for name, teacher in teachers.items():
         if teacher.model_path is None:

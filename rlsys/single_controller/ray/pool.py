@@ -130,8 +130,7 @@ class RayResourcePool(ResourcePool):
                 origin._remove()
 
     def _remove(self) -> None:
-        groups = list(self._placed.values())
-        removed = in_daemon_thread(lambda: [*map(remove_placement_group, groups)], name="remove placement groups")
+        removed = in_daemon_thread(lambda: [*map(remove_placement_group, self._placed.values())], name="remove groups")
         wait([removed], REMOVE_S)  # a signal to all processes ends Ray's GCS as well, without which no call returns
         self._placed = {}
 
