@@ -57,8 +57,8 @@ def with_branches(batch: DataProto, *, max_rows: int) -> DataProto:
     """The batch with a row for every branch of its episodes, at most `max_rows` per episode.
 
     Every episode gets `meta_info["rows_per_episode"]` neighbouring rows, as many as the one with most branches: its row
-    of `batch`, its branches, and empty rows (mask 0). Where that is one row, the batch itself is returned. Of an episode
-    with more than `max_rows` branches, the rewards of the rows that are kept have the weight of all.
+    of `batch`, its branches, and empty rows (mask 0). Where that is one row, the batch itself is returned. The rewards
+    of the rows that are kept of an episode with more than `max_rows` branches have the weight of all.
     """
     branches = batch.non_tensor_batch.get("branches", ())
     if not any(branches):
