@@ -91,6 +91,7 @@ def test_what_has_no_effect_is_noted(
     ("settings", "says"),
     [
         (f"{LOSS}=sapo", f"{LOSS} = sapo: all terms of this loss are averaged by seq-mean-token-mean, not by"),
+        (f"{LOSS}=gspo {A}.loss_agg_mode=token-mean", f"{LOSS} = gspo: it is averaged by loss_agg_mode=token-mean as"),
         (
             f"{CORRECTION}.bypass_mode=true {CORRECTION}.rollout_is=token",
             f"{CORRECTION}.bypass_mode = true: the weights of rollout_is=token are only used by loss_type=reinforce",
