@@ -149,5 +149,5 @@ def test_a_missing_class_is_reported_with_those_that_the_file_defines(tmp_path: 
 
 @pytest.mark.parametrize("name", ["processor", "collate_fn"])
 def test_the_trainer_refuses_what_it_would_not_use(cfg: PPOConfig, name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name} is not supported"):
+    with pytest.raises(ConfigError, match=f"takes no {name}; make rows of your own by data.custom_cls"):
         RayPPOTrainer(cfg, None, {}, None, list, **{name: list})  # pyrefly: ignore[bad-argument-type]
