@@ -4,6 +4,7 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 from hypothesis import settings
@@ -31,7 +32,7 @@ def ray_cluster() -> Iterator[object]:
     """One local Ray cluster for all tests that need one; it claims 8 CPUs and 2 GPUs, whatever the machine has."""
     from rlsys.single_controller.ray import connect
 
-    with connect({"num_cpus": 8, "num_gpus": 2}) as cluster:
+    with closing(connect({"num_cpus": 8, "num_gpus": 2})) as cluster:
         yield cluster
 
 

@@ -62,11 +62,12 @@ class CheckpointedLoop(ABC):
         """Restore what `save_parts` wrote and returned."""
 
     def check_folder(self, groups: Mapping[str, EngineGroup]) -> None:
-        """ConfigError for a role whose node does not see the folder of the run."""
+        """ConfigError for a rank whose node does not see the folder of the run."""
         root = self.store.root.absolute()
-        for role, group in groups.items():
-            if (root / LOG).exists() and not group.execute_func_rank_zero(Path.exists, root / LOG):
-                raise ConfigError(f"trainer.default_local_dir={root}: {role} does not see this folder; share it")
+        for role, group in groups.items() if (root / LOG).exists() else ():
+            for rank, call in enumerate(group.execute_all_async("execute_func_rank_zero", Path.exists, root / LOG)):
+                if not call.get():
+                    raise ConfigError(f"trainer.default_local_dir={root}: {role} rank {rank} does not see it; share it")
 
     def save(self) -> Path:
         """Write checkpoint `global_step`; the pointer names it only when it is complete.

@@ -48,11 +48,10 @@ def deadline_for(deadlines: Deadlines, stage: str) -> float:
 
 @dataclass(frozen=True)
 class Failure:
-    """What went wrong in a worker. `at_s` is its wall clock."""
+    """What went wrong in a worker."""
 
     cause: str
     trace: str = ""
-    at_s: float = 0.0
     exception: BaseException | None = None
     died: bool = False
 
@@ -238,8 +237,8 @@ def _failures(done: Sequence[Pending]) -> Iterator[tuple[Pending, Failure]]:
 
 
 def _first_cause(failed: Sequence[tuple[Pending, Failure]]) -> BaseException:
-    """The error to raise: of a death before an exception before the loss of a peer, the earliest of these."""
-    ordered = sorted(failed, key=lambda item: (not item[1].died, item[1].is_secondary, item[1].at_s, item[0].rank))
+    """The error to raise: of a death before an exception before the loss of a peer, the first that was reported."""
+    ordered = sorted(failed, key=lambda item: (not item[1].died, item[1].is_secondary))
     pending, failure = ordered[0]
     backend = pending.backend
     also = [f"rank {other.rank}: {f.cause.partition(chr(10))[0]}" for other, f in ordered[1:5]]

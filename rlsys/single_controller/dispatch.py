@@ -200,9 +200,8 @@ def _dp_compute_proto(pads: bool, group: "WorkerGroup", /, *args: object, **kwar
     return _split_by_rows(group, range(group.world_size), pads, args, kwargs)
 
 
-def dispatch_dp_compute_data_proto(group: "WorkerGroup", /, *args: object, **kwargs: object) -> SplitArguments:
-    """The rows in equal shares, the first ones repeated where they do not divide; other values go to all."""
-    return _dp_compute_proto(True, group, *args, **kwargs)
+dispatch_dp_compute_data_proto = partial(_dp_compute_proto, True)
+"""The rows in equal shares, the first ones repeated where they do not divide; other values go to all."""
 
 
 def _proto_with_func(group: "WorkerGroup", func: object, /, *args: object, **kwargs: object) -> SplitArguments:

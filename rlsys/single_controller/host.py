@@ -5,7 +5,6 @@ import copy
 import inspect
 import os
 import pickle
-import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -99,7 +98,7 @@ def answer(run: Callable[[], object]) -> tuple[Header, object]:
 def failure_of(error: BaseException) -> Failure:
     """An exception in a form that another process can read."""
     cause, trace = f"{type(error).__name__}: {error}", _trace(error)[-4000:]
-    return Failure(cause, trace, at_s=time.time(), exception=error if _is_picklable(error) else None)
+    return Failure(cause, trace, exception=error if _is_picklable(error) else None)
 
 
 def _trace(error: BaseException) -> str:

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -108,7 +109,7 @@ def measure_engine(name: str, device: str, runs: int) -> list[Figure]:
     """The start of an engine in a rollout worker, and of the engine alone."""
     from rlsys.single_controller.ray import connect
 
-    with tempfile.TemporaryDirectory() as folder, connect({"num_cpus": 2}):
+    with tempfile.TemporaryDirectory() as folder, closing(connect({"num_cpus": 2})):
         model = Path(folder) / "model"
         write_tiny_model(model)
         COMMANDS[f"{name} alone"] = ("-c", ALONE[name], str(model), device)
@@ -155,7 +156,7 @@ def measure_workers(counts: Sequence[int], runs: int) -> list[Figure]:
     """The start of bare actors and of groups, on a cluster of this process that has started its first workers."""
     from rlsys.single_controller.ray import connect
 
-    with connect({"num_cpus": max(counts)}):
+    with closing(connect({"num_cpus": max(counts)})):
         group_start_s(max(counts))
         starts: dict[str, Callable[[], float]] = {}
         for count in counts:

@@ -98,7 +98,7 @@ def test_a_run_whose_workers_do_not_see_its_folder_ends_before_it_trains(
     exists, here = Path.exists, iter([True])  # the controller sees the log, the worker, asked next, does not
     monkeypatch.setattr(Path, "exists", lambda path: next(here, False) if path.name == "train.log" else exists(path))
     assert main(toy.overrides(tmp_path / "out", LOCAL)) == 2
-    assert f"trainer.default_local_dir={tmp_path}/out: actor does not see this folder" in capsys.readouterr().err
+    assert f"trainer.default_local_dir={tmp_path}/out: actor rank 0 does not see it" in capsys.readouterr().err
 
 
 def test_processes_that_only_generate_have_profiles_too(

@@ -63,7 +63,7 @@ def test_a_run_whose_workers_do_not_see_its_folder_ends_before_it_trains(
         "data.train_batch_size=4",
     ]
     assert main_sft.main(["trainer.backend=local", f"trainer.default_local_dir={tmp_path}/out", *more]) == 2
-    assert f"trainer.default_local_dir={tmp_path}/out: model does not see this folder" in capsys.readouterr().err
+    assert f"trainer.default_local_dir={tmp_path}/out: model rank 0 does not see it" in capsys.readouterr().err
 
 
 def test_texts_that_are_cut_are_counted(toy: Toy, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -48,7 +48,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Cluster(AbstractContextManager["Cluster"]):
+class Cluster:
     """A connection to Ray. `close` writes the timeline if asked for and ends what `connect` began.
 
     That is the connection, and the cluster itself if it was started here; what was there before stays.
@@ -84,9 +84,6 @@ class Cluster(AbstractContextManager["Cluster"]):
             ray.shutdown()
         if self.guard is not None:
             self.guard.close()
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def connect(
@@ -261,8 +258,8 @@ def cluster_nodes() -> list[NodeCapacity]:
 
 
 def node_size(use_gpu: bool) -> int:
-    """The number of processes that the largest node has room for, by its GPUs or CPUs."""
-    return max(int(node.num_gpus if use_gpu else node.num_cpus) for node in cluster_nodes())
+    """The number of processes that the largest node has room for, by its GPUs or CPUs, or 1 where none has."""
+    return max(1, *(int(node.num_gpus if use_gpu else node.num_cpus) for node in cluster_nodes()))
 
 
 def on_its_node(function: Callable[[ProcessInfo], T], info: ProcessInfo) -> T | None:
