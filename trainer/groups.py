@@ -52,7 +52,6 @@ class EngineGroup(Group, Protocol):
     def move(self, parts: Sequence[str], device: str) -> None: ...
     def save_checkpoint(self, path: str, background: bool = False) -> None: ...
     def is_saved(self) -> list[bool]: ...
-    def execute_func_rank_zero(self, func: Callable[[Path], bool], *args: Path) -> bool: ...
     def finish_save(self) -> None: ...
     def load_checkpoint(self, path: str) -> None: ...
     def export(self, path: str, what: Literal["export", "adapter"] = "export") -> None: ...
@@ -176,6 +175,9 @@ def start_groups(
 ) -> dict[str, Any]:
     """Start one process group per pool, each process playing all roles of its pool, and load the models in their order.
 
+    The pool with the largest part of a node comes first, as `check_capacity` places it: Ray gives each part the node
+    that has most left.
+
     The parts of a role that are `offloaded` leave the device before the next role loads. Returns a group for each role,
     untyped: the caller knows the protocol of each.
     """
@@ -186,7 +188,7 @@ def start_groups(
         by_pool.setdefault(manager.mapping[role], {})[str(role)] = worker
     groups: dict[str, Any] = {}
     try:
-        for pool, roles in by_pool.items():
+        for pool, roles in sorted(by_pool.items(), key=lambda item: -max(manager.resource_pool_spec[item[0]])):
             cls, resources = create_colocated_worker_cls(roles), manager.resource_pool_dict[pool]
             group = group_cls(resources, cls, role="+".join(roles), deadlines=stage_deadlines(deadlines))
             groups |= group.spawn(list(roles))

@@ -117,9 +117,10 @@ class PoolNeed:
 
 
 def check_capacity(needs: Sequence[PoolNeed], nodes: Sequence[NodeCapacity]) -> None:
-    """ConfigError, with what to change, unless every pool's nodes fit on the cluster's together (largest first).
+    """ConfigError, with what to change, unless every pool's nodes fit on the cluster's together.
 
-    It names the first part that no node has room for, and what each node has left.
+    The largest are placed first, each on the node that has most left, as Ray does. The error names the first part that
+    no node has room for, and what each node has left.
     """
     free = [[node.num_gpus, node.num_cpus] for node in nodes]
     parts = [(count, need) for need in needs for count in need.process_on_nodes]
@@ -131,9 +132,9 @@ def check_capacity(needs: Sequence[PoolNeed], nodes: Sequence[NodeCapacity]) -> 
             on_each = ", ".join(f"{room} on {n} node(s)" for room, n in left.items())
             lacks = f"{count} process(es) of pool '{name}' with {cpus:g} CPUs and {gpus:g} GPUs: left are {on_each}"
             raise ConfigError(f"no node has room for {lacks}; {_no_room(needs, nodes)}")
-        tightest = min(fitting)  # with the fewest GPUs left
-        tightest[0] -= gpus
-        tightest[1] -= cpus
+        roomiest = max(fitting)
+        roomiest[0] -= gpus
+        roomiest[1] -= cpus
 
 
 def _no_room(needs: Sequence[PoolNeed], nodes: Sequence[NodeCapacity]) -> str:

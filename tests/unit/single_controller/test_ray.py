@@ -245,6 +245,52 @@ def test_a_node_that_died_is_named() -> None:
     assert "state-dump" not in done.stdout + done.stderr
 
 
+UNEQUAL_NODES = """
+import os, sys
+from ray.cluster_utils import Cluster
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
+cluster.add_node(num_cpus=2)
+cluster.wait_for_nodes()
+from rlsys.config.schema.trainer import DeadlinesConfig
+from rlsys.single_controller.dispatch import register
+from rlsys.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup, ResourcePoolManager, connect
+from rlsys.single_controller.worker import Worker
+from trainer.groups import start_groups
+class Model(Worker):
+    @register()
+    def init_model(self) -> None:
+        pass
+connect({"address": cluster.address})
+manager = ResourcePoolManager({"train": [2], "grade": [4]}, {"actor": "train", "rm": "grade"}, 1, use_gpu=False)
+roles = {role: RayClassWithInitArgs(Model) for role in ("actor", "rm")}
+deadlines = DeadlinesConfig(start_s=float(sys.argv[1]))
+groups = start_groups(roles, manager, group_cls=RayWorkerGroup, deadlines=deadlines)
+print({role: group.world_size for role, group in groups.items()}, flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+def test_the_largest_pool_gets_the_largest_node_whatever_its_place_among_the_roles() -> None:
+    command = [sys.executable, "-c", UNEQUAL_NODES, f"{scaled_s(30.0)}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=scaled_s(120))
+    assert done.stdout.strip() == "{'rm': 4, 'actor': 2}", done.stderr
+
+
+NO_ROOM = """
+import sys
+from ray.cluster_utils import Cluster
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+from trainer.main_ppo import main
+main(["--dry-run", "trainer.rollout_workers=1", f"ray_kwargs.ray_init.address={cluster.address}"])
+"""
+
+
+def test_a_head_without_cpus_has_no_room() -> None:
+    done = subprocess.run([sys.executable, "-c", NO_ROOM], capture_output=True, text=True, timeout=scaled_s(60))
+    assert "no node has room for 1 process(es) of pool 'train'" in done.stderr
+
+
 REFUSED = """
 import socket, sys
 from rlsys.single_controller.ray import cluster

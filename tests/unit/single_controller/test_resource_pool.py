@@ -76,6 +76,10 @@ def test_capacity_counts_whole_nodes() -> None:
     with pytest.raises(ConfigError, match="pool 'b'"):
         check_capacity([PoolNeed("a", (8, 8), 1, 1), PoolNeed("b", (1,), 1, 1)], nodes)
     check_capacity([PoolNeed("fractions", (4,), 0.5, 0)], [NodeCapacity(2, 0)])
+    with pytest.raises(ConfigError, match="no node has room for 3"):  # Ray gives the 4 the node of 6, as here
+        check_capacity(
+            [PoolNeed("a", (3, 3), 1, 1), PoolNeed("b", (4,), 1, 1)], [NodeCapacity(32, 6), NodeCapacity(32, 4)]
+        )
 
 
 @pytest.mark.parametrize(
