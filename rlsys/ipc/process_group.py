@@ -4,11 +4,12 @@ Used by vLLM servers too (rlsys/rollout/vllm/server.py), so it needs nothing but
 """
 
 import ctypes
+import os
 import socket
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -31,7 +32,8 @@ Messages = Sequence[tuple[int, Tensor]]
 class Rendezvous:
     """Where all ranks meet: at rank 0 of the trainer; engines are numbered after the trainer's ranks.
 
-    `token` begins all keys of the group in the store. `host` is where this rank listens, empty for its host's name.
+    `token` begins all keys of the group in the store. `host` is where this rank listens, empty for its address on the
+    route to MASTER_ADDR: another host may not know the name of this one, or know it as one of its own addresses.
     """
 
     address: str
@@ -63,7 +65,8 @@ class ProcessGroup:
     """One rank of the process group of both sides."""
 
     def __init__(self, rendezvous: Rendezvous) -> None:
-        self.rendezvous, self._waiting = rendezvous, False
+        host = rendezvous.host or address_towards(os.environ.get("MASTER_ADDR") or socket.gethostname())
+        self.rendezvous, self._waiting = replace(rendezvous, host=host), False
         self.group: Any = None
         self._works: list[Any] = []
         self.store: dist.TCPStore | None = None
@@ -71,8 +74,8 @@ class ProcessGroup:
 
     def _open(self) -> str:
         """Rank 0 opens the store."""
-        host = self.rendezvous.host or socket.gethostname()
-        listener = socket.create_server((host, 0))
+        host = self.rendezvous.host
+        listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         port, wait = listener.getsockname()[1], timedelta(seconds=self.rendezvous.timeout_s)
         self.store = dist.TCPStore(
             host, port, is_master=True, wait_for_workers=False, timeout=wait, master_listen_fd=listener.detach()
@@ -95,8 +98,8 @@ class ProcessGroup:
                     self.group = dist.ProcessGroupNCCL(store, rendezvous.rank, rendezvous.world_size, options)
             else:
                 gloo: Any = dist.ProcessGroupGloo
-                options, name = gloo._Options(), rendezvous.host or socket.gethostname()
-                options._devices, options._timeout = [gloo.create_device(hostname=name)], wait
+                options = gloo._Options()
+                options._devices, options._timeout = [gloo.create_device(hostname=rendezvous.host)], wait
                 self.group = gloo(store, rendezvous.rank, rendezvous.world_size, options)
             self._waiting = False
 

@@ -1,7 +1,9 @@
-"""Which ranks share a host, and its cores."""
+"""Which ranks share a host, its cores and its network interfaces."""
 
 import os
 import socket
+
+import psutil
 
 
 def host_id() -> str:
@@ -12,3 +14,8 @@ def host_id() -> str:
 def num_cores() -> int:
     """Cores of this host that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def interface_of(address: str) -> str:
+    """The network interface that has this address, empty if none has."""
+    return next((name for name, of in psutil.net_if_addrs().items() if address in {one.address for one in of}), "")

@@ -25,6 +25,7 @@ from rlsys.single_controller.worker import RANK_VARIABLES, free_port, rank_envir
 from rlsys.single_controller.worker_group import ClassWithInitArgs
 from rlsys.telemetry.log import setup_logging
 from rlsys.utils.errors import FailedWorker, WorkerError
+from rlsys.utils.hosts import interface_of
 from rlsys.utils.plugins import search_last_beside_namesakes
 from rlsys.utils.polling import poll_until
 
@@ -193,9 +194,6 @@ class RayBackend(Backend):
         """The variables of every rank; local ranks count along the ranks of one node."""
         nodes = [self._places[rank].node_id if rank in self._places else "" for rank in range(self.world_size)]
         first = self._places[self.present[0]]
-        common = dict(self._worker_env)
-        if first.address.startswith("127."):
-            common.setdefault("GLOO_SOCKET_IFNAME", "lo0" if os.uname().sysname == "Darwin" else "lo")
         return [
             rank_environment(
                 rank=rank,
@@ -204,7 +202,7 @@ class RayBackend(Backend):
                 local_world_size=nodes.count(node),
                 master=(first.address, first.port),
             )
-            | common
+            | self._worker_env
             for rank, node in enumerate(nodes)
         ]
 
@@ -266,6 +264,8 @@ class RayHost(WorkerHost):
         super().__init__()
         gc.disable()  # until the class of the worker and torch with it are imported, a fifth faster
         search_last_beside_namesakes()
+        if name := interface_of(ray.util.get_node_ip_address()):  # gloo would take the address that the host's name has
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         faulthandler.register(diagnosis.STACK_SIGNAL, file=2, all_threads=True)  # writes the Python stacks to stderr
 
     def build(self, cls_with_init: ClassWithInitArgs) -> tuple[Header, None]:

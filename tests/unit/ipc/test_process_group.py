@@ -1,6 +1,7 @@
 """A process group of weights whose peer is killed in the middle of a message: the other rank continues."""
 
 import time
+from concurrent.futures import wait
 from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
@@ -48,6 +49,20 @@ def member(device: str, rank: int, pipe: Connection) -> None:
         time.sleep(3 * HEARTBEAT_S)  # a group that was asked for a dump would end the process
     group.close()
     pipe.send((error_text, computed))
+
+
+@pytest.mark.parametrize("master", ["127.0.0.1", "::1"])
+def test_ranks_meet_where_the_name_of_their_host_is_not_known(monkeypatch: pytest.MonkeyPatch, master: str) -> None:
+    """As among pods of Kubernetes, or hosts whose own name is 127.0.1.1 to them."""
+    monkeypatch.setenv("MASTER_ADDR", master)
+    monkeypatch.setattr("socket.gethostname", lambda: "no-such-host.invalid")
+    first = ProcessGroup(Rendezvous("", "token", 0, 2, scaled_s(TIMEOUT_S), ""))
+    assert first.address.rpartition(":")[0] == master
+    second = ProcessGroup(Rendezvous(first.address, "token", 1, 2, scaled_s(TIMEOUT_S), ""))
+    wait(joins := [in_daemon_thread(partial(one.join, torch.device("cpu")), name="join") for one in (first, second)])
+    assert [join.result() for join in joins] == [None, None]
+    first.close()
+    second.close()
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, ON_GPUS])])
