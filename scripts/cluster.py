@@ -81,7 +81,13 @@ def run_on(command: tuple[str, str], *, token: str, timeout_s: float) -> str:
     host, text = command
     try:
         done = subprocess.run(
-            [*SSH, host, text], input=f"{token}\n", capture_output=True, text=True, timeout=timeout_s, check=False
+            [*SSH, host, text],
+            input=f"{token}\n",
+            capture_output=True,
+            text=True,
+            errors="replace",  # a host may write in another encoding
+            timeout=timeout_s,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return f"{host} did not answer within {timeout_s:g} s"

@@ -15,6 +15,7 @@ from jsonschema import Draft202012Validator
 ROOT = Path(__file__).resolve().parents[2]
 SSH = """#!/bin/bash
 host="${@: -2:1}"
+[ "$host" = latin ] && { printf 'H\\344tte\\n' >&2; exit 255; }
 [ "$host" = broken ] && { echo "no route to host" >&2; exit 255; }
 HOST="$host" bash -c "${@: -1}"
 """
@@ -70,6 +71,10 @@ def test_a_host_that_fails_is_named(calls: Path, tmp_path: Path) -> None:
     assert done.returncode == 1
     assert done.stderr.strip() == "broken failed with exit code 255: no route to host"
     assert len(calls.read_text().splitlines()) == 2
+    for action in ("up", "down"):
+        done = cluster(tmp_path, "node0\nlatin\nbroken", action, "--run")
+        assert "latin failed with exit code 255: H\ufffdtte" in done.stderr
+        assert "broken failed with exit code 255: no route to host" in done.stderr
     assert "once" in cluster(tmp_path, "node0\nnode0", "up").stderr
     assert "names no host" in cluster(tmp_path, "# nothing", "up").stderr
 
