@@ -6,6 +6,7 @@
 #SBATCH --cpus-per-task=64
 #SBATCH --exclusive
 #SBATCH --time=24:00:00
+#SBATCH --signal=B:TERM@120
 # Submit with: sbatch docs/cluster/slurm.sh. The checkout, its .venv and the paths below are on a shared file system.
 set -euo pipefail
 
@@ -36,4 +37,7 @@ EOF
 python -m trainer.main_ppo \
   trainer.nnodes=2 trainer.n_gpus_per_node=8 trainer.rollout_workers=16 trainer.max_staleness=2 \
   actor_rollout_ref.rollout.name=vllm actor_rollout_ref.model.path=/shared/models/Qwen3-8B \
-  data.train_files=/shared/data/train.parquet trainer.default_local_dir=/shared/runs/first
+  data.train_files=/shared/data/train.parquet trainer.default_local_dir=/shared/runs/first &
+job=$!
+trap 'kill -TERM "$job"' TERM # before the time limit, with which Ray ends on all nodes: a checkpoint is written to its end
+wait "$job" || wait "$job"    # the first wait ends with the signal

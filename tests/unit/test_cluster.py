@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 import yaml
 from jsonschema import Draft202012Validator
+
+from tests.timing import scaled_s
 
 ROOT = Path(__file__).resolve().parents[2]
 SSH = """#!/bin/bash
@@ -143,7 +146,39 @@ def test_the_slurm_script_has_known_options() -> None:
         line.split()[1].partition("=")[0] for line in path.read_text().splitlines() if line.startswith("#SBATCH")
     }
     per_node = {"--ntasks-per-node", "--gpus-per-node", "--cpus-per-task", "--exclusive"}
-    assert options == {"--job-name", "--nodes", "--time", *per_node}
+    assert options == {"--job-name", "--nodes", "--time", "--signal", *per_node}
+
+
+SLURM = {
+    "scontrol": "echo node0",
+    "srun": "",
+    "ray": "",
+    "python": """case "$1" in
+  -c) echo token ;;
+  -m) trap 'echo saved; exit "${STATUS:-143}"' TERM; echo started; sleep "${SLEEPS:-60}" & wait; exit "$STATUS" ;;
+esac""",
+}
+
+
+@pytest.mark.parametrize(("has_signal", "status"), [(True, 143), (True, 0), (False, 0), (False, 2)])
+def test_the_slurm_script_hands_its_signal_to_the_job_and_ends_as_that_does(
+    tmp_path: Path, has_signal: bool, status: int
+) -> None:
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "activate").write_text(f'PATH="{tmp_path}:$PATH"')
+    for name, text in SLURM.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {**os.environ, "SLURM_JOB_NODELIST": "node0", "STATUS": str(status)}
+    environment |= {} if has_signal else {"SLEEPS": "0"}
+    command = ["bash", str(ROOT / "docs/cluster/slurm.sh")]
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) as script:
+        assert script.stdout is not None
+        assert script.stdout.readline() == "started\n"
+        if has_signal:
+            script.send_signal(signal.SIGTERM)
+            assert script.stdout.readline() == "saved\n"
+        assert script.wait(scaled_s(20)) == status
 
 
 def only(required: str, **properties: Any) -> dict[str, Any]:
