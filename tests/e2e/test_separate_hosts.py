@@ -82,10 +82,11 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
     both.hidden.mkdir()
     temporary.mkdir()
     try:
-        ip(
-            *(f"netns add {name}" for name in names),
-            f"link add v{temporary.name}0 type veth peer name v{temporary.name}1",
-        )
+        try:
+            ip(*(f"netns add {name}" for name in names))
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"needs network namespaces: {error.stderr!r}")
+        ip(f"link add v{temporary.name}0 type veth peer name v{temporary.name}1")
         for number, name in enumerate(names):
             link = f"v{temporary.name}{number}"
             ip(f"link set {link} netns {name}", f"-n {name} addr add 10.9.0.{number + 1}/24 dev {link}")
