@@ -54,7 +54,7 @@ def _named(name: str, arguments: str) -> ToolCall:
 
 def _loads(text: str) -> ToolCall:
     try:
-        return _read(json.loads(text))
+        return _read(json.loads(text.strip()))
     except (ValueError, RecursionError) as error:
         return ToolCall("", error=f"the tool call is not JSON: {error}")
 
@@ -89,17 +89,18 @@ def _decoded(pattern: re.Pattern[str], text: str, *, always: bool = False) -> Pa
                 yield match.start() if number == 0 else at, at, _read(call)
 
 
-_HERMES = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
-_OBJECTS = re.compile(r'(?:<\|python_tag\|>|```(?:json)?)?\s*()(?=\{\s*")')
+# No part of a pattern is tried twice on the same white space: models that fall apart write a lot of it.
+_HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_OBJECTS = re.compile(r'(?:(?:<\|python_tag\|>|```(?:json)?|(?<!\s))\s*+)?()(?=\{\s*+")')
 _MISTRAL = re.compile(r"\[TOOL_CALLS\]\s*(?:(\w+)(?:\[ARGS\])?)?\s*")
 _DEEPSEEK = re.compile(
     r"(?:<｜tool▁calls▁begin｜>)?<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?([^\n<]+)"
-    r"(?:\n```json\n|<｜tool▁sep｜>)(.*?)(?:\n```)?\s*<｜tool▁call▁end｜>\s*(?:<｜tool▁calls▁end｜>)?",
+    r"(?:\n```json\n|<｜tool▁sep｜>)(.*?)<｜tool▁call▁end｜>\s*(?:<｜tool▁calls▁end｜>)?",
     re.DOTALL,
 )
 _GPT_OSS = re.compile(
-    r"(?:<\|start\|>assistant)?\s*(?:<\|channel\|>\w+)?\s*to=functions\.([\w.-]+)"
-    r"\s*(?:<\|channel\|>\w+)?[^<]*(?:<\|constrain\|>\w+)?<\|message\|>(.*?)(?:<\|call\|>|\Z)",
+    r"(?:<\|start\|>assistant|(?<!\s))\s*+(?:<\|channel\|>\w+\s*+)?to=functions\.([\w.-]++)"
+    r"\s*+(?:<\|channel\|>\w++)?[^<]*+(?:<\|constrain\|>\w+)?<\|message\|>(.*?)(?:<\|call\|>|\Z)",
     re.DOTALL,
 )
 _PYTHON = re.compile(r"```python[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
@@ -108,7 +109,7 @@ PARSERS: dict[str, Callable[[str], Parsed]] = {
     "llama3": partial(_decoded, _OBJECTS),
     "json": partial(_decoded, _OBJECTS),
     "mistral": partial(_decoded, _MISTRAL, always=True),
-    "deepseek": partial(_fenced, _DEEPSEEK, _named),
+    "deepseek": partial(_fenced, _DEEPSEEK, lambda name, code: _named(name, code.rstrip().removesuffix("\n```"))),
     "gpt-oss": partial(_fenced, _GPT_OSS, _named),
     "python": partial(_fenced, _PYTHON, lambda code: ToolCall("python", {"code": code})),
 }

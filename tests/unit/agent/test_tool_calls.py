@@ -1,12 +1,14 @@
 """Tool calls are read from every format that models write; what is malformed carries its error."""
 
 import json
+import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.agent.tool_calls import PARSERS, ToolCall, parse_tool_calls
+from tests.timing import scaled_s
 
 ARGUMENTS = {"a": 1, "text": 'x "}</b'}
 JSON = json.dumps(ARGUMENTS)
@@ -66,6 +68,15 @@ def test_a_python_block_is_a_call_of_python():
 def test_a_malformed_call_has_an_error(format, text, error):
     _, (call,) = parse_tool_calls(text, format)
     assert error in call.error
+
+
+@pytest.mark.parametrize("start", ["", "<tool_call>{", "<｜tool▁call▁begin｜>f\n```json\n", "to=functions.f"])
+@pytest.mark.parametrize("format", PARSERS)
+def test_an_answer_of_white_space_is_read_at_once(format, start):
+    text = start + 100_000 * " " + "x"
+    start_s = time.process_time()
+    parse_tool_calls(text, format)
+    assert time.process_time() - start_s < scaled_s(2)
 
 
 def test_text_without_calls_is_unchanged():
