@@ -105,7 +105,7 @@ class Endpoint:
         given = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
         if episode is None:
             return _error(404, "not_found", "there is no open episode at this URL; it may have ended")
-        is_key = not episode.key or hmac.compare_digest(given.encode(), episode.key.encode())
+        is_key = not episode.key or hmac.compare_digest(given.encode("utf-8", "replace"), episode.key.encode())
         if not is_key or "Origin" in request.headers:
             episode.session.counts["refused_requests"] += 1
             if is_key:
@@ -118,7 +118,7 @@ class Endpoint:
             return _error(400, "disconnected", str(error))
         except EpisodeEnd as ended:
             return _error(400, "episode_end", str(ended))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             episode.session.counts["bad_requests"] += 1
             return _error(400, "invalid_request_error", f"{type(error).__name__}: {error}")
 

@@ -177,6 +177,37 @@ async def test_a_bad_request_is_answered_and_counted(episode, body, message):
 
 
 @pytest.mark.parametrize(
+    ("data", "kind", "message"),
+    [
+        (b'{"messages": [{}], "n": 1e999}', "application/json", "OverflowError"),
+        (b'{"messages": ' + b"[" * 200_000, "application/json", "RecursionError"),
+        (b"{}", "application/json; charset=none", "LookupError"),
+        (b'{"messages": "\xff"}', "application/json", "UnicodeDecodeError"),
+        (b"{}", "text/plain", "KeyError"),
+        (b"", "application/json", "JSONDecodeError"),
+    ],
+)
+async def test_what_is_no_request_is_answered_and_counted(episode, data, kind, message):
+    client, _, session = episode
+    headers = {**client.headers, "Content-Type": kind}
+    async with client.http.post(client.url + "/chat/completions", data=data, headers=headers) as response:
+        answer = json.loads(await response.text())
+    assert (response.status, message in answer["error"]["message"]) == (400, True), answer
+    assert session.counts["bad_requests"] == 1
+
+
+async def test_a_key_that_is_not_text_is_a_wrong_key(episode):
+    client, _, session = episode
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(client.url.split(":")[2].partition("/")[0]))
+    path = "/e/" + client.url.partition("/e/")[2]
+    writer.write(f"GET {path}/models HTTP/1.1\r\nHost: h\r\nx-api-key: ".encode() + b"\xff\r\n\r\n")
+    await writer.drain()
+    assert b" 401 " in await asyncio.wait_for(reader.readline(), scaled_s(10))
+    writer.close()
+    assert session.counts["refused_requests"] == 1
+
+
+@pytest.mark.parametrize(
     ("path", "body", "message"),
     [
         ("/responses", {"input": "a", "previous_response_id": "resp_1"}, "responses are not stored"),
