@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 MAX_ROW_BYTES = 16 << 20
 BOM = b"\xef\xbb\xbf"
+UNREADABLE = (ValueError, OverflowError, LookupError)
+"""What Arrow raises for a value that Python cannot hold: text that is not UTF-8, a far date, an unknown time zone."""
 
 
 @dataclass(frozen=True)
@@ -168,9 +170,8 @@ def _read_csv(path: Path) -> Iterator[Row | BadRow]:
 def _csv_values(names: list[str], cells: list[str]) -> dict[str, object]:
     if len(cells) != len(names):
         raise ValueError(f"it has {len(cells)} cells, the first line has {len(names)}")
-    for cell in cells:
-        if any("\udc80" <= c <= "\udcff" for c in cell):
-            raise ValueError("the text is not UTF-8")
+    if any("\udc80" <= c <= "\udcff" for cell in cells for c in cell):
+        raise ValueError("the text is not UTF-8")
     return {name: _csv_value(cell) for name, cell in zip(names, cells)}
 
 
@@ -189,10 +190,8 @@ def _read_parquet(path: Path) -> Iterator[Row | BadRow]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    try:
+    with raised_as(ValueError, "not a readable parquet file", pa.ArrowException, OSError):
         file = pq.ParquetFile(path)
-    except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"not a readable parquet file: {_first_line(error)}") from error
     first = 0
     for group in range(file.num_row_groups):
         num_rows = file.metadata.row_group(group).num_rows
@@ -211,11 +210,12 @@ def _read_saved_dataset(path: Path) -> Iterator[Row | BadRow]:
     import pyarrow as pa
 
     with raised_as(ValueError, "its state.json is broken"):
-        names = [entry["filename"] for entry in json.loads((path / "state.json").read_text())["_data_files"]]
+        files = json.loads((path / "state.json").read_text())["_data_files"]
+        names = [Path(entry["filename"]).name for entry in files]
     first = 0
     for name in names:
         try:
-            with pa.memory_map(str(path / Path(name).name)) as source:
+            with pa.memory_map(str(path / name)) as source:
                 table = pa.ipc.open_stream(source).read_all()
         except (pa.ArrowException, OSError) as error:
             yield BadRow(str(path / name), "whole file", f"not a readable Arrow file: {_first_line(error)}")
@@ -230,7 +230,7 @@ def _table_rows(path: Path, table: "pa.Table", first: int) -> Iterator[Row | Bad
         part = table.slice(start, 1024)
         try:
             rows: Iterable[Any] = part.to_pylist()
-        except (UnicodeDecodeError, ValueError, OverflowError):
+        except UNREADABLE:
             rows = (_one_row(part, i) for i in range(part.num_rows))
         for number, values in enumerate(rows, first + start):
             if isinstance(values, dict):
@@ -249,7 +249,7 @@ def _one_row(table: "pa.Table", row: int) -> dict[str, object] | str:
         return table.slice(row, 1).to_pylist()[0]
     except UnicodeDecodeError as error:
         return f"the text is not UTF-8: {error.reason} at byte {error.start}"
-    except (ValueError, OverflowError) as error:
+    except UNREADABLE as error:
         return f"a value cannot be read: {error}"
 
 

@@ -96,7 +96,7 @@ def read_prompt_row(values: Mapping[str, Any], config: PromptsConfig, *, source:
     if source is None:
         needs.append(Need((source_key,), "data.reward_fn_key", SOURCES, ONE_FUNCTION))
     check_columns(values, needs)
-    if values.get("audios") is not None and len(values["audios"]) > 0:
+    if _listed(values.get("audios")):
         raise ValueError("column 'audios': rows with audios are not supported, only text, images and videos")
     known = {prompt_key, *truth.columns, *OWN_COLUMNS, "audios"}
     data_source: Any = source
@@ -153,7 +153,7 @@ def _text_of(content: Any, inline: list[tuple[str, object]]) -> Any:
     if isinstance(content, list | tuple) and all(isinstance(part, Mapping) for part in content):
         texts = []
         for part in content:
-            kind = part.get("type")
+            kind = str(part.get("type"))
             marker, keys = ("<video>", VIDEO_PARTS) if kind in VIDEO_PARTS else ("<image>", IMAGE_PARTS)
             if kind in keys:
                 texts.append(marker)
@@ -163,7 +163,7 @@ def _text_of(content: Any, inline: list[tuple[str, object]]) -> Any:
                 texts.append(_text_of(part.get("text") or "", inline))
             else:
                 raise ValueError(f"a content part of type {kind!r} is not supported, only text, images and videos")
-        return "".join(texts)
+        return "".join(texts) if all(isinstance(text, str) for text in texts) else content
     if isinstance(content, str):
         inline += [(marker, None) for marker in MARKERS.findall(content)]
     return content

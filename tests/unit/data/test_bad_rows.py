@@ -66,6 +66,8 @@ BAD_LINES: dict[str, tuple[Any, str]] = {
     "message with null content": (asking(user(None)), "no 'content'"),
     "message with a number": (asking(user(12)), "'content' must be text"),
     "message with parts": (asking(user([{"type": "audio"}])), "'audio' is not supported"),
+    "part of no type": (asking(user([{"type": ["text"], "text": "a"}])), "\"['text']\" is not supported"),
+    "part with a number": (asking(user([{"type": "text", "text": 5}])), "'content' must be text"),
     "image part without an image": (asking(user([{"type": "image"}])), "has 0 images and the prompt 1 times <image>"),
     "content a number in a list": (asking(user([1])), "'content' must be text"),
     "message role a number": (asking({"role": 1, "content": "a"}), "'role' must be text"),
@@ -88,6 +90,7 @@ BAD_LINES: dict[str, tuple[Any, str]] = {
     "images": ({**GOOD, "images": ["a.png"]}, "images"),
     "videos": ({**GOOD, "videos": ["a.mp4"]}, "put <video> where each video stands"),
     "audios": ({**GOOD, "audios": ["a.wav"]}, "rows with audios are not supported"),
+    "audios a number": ({**GOOD, "audios": 5}, "rows with audios are not supported"),
     "half a surrogate pair": (b'{"data_source": "a", "prompt": "\\ud800"}', "not valid Unicode"),
     "not UTF-8": (b'{"prompt": "\xff\xfe"}', "not UTF-8 at byte 12"),
     "Latin-1": ('{"prompt": "é"}'.encode("latin-1"), "not UTF-8"),
@@ -173,6 +176,11 @@ def bad_footer(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-8] + struct.pack("<i", 2**31 - 1) + b"PAR1")
 
 
+def bad_state(path: Path) -> None:
+    path.mkdir()
+    (path / "state.json").write_text('{"_data_files": [{"filename": 5}]}')
+
+
 BAD_FILES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "cut parquet": ("a.parquet", cut_parquet, "whole file: not a readable parquet"),
     "parquet with a bad footer": ("a.parquet", bad_footer, "whole file: not a readable parquet"),
@@ -201,11 +209,19 @@ BAD_FILES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
         lambda p: write_parquet(p, [{**GOOD, "reward_model": {"ground_truth": float("nan")}}]),
         "row 0: column 'reward_model': its ground_truth is nan",
     ),
+    "parquet with an unknown time zone": (
+        "a.parquet",
+        lambda p: pq.write_table(
+            pa.Table.from_pylist([GOOD]).append_column("at", pa.array([1], pa.timestamp("us", tz="Mars/Olympus"))), p
+        ),
+        "row 0: a value cannot be read: 'Mars/Olympus'",
+    ),
     "parquet with a column twice": (
         "a.parquet",
         lambda p: pq.write_table(pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], ["prompt", "prompt"]), p),
         "'prompt' occurs twice",
     ),
+    "saved dataset with a wrong state": ("saved", bad_state, "whole file: its state.json is broken"),
     "empty jsonl": ("a.jsonl", text(b""), "it has no rows"),
     "jsonl of blank lines": ("a.jsonl", text(b"\n \r\n"), "it has no rows"),
     "semicolons": ("a.csv", text(HEAD.replace(",", ";")), "its columns must be separated by commas: 'prompt;"),
