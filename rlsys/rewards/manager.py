@@ -192,9 +192,10 @@ def extra_columns(results: Sequence[RewardResult]) -> dict[str, np.ndarray]:
 
 
 def _column(values: Sequence[Any]) -> np.ndarray:
-    if all(isinstance(v, bool | int | float) for v in values):
-        return np.array([float(v) for v in values])
-    return object_array(values)
+    held = [str(v) if isinstance(v, int) and abs(v) > 2**1023 else v for v in values]  # no float holds those
+    if all(isinstance(v, bool | int | float) for v in held):
+        return np.array([float(v) for v in held])
+    return object_array(held)
 
 
 # --- custom managers ---

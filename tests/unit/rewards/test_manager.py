@@ -174,7 +174,7 @@ def test_graders_with_different_values_share_columns(tmp_path: Path) -> None:
         if solution_str == "1": return {"score": 1, "acc": True, "part": 2, "turns": extra_info["num_turns"]}
         if solution_str == "2": return {"score": 0, "part": 3, "note": [1]}
         if solution_str == "3": raise ValueError("bad")
-        return extra_info["index"]
+        return {"score": extra_info["index"], "acc": 3.0, "answer": 10**400}
     """
     (tmp_path / "r.py").write_text(textwrap.dedent(source))
     data = batch([[1, EOS], [2, EOS], [3, EOS], [4, EOS]], [0] * 4, __num_turns__=[2, 3, 4, 5])
@@ -184,6 +184,7 @@ def test_graders_with_different_values_share_columns(tmp_path: Path) -> None:
     assert graded.extra["part"].tolist() == [2, 3, 0.0, None]
     assert graded.extra["note"].tolist() == [None, [1], None, None]
     assert graded.extra["turns"][0] == 2
+    assert graded.extra["answer"][3] == "1" + "0" * 400
     assert graded.extra["reward_status"].tolist() == ["ok", "ok", "error", "ok"]
     assert graded.metrics["reward/errors"] == 1
 
