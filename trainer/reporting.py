@@ -1,5 +1,6 @@
 """What a run shows: progress, metrics, timeline, memory and generated text."""
 
+import math
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -20,10 +21,11 @@ from rlsys.telemetry.report import RunReport
 from rlsys.telemetry.trace import Event, Timeline, add_arguments, arrows
 from rlsys.telemetry.trackers import BestEffort, TrackedRun, Tracking
 from rlsys.utils.atomic import write_whole
+from rlsys.utils.errors import OptimizerError
 
 log = get_logger(__name__)
-FLAT_STEPS = 3
-"""Steps with equal rewards after which a warning is logged."""
+FLAT_STEPS, STUCK_STEPS = 3, 10
+"""Steps with equal rewards after which a warning is logged, and steps without an update after which a run ends."""
 TIMELINE_GAP_S = 2.0
 
 
@@ -54,7 +56,7 @@ class Reporter:
         self.ledger: list[MemoryRecord] = []
         self._metrics: dict[str, float] = {}
         self._tokens = (0, 0)
-        self._flat_steps = 0
+        self._flat_steps, self._stuck_steps, self._max_stuck = 0, 0, STUCK_STEPS
 
     def count(self, stage: str, counts: Counts) -> None:
         """Show how much of a stage's work is done while it runs; call it before `start`."""
@@ -62,7 +64,7 @@ class Reporter:
 
     def start(self, step: int, total_steps: int) -> None:
         """Open trackers and progress; `step` is the last one already done."""
-        cfg = self._cfg
+        cfg, self._max_stuck = self._cfg, min(STUCK_STEPS, total_steps - step)
         self.root.mkdir(parents=True, exist_ok=True)
         self._timeline = self.best_effort("timeline.json", lambda: Timeline(self.root / "timeline.json"))
         if self._timeline is not None:
@@ -111,7 +113,10 @@ class Reporter:
         self._tokens = (int(batch.tensors["attention_mask"].sum()) - response, response)
 
     def finish_step(self, step: int) -> dict[str, float]:
-        """Write the step's metrics to all trackers; publish a checkpoint of the step only after this."""
+        """Write the step's metrics to all trackers; publish a checkpoint of the step only after this.
+
+        OptimizerError at the last of STUCK_STEPS steps in a row, or of all that this start has, without an update.
+        """
         seconds, memory = self.stage.drain(), self._drain_stages()
         prompt, response = self._tokens
         metrics = {
@@ -125,6 +130,8 @@ class Reporter:
         }
         if skipped := [f"{name}={n:g}" for name, n in self._metrics.items() if name.endswith("/skipped_steps") and n]:
             log.warning("step %d: skipped optimizer steps, no tokens or not finite: %s", step, ", ".join(skipped))
+        stuck = [name for name, n in self._metrics.items() if name.endswith("/grad_norm") and math.isnan(n)]
+        self._stuck_steps = self._stuck_steps + 1 if stuck else 0
         self._metrics = {}
         self._finish_timeline(step, metrics.get("perf/throughput", 0.0))
         self._write_ledger(memory)
@@ -132,6 +139,9 @@ class Reporter:
             self._tracking.log(metrics, step)
             self.best_effort("index.html", self._report.update)
             self._progress.step_done(step, metrics)
+        if stuck and self._stuck_steps >= self._max_stuck:
+            why = "gradients were not finite, or no token counted; look at the loss and the rewards (docs/debug.md)"
+            raise OptimizerError(f"no optimizer step was applied in {self._stuck_steps} steps ({stuck[0]}): {why}")
         return metrics
 
     def generations(self, rows: list[tuple[str, str, float]], step: int) -> None:

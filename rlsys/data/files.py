@@ -152,8 +152,7 @@ def _read_csv(path: Path) -> Iterator[Row | BadRow]:
         with raised_as(ValueError, "its first line is not CSV", csv.Error):
             names = next(reader, [])
         if len(names) == 1 and any(mark in names[0] for mark in ";\t"):
-            yield BadRow(str(path), "whole file", f"its columns must be separated by commas: {names[0]!r}", fix="")
-            return
+            raise ValueError(f"its columns must be separated by commas: {names[0]!r}")
         _check_names(names)
         while True:
             place = f"line {reader.line_num + 1}"
@@ -199,7 +198,7 @@ def _read_parquet(path: Path) -> Iterator[Row | BadRow]:
             table = file.read_row_group(group)
         except (pa.ArrowException, OSError) as error:
             place = f"rows {first} to {first + num_rows - 1}"
-            yield BadRow(str(path), place, f"the row group cannot be read: {_first_line(error)}")
+            yield BadRow(str(path), place, f"the row group cannot be read: {error}")
         else:
             yield from _table_rows(path, table, first)
         first += num_rows
@@ -210,15 +209,14 @@ def _read_saved_dataset(path: Path) -> Iterator[Row | BadRow]:
     import pyarrow as pa
 
     with raised_as(ValueError, "its state.json is broken"):
-        files = json.loads((path / "state.json").read_text())["_data_files"]
-        names = [Path(entry["filename"]).name for entry in files]
+        names = [Path(entry["filename"]).name for entry in json.loads((path / "state.json").read_text())["_data_files"]]
     first = 0
     for name in names:
         try:
             with pa.memory_map(str(path / name)) as source:
                 table = pa.ipc.open_stream(source).read_all()
         except (pa.ArrowException, OSError) as error:
-            yield BadRow(str(path / name), "whole file", f"not a readable Arrow file: {_first_line(error)}")
+            yield BadRow(str(path / name), "whole file", f"not a readable Arrow file: {error}")
             continue
         yield from _table_rows(path, table, first)
         first += table.num_rows
@@ -251,7 +249,3 @@ def _one_row(table: "pa.Table", row: int) -> dict[str, object] | str:
         return f"the text is not UTF-8: {error.reason} at byte {error.start}"
     except UNREADABLE as error:
         return f"a value cannot be read: {error}"
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]

@@ -203,8 +203,7 @@ assert set(ADAPTERS) == set(TRACKERS)
 
 def _numbers(data: Mapping[str, object]) -> dict[str, float]:
     """The metrics that trackers can draw."""
-    numbers = {k: float(v) for k, v in data.items() if isinstance(v, Real) and not isinstance(v, bool)}
-    return {name: number for name, number in numbers.items() if not math.isnan(number)}
+    return {k: float(v) for k, v in data.items() if isinstance(v, Real) and not (isinstance(v, bool) or math.isnan(v))}
 
 
 def _mlflow_name(name: str) -> str:

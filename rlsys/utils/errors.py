@@ -49,6 +49,10 @@ class RewardError(RuntimeError):
     """Too many answers of a batch could not be graded; the message has the first cause."""
 
 
+class OptimizerError(RuntimeError):
+    """No optimizer step of a model was applied for many training steps; the message names it and what to check."""
+
+
 class DeadlineError(TimeoutError):
     """A wait timed out; the message names who did not answer, at which stage, and what to check."""
 

@@ -2,10 +2,11 @@
 
 import io
 import json
+import math
 import resource
 import signal
 from collections.abc import Mapping
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from rlsys.config.schema.trainer import TrainingConfig
 from rlsys.telemetry.jsonl import read_jsonl
 from rlsys.telemetry.log import setup_logging
 from rlsys.telemetry.recorder import StageRecorder
+from rlsys.utils.errors import OptimizerError
 from tests import trace_format
 from tests.ranks import run_ranks
 from trainer.reporting import Reporter
@@ -84,6 +86,21 @@ def test_a_step_without_an_update_is_named(tmp_path: Path, caplog: pytest.LogCap
     reporter.close()
     (warning,) = [record.getMessage() for record in caplog.records if "not finite" in record.getMessage()]
     assert warning == "step 2: skipped optimizer steps, no tokens or not finite: actor/skipped_steps=1"
+
+
+@pytest.mark.parametrize(("first", "total", "last"), [(0, 50, 11), (0, 3, None), (47, 50, 50)])
+def test_steps_without_an_update_in_a_row_end_the_run(tmp_path: Path, first: int, total: int, last: int | None) -> None:
+    """Ten in a row, or all of a start that has fewer; the first step of a run of 3 updates the model."""
+    reporter = Reporter(TrainingConfig(default_local_dir=str(tmp_path)), {}, num_devices=1)
+    reporter.start(first, total)
+    why = rf"in {(last or 0) - max(first, 1)} steps \(actor/grad_norm\): gradients were not finite"
+    for step in range(first + 1, (last or total) + 1):
+        norm = 1.0 if step == 1 else math.nan
+        reporter.add({"actor/grad_norm": norm, "actor/skipped_steps": float(step > 1), "critic/grad_norm": 1.0})
+        with pytest.raises(OptimizerError, match=why) if step == last else nullcontext():
+            reporter.finish_step(step)
+    reporter.close()
+    assert [r["step"] for r in read_jsonl(tmp_path / "metrics.jsonl")] == list(range(first + 1, (last or total) + 1))
 
 
 def test_files_that_refuse_from_the_start_cost_records_and_never_the_run(tmp_path: Path) -> None:
