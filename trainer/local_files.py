@@ -90,7 +90,7 @@ def load_tokenizer(model: ServedModelConfig, padding: int | None = None) -> PreT
     """The model's tokenizer with the configured template; it pads by `padding`, else its own, else the end token."""
     path = model.tokenizer_path or model.path
     assert path is not None
-    with raised_as(ConfigError, f"actor_rollout_ref.model.path={path}: there is no tokenizer", OSError, ValueError):
+    with raised_as(ConfigError, f"the tokenizer in {path} is missing or cannot be read"):
         tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
     if padding is not None:
         if padding >= len(tokenizer):

@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM
 
 from rlsys.config import EvalConfig, load_config
 from rlsys.config.checks.files import model_facts
-from rlsys.config.schema.model import ModelConfig
+from rlsys.config.schema.model import ModelConfig, ServedModelConfig
 from rlsys.model_merger.__main__ import main
 from rlsys.utils.errors import CheckpointError, ConfigError
 from tests.ranks import run_ranks
 from tests.unit.engines.common import MODEL, small_engine
-from trainer.local_files import local_model, with_local_files
+from trainer.local_files import load_tokenizer, local_model, with_local_files
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -86,6 +86,15 @@ def test_rows_at_an_address_are_copied_to_the_cache_and_again_where_they_change(
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"is not a checkpoint: .* give a run's folder, global_step_N"):
         local_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("text", [None, "{", "{}"])
+def test_a_tokenizer_that_cannot_be_read_is_refused(text: str | None, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "tokenizer.json").write_text(text)
+        (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    with pytest.raises(ConfigError, match=f"the tokenizer in {tmp_path} is missing or cannot be read: "):
+        load_tokenizer(ServedModelConfig(path=str(tmp_path)))
 
 
 def test_the_commands_of_the_readme_make_a_model_of_a_run(
