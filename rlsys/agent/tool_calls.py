@@ -60,8 +60,7 @@ def _loads(text: str) -> ToolCall:
 
 
 def _fenced(pattern: re.Pattern[str], read: Callable[..., ToolCall], text: str) -> Parsed:
-    for match in pattern.finditer(text):
-        yield match.start(), match.end(), read(*match.groups())
+    yield from ((match.start(), match.end(), read(*match.groups())) for match in pattern.finditer(text))
 
 
 def _decoded(pattern: re.Pattern[str], text: str, *, always: bool = False) -> Parsed:

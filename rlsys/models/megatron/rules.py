@@ -64,8 +64,7 @@ class Rule:
 
 def whole(parts: NamedShapes, index: ShardIndex) -> Iterator[PlacedBox]:
     """Every rank holds all of it."""
-    for name, shape in parts:
-        yield Box(name, (0,) * len(shape), shape), (0,) * len(shape)
+    yield from ((Box(name, (0,) * len(shape), shape), (0,) * len(shape)) for name, shape in parts)
 
 
 def rows(parts: NamedShapes, index: ShardIndex) -> Iterator[PlacedBox]:
@@ -127,8 +126,7 @@ def regrouped(*splits: tuple[str, ...]) -> ShardFn:
             groups = range(0, num_rows, sum(sizes))
             for number, size in enumerate(sizes):
                 runs = [(name, group + sum(sizes[:number]), size, tuple(rest)) for group in groups]
-                for box, start in _equal_part(runs, index):
-                    yield box, (at + start[0], *start[1:])
+                yield from ((box, (at + start[0], *start[1:])) for box, start in _equal_part(runs, index))
                 at += size * len(groups) // index.of
 
     return shard
