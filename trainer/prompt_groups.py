@@ -198,8 +198,7 @@ class PromptGroups:
             if state.get("prompts_now", now) != now:
                 self._prompts.load_state_dict(state["prompts_now"])
         self._metrics = {name: list(values) for name, values in state["metrics"].items()}
-        for group, rows in _parts(folder / WAITING):
-            self._groups[group] = PromptGroup(group, rows, [], rows)
+        self._groups |= {group: PromptGroup(group, rows, [], rows) for group, rows in _parts(folder / WAITING)}
         for group, rows in _parts(folder / OPEN):
             self._groups[group] = PromptGroup(group, rows, self._saved_answers(group, rows))
         if missing := sorted(set(self.window.open) ^ set(self._groups)):

@@ -89,8 +89,7 @@ class _Encoder:
 
     def encode(self, message: Struct) -> tuple[bytes, list[memoryview]]:
         packed = {"type": message.__struct_config__.tag} if message.__struct_config__.tag else {}
-        for name, value in msgspec.structs.asdict(message).items():
-            packed[name] = self._pack_field(name, value)
+        packed |= {name: self._pack_field(name, value) for name, value in msgspec.structs.asdict(message).items()}
         return msgspec.msgpack.encode(packed), self._buffers
 
     def _pack_field(self, name: str, value: Any) -> Any:

@@ -57,8 +57,7 @@ class Fp8Weights:
             self._all_scales = torch.empty(sum(map(prod, shapes.values())), device=device)
             parts = zip(shapes.items(), self._all_scales.split([*map(prod, shapes.values())]), strict=True)
             self._own = {name: part.view(shape) for (name, shape), part in parts}
-            for name, shape in self._elements_shapes.items():
-                self._own[name] = torch.empty(shape, dtype=FP8, device=device)
+            self._own |= {n: torch.empty(s, dtype=FP8, device=device) for n, s in self._elements_shapes.items()}
         if (addresses := [given[shard.local].data_ptr() for shard in self._matrices]) != self._addresses:
             scales, shapes = {s.box.tensor: shard_view(self._own, s) for s in self._scales}, self.layout.full_shapes
             boxes = []

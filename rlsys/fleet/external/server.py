@@ -72,8 +72,7 @@ class ServerReplica:
             await self.examine()
         for rid in cancel & self._streams.keys():
             self._streams[rid].cancel()
-        for request in new:
-            self._streams[request.rid] = asyncio.create_task(self._answer(request))
+        self._streams |= {request.rid: asyncio.create_task(self._answer(request)) for request in new}
         if self._streams:
             await asyncio.wait(self._streams.values(), timeout=wait_s)
         deltas, self._outbox = self._outbox, []

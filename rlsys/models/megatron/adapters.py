@@ -139,10 +139,8 @@ def _order(of_weight: Sequence[Factors], num_rows: int) -> list[int] | None:
     rows = [row for factors in of_weight for row in factors.rows]
     if rows == list(range(num_rows)):
         return None
-    order = [len(rows)] * num_rows
-    for at, row in enumerate(rows):
-        order[row] = at
-    return order
+    position = {row: at for at, row in enumerate(rows)}
+    return [position.get(row, len(rows)) for row in range(num_rows)]
 
 
 class _AdaptedLayer:
