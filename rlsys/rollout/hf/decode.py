@@ -8,6 +8,7 @@ replaced by the last running row, so that the batch is always dense, and waiting
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from inspect import signature
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -283,7 +284,9 @@ class LeftPadded:
 
 def next_logits(model: Any, keep: int, mask: Tensor, cache: ColumnCache, **given: object) -> Tensor:
     """The logits of the last `keep` columns, all with 0; the images of a vision-language model are in `given`."""
-    given |= {"attention_mask": mask, "past_key_values": cache, "use_cache": True}
+    # transformers 5.24 has both names
+    name = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
+    given |= {"attention_mask": mask, name: cache, "use_cache": True}
     if not has_images(model.config):
         return model(**given, logits_to_keep=keep).logits
     return model.get_output_embeddings()(model.get_decoder()(**given).last_hidden_state[:, -keep:])
