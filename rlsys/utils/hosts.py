@@ -2,13 +2,20 @@
 
 import os
 import socket
+from pathlib import Path
 
 import psutil
 
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
 
 def host_id() -> str:
-    """The name of this host, or NCCL_HOSTID where it is set, as for NCCL: ranks of one host share memory."""
-    return os.environ.get("NCCL_HOSTID") or socket.gethostname()
+    """NCCL_HOSTID where it is set, else the name of this host with its boot id, as for NCCL: ranks of one share memory.
+
+    Machines that were made from one image may have one name.
+    """
+    boot_id = BOOT_ID.read_text()[:8] if BOOT_ID.is_file() else ""
+    return os.environ.get("NCCL_HOSTID") or f"{socket.gethostname()}-{boot_id}"
 
 
 def num_cores() -> int:
