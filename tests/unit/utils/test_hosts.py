@@ -8,7 +8,7 @@ import pytest
 from rlsys.utils import hosts
 
 
-def test_machines_of_one_name_are_told_apart_by_their_boot_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machines_of_one_name_differ_by_their_boot_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NCCL_HOSTID", raising=False)
     names = []
     for machine in ("0c1fae22-a31b", "7d99e411-a31b"):
