@@ -1,6 +1,5 @@
 """Weight transfers into SGLang: the receiver runs inside its scheduler process, beside the parameters."""
 
-import socket
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partialmethod
@@ -9,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from rlsys.ipc.codec import allow_records
-from rlsys.ipc.process_group import Rendezvous
+from rlsys.ipc.process_group import Rendezvous, own_address
 from rlsys.ipc.rpc import Method
 from rlsys.rollout.sglang.arguments import ReplicaRank
 from rlsys.rollout.sglang.engine import SGLangRollout
@@ -41,10 +40,10 @@ def replica_of(rank: int, size: int, *, ranks_per_host: int) -> ReplicaRank:
     """
     if size == 1:
         return ReplicaRank(address=f"127.0.0.1:{free_port()}")
-    host = socket.gethostname() if ranks_per_host % size else "127.0.0.1"
+    host = own_address() if ranks_per_host % size else "127.0.0.1"
     store, key = dist.distributed_c10d._get_default_store(), f"sglang/{rank // size}"
     if rank % size == 0:
-        store.set(key, f"{host}:{free_port(host)}")
+        store.set(key, f"[{host}]:{free_port(host)}" if ":" in host else f"{host}:{free_port(host)}")
     return ReplicaRank(rank % size, size, store.get(key).decode())
 
 

@@ -52,6 +52,11 @@ def address_towards(peer: str) -> str:
         return str(probe.getsockname()[0])
 
 
+def own_address() -> str:
+    """This machine's address on the route to MASTER_ADDR, else the one of its name: others may not know its name."""
+    return address_towards(os.environ.get("MASTER_ADDR") or socket.gethostname())
+
+
 def server_token(name: str, device: str) -> str:
     """The token with which a group meets one that a server made as torch's subgroup `name`, as SGLang does."""
     return f"{name}/{name}//{device}/"
@@ -65,7 +70,7 @@ class ProcessGroup:
     """One rank of the process group of both sides."""
 
     def __init__(self, rendezvous: Rendezvous) -> None:
-        host = rendezvous.host or address_towards(os.environ.get("MASTER_ADDR") or socket.gethostname())
+        host = rendezvous.host or own_address()
         self.rendezvous, self._waiting = replace(rendezvous, host=host), False
         self.group: Any = None
         self._works: list[Any] = []
