@@ -91,6 +91,7 @@ def _module_of_file(path: str, key: str) -> ModuleType:
         if spec is None or spec.loader is None:
             raise ConfigError(f"{key}={path}: not a Python file")
         module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
+        _sources.pop(module_name, None)  # until it is whole: an edit that fails to load may be taken back
         if (folder := str(file.parent)) not in sys.path:
             sys.path.append(folder)  # the modules beside it, after all others
         with raised_as(ConfigError, f"{key}={path} cannot be loaded"), _import_deadline():

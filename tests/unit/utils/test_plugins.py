@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlsys.algorithms import advantage
 from rlsys.algorithms.advantage import call_adv_estimator
 from rlsys.config.checks.files import model_facts
 from rlsys.utils import plugins
@@ -44,8 +45,9 @@ def test_a_model_configuration_that_is_no_file_is_not_waited_for(tmp_path: Path)
     assert model_facts(tmp_path) == {}
 
 
-def test_a_file_that_was_edited_is_imported_again(tmp_path: Path) -> None:
+def test_a_file_that_was_edited_is_imported_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As between two runs of a notebook, whose workers import what the file is now; else it is imported once."""
+    monkeypatch.setattr(advantage._ESTIMATORS, "_functions", dict(advantage._ESTIMATORS._functions))
     file, key = tmp_path / "edited.py", "actor_rollout_ref.model.external_lib"
     register = "from rlsys.algorithms import register_adv_est\n\n\n@register_adv_est('test_edited')\n"
     body = "def edited(*, token_level_rewards):\n    return {} * token_level_rewards, token_level_rewards\n"
@@ -62,3 +64,14 @@ def test_a_file_that_was_edited_is_imported_again(tmp_path: Path) -> None:
     other.write_text(register + body.format(3))
     with pytest.raises(ConfigError, match=r"other\.py cannot be loaded.*already registered as rlsys_plugin_edited"):
         import_libraries([(key, str(other))])
+
+
+def test_an_edit_that_cannot_be_loaded_may_be_taken_back(tmp_path: Path) -> None:
+    file, whole = tmp_path / "grade.py", "def compute_score(): return 3\n"
+    for source in (whole, "raise ValueError('half')\n", whole):
+        file.write_text(source)
+        if source != whole:
+            with pytest.raises(ConfigError, match="cannot be loaded: ValueError: half"):
+                load_from_file(str(file), "compute_score", key=KEY)
+        else:
+            assert load_from_file(str(file), "compute_score", key=KEY)() == 3
