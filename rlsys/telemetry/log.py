@@ -28,7 +28,7 @@ _SECRET_NAME, _TEXT_TOKEN_NAME = re.compile(_PATTERNS["secret_name"]), re.compil
 _ASSIGNED_SECRET = re.compile(_PATTERNS["assigned_secret"])
 _SECRET_FORMATS = [re.compile(pattern) for pattern in _PATTERNS["formats"]]
 _MASK = "[redacted]"
-_CONTROLS = dict.fromkeys((*range(9), *range(11, 27), *range(28, 32), 127), "\ufffd")
+_CONTROLS = dict.fromkeys((*range(9), 11, 12, *range(14, 27), *range(28, 32), 127), "\ufffd")
 """What makes a log a binary file, as in the output of a program: control characters but tabs, line ends and colours."""
 
 

@@ -43,8 +43,8 @@ def test_a_log_stays_a_text_file() -> None:
     """The end of a program's output, whose zero bytes made the log a binary file that grep does not show."""
     console, out = plain_console()
     setup_logging(console=console)
-    get_logger("rlsys.x").warning("exited:\x00\x07 \x1b[31mboom\ttab\nnext")
-    assert out.getvalue().endswith("exited:\ufffd\ufffd \x1b[31mboom\ttab\nnext\n")
+    get_logger("rlsys.x").warning("exited:\x00\x07 \x1b[31mboom\ttab\r\nnext")
+    assert out.getvalue().endswith("exited:\ufffd\ufffd \x1b[31mboom\ttab\r\nnext\n")
 
 
 def test_calling_twice_writes_each_line_once() -> None:
