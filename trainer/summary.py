@@ -36,7 +36,7 @@ def summary_lines(run: RunConfig, *, finished: bool, resumes: bool = True) -> li
             merged = ["--local_dir", str(model), "--target_dir", str(root / f"merged_{checkpoint.name}")]
             command = shlex.join(["python", "-m", "rlsys.model_merger", "merge", *merged])
             if (tensors := model / "tensors.json").is_file() and ".lora_" in tensors.read_text():
-                command = f"for a model that transformers loads, {UNMERGED}"
+                command = f"for a model that transformers loads, {UNMERGED.format('actor_rollout_ref.actor')}"
             lines.append(("next", command) if (whole := merged_model(model)) is None else ("model", str(whole)))
     return [f"  {name:<11} {text}" for name, text in lines]
 

@@ -123,7 +123,7 @@ def _training_weights(directory: Path, hf_config: HFConfig) -> dict[str, PiecedT
     if not (weights := saved_tensors(directory, tensor_files.read_tensor_index(directory), "model.")):
         raise CheckpointError(f"{directory} has no weights of a model: it was saved without them")
     if any(map(is_adapter, weights)):
-        merged = merged_model(directory)
-        how = UNMERGED if merged is None else f"it is {merged}"
+        merged, role = merged_model(directory), "critic" if directory.name == "critic" else "actor_rollout_ref.actor"
+        how = UNMERGED.format(role) if merged is None else f"it is {merged}"
         raise CheckpointError(f"{directory} has adapters, and only training writes the merged model: {how}")
     return weights

@@ -4,8 +4,8 @@ from pathlib import Path
 
 LATEST = "latest_checkpointed_iteration.txt"
 HUGGINGFACE = "huggingface"
-UNMERGED = "train a step more with actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]"
-"""How a run of adapters gets the model directory that only training writes."""
+UNMERGED = "train a step more with {}.checkpoint.save_contents=[model,optimizer,extra,hf_model]"
+"""How a run of adapters gets the model directory that only training writes, for the section of a role."""
 MAX_DIGITS = 18
 """Of a step number."""
 

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from rlsys.config.schema.model import ModelConfig, ShardConfig
 from rlsys.engines.fsdp.engine import FSDPEngine
+from rlsys.model_merger.convert import merge
 from rlsys.models.lora import LoraSettings, adapter_weights, lora_settings, targeted
 from rlsys.utils.errors import CheckpointError, ConfigError
 from tests.ranks import run_ranks
@@ -137,6 +138,19 @@ def test_an_adapter_of_rslora_keeps_its_scale_and_what_has_scales_by_layer_is_re
     ((scaled, again),) = run_ranks(1, continue_scaled, tmp_path)
     torch.testing.assert_close(again, scaled)
     torch.testing.assert_close(scaled, peft_log_probs(tmp_path / "export/lora_adapter"), rtol=1e-5, atol=1e-5)
+
+
+def save_adapters(place: Path) -> None:
+    engine = lora_engine()
+    for role in ("actor", "critic"):
+        engine.save(place / "global_step_1" / role, "resume")
+
+
+def test_adapters_that_cannot_be_merged_later_name_the_key_of_their_role(tmp_path: Path) -> None:
+    run_ranks(1, save_adapters, tmp_path)
+    for role, key in {"actor": "actor_rollout_ref.actor", "critic": "critic"}.items():
+        with pytest.raises(CheckpointError, match=rf"train a step more with {key}\.checkpoint\.save_contents=\[model,"):
+            merge(tmp_path / "global_step_1" / role, tmp_path / "out")
 
 
 def train_scalar() -> set[str]:
