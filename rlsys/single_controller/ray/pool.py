@@ -123,16 +123,18 @@ class RayResourcePool(ResourcePool):
         """Count one group less; a reservation ends with its last group."""
         for slot in self.slots:
             origin = _origin(slot)
-            origin._users[slot] -= 1
-            if origin._users[slot] <= 0:
-                del origin._users[slot]
+            origin._users -= Counter([slot])  # which leaves out those at 0
             if not origin._users:
                 origin._remove()
 
     def _remove(self) -> None:
-        removed = in_daemon_thread(lambda: [*map(remove_placement_group, self._placed.values())], name="remove groups")
-        wait([removed], REMOVE_S)  # a signal to all processes ends Ray's GCS as well, without which no call returns
+        # not once the caller has shut Ray down: the call would start another cluster
+        placed = (group for group in self._placed.values() if ray.is_initialized())
+        removed = in_daemon_thread(lambda: [*map(remove_placement_group, placed)], name="remove groups")
         self._placed = {}
+        # a signal to all processes ends Ray's GCS as well, without which no call returns
+        if wait([removed], REMOVE_S).done and (error := removed.exception()) is not None:
+            log.warning("the reservation of %s was not given back: %r", self.name_prefix, error)
 
 
 def _origin(slot: Slot) -> RayResourcePool:

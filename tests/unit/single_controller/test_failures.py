@@ -7,10 +7,13 @@ from collections.abc import Iterator
 from concurrent.futures import wait
 from functools import partial
 from pathlib import Path
+from threading import Event
+from threading import enumerate as enumerate_threads
 from typing import Any
 
 import pytest
 import ray
+from ray.util.placement_group import remove_placement_group
 
 from rlsys.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from rlsys.utils.daemon_threads import in_daemon_thread
@@ -227,6 +230,47 @@ def test_a_pool_that_others_hold_is_logged_and_an_error_after_the_start_deadline
     finally:
         holder.acquire(True, 1.0)
         holder.release()
+
+
+def test_a_reservation_that_is_given_back_too_slowly_starts_no_other_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's functions start a cluster where there is none, as after a shutdown that did not wait for them."""
+    started, release, removed = Event(), Event(), list[object]()
+
+    def remove(group: object) -> None:
+        started.set()
+        release.wait(scaled_s(30.0))
+        removed.append(group)
+
+    pool = RayResourcePool([1, 1], use_gpu=False, num_cpus=0.5)
+    placed = pool.get_placement_groups()
+    monkeypatch.setattr("rlsys.single_controller.ray.pool.REMOVE_S", 0.1)
+    monkeypatch.setattr("rlsys.single_controller.ray.pool.remove_placement_group", remove)
+    pool.acquire(True, scaled_s(10.0))
+    pool.release()
+    assert started.wait(scaled_s(10.0))
+    with monkeypatch.context() as patched:
+        patched.setattr(ray, "is_initialized", lambda: False)
+        release.set()
+        assert wait_until(lambda: not [t for t in enumerate_threads() if t.name == "remove groups"], scaled_s(10.0))
+    assert removed == placed[:1]
+    for group in placed:
+        remove_placement_group(group)
+
+
+def test_a_reservation_that_cannot_be_given_back_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(group: object) -> None:
+        raise RuntimeError("no such group")
+
+    pool = RayResourcePool([1], use_gpu=False, num_cpus=0.5, name_prefix="mine")
+    pool.acquire(True, scaled_s(10.0))
+    placed = pool.get_placement_groups()
+    monkeypatch.setattr("rlsys.single_controller.ray.pool.remove_placement_group", refuse)
+    pool.release()
+    assert "the reservation of mine was not given back: RuntimeError('no such group')" in caplog.text
+    for group in placed:
+        remove_placement_group(group)
 
 
 def test_groups_share_a_pool_up_to_its_count() -> None:
