@@ -80,8 +80,7 @@ def plan_batches(cfg: PPOConfig) -> BatchPlan:
         mini, dp = role.ppo_mini_batch_size * answers, pools.train_ranks // shared_by(role)
         return RolePlan(samples=rows, mini_batch_samples=mini, dp_size=dp, epochs=role.ppo_epochs, size=role.training)
 
-    critic = plan_of(cfg.critic) if cfg.use_critic else None
-    return BatchPlan(rows, plan_of(cfg.actor_rollout_ref.actor), critic, pools)
+    return BatchPlan(rows, plan_of(cfg.actor_rollout_ref.actor), plan_of(cfg.critic) if cfg.use_critic else None, pools)
 
 
 def check_enough_rows(num_rows: int, batch_size: int) -> None:

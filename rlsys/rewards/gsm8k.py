@@ -31,5 +31,4 @@ def compute_score(
 ) -> dict[str, object]:
     """`score` for the right number, `format_score` for another one, 0 for none."""
     answer = extract_solution(solution_str, method=method)
-    right = answer == str(ground_truth).replace(",", "").strip()
-    return verdict(answer, right, score=score, format_score=format_score)
+    return verdict(answer, answer == str(ground_truth).replace(",", "").strip(), score=score, format_score=format_score)

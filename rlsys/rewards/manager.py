@@ -145,8 +145,7 @@ def check_failures(new: Sequence[RewardResult], before: list[RewardResult], cfg:
     """
     results = [*before, *new]
     if isinstance(cfg, PPOConfig) and cfg.trainer.max_staleness:
-        few = len(results) < cfg.data.train_batch_size * cfg.actor_rollout_ref.rollout.n
-        before[:] = results if few else []
+        before[:] = results if len(results) < cfg.data.train_batch_size * cfg.actor_rollout_ref.rollout.n else []
     if before or not (lost := [result for result in results if result.status != "ok"]):
         return
     late = sum(result.status == "timeout" for result in lost)

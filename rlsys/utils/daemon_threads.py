@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -27,7 +28,10 @@ class LoopThread:
         self._thread.join(wait_s)
 
     def _run(self) -> None:
-        self.loop.run_forever()
+        while True:
+            with suppress(SystemExit):  # of one task: what awaits it gets the exit, and the other tasks run on
+                self.loop.run_forever()
+                break
         self.loop.run_until_complete(asyncio.sleep(0))  # what has just ended reaches those that wait for it
         self.loop.close()
 

@@ -79,8 +79,7 @@ class VLLMRollout(BaseRolloutEngine):
     def _engine_weights(self, path: str | Path, context: EngineContext) -> HostWeights | EngineWeights:
         """Host tensors that vLLM reloads on CPU, and its own parameters on a GPU."""
         on_cpu, dtype = context.device == "cpu", dtype_name(self.config.dtype, context.device)
-        loads = on_cpu and context.load_format == "auto"
-        expected = hf_tensors(path, dtype=dtype, has_values=loads, has_memory=on_cpu)
+        expected = hf_tensors(path, dtype=dtype, has_values=on_cpu and context.load_format == "auto", has_memory=on_cpu)
         if on_cpu:
             return HostWeights(*expected, partial(self._rpc, "rlsys_reload"))
         return EngineWeights(*expected, self._model, partial(self._rpc, "rlsys_derive"))

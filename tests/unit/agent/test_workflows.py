@@ -331,12 +331,16 @@ def test_an_episode_without_a_result_has_no_rows(episode, workflow, end, num_row
     assert (result.end, len(result.rows)) == (end, num_rows)
 
 
-def test_a_workflow_that_exits_ends_its_episode_only(episode):
+@pytest.mark.parametrize("in_task", [False, True])
+def test_a_workflow_that_exits_ends_its_episode_only(episode, in_task):
     """An exit in a coroutine ends asyncio's loop, and with it went every other episode."""
+
+    async def leave():
+        sys.exit(4)
 
     async def exits(row, session):
         await session.draw(row["prompt"])
-        sys.exit(4)
+        await (asyncio.gather(leave()) if in_task else leave())
 
     result = episode(exits, lambda _: "x")
     assert (result.end, result.error[:13]) == ("error", "SystemExit: 4")

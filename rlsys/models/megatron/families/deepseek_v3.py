@@ -88,8 +88,7 @@ def rope_settings(hf_config: HFConfig) -> blocks.Settings:
 
 def refuse(hf_config: HFConfig) -> str:
     """What Megatron's router would do otherwise than transformers'."""
-    reach = hf_config.get("topk_group") or 1
-    if grouped_routing(hf_config) and hf_config["num_experts_per_tok"] // reach != 2:
+    if grouped_routing(hf_config) and hf_config["num_experts_per_tok"] // (hf_config.get("topk_group") or 1) != 2:
         return "num_experts_per_tok is not 2 x topk_group (Megatron rates a group by that many experts, HF by two)"
     return ""
 
