@@ -48,6 +48,7 @@ def training_prompts(
 ) -> CollatedPrompts:
     """Training batches in the order that the data section asks for, or that of a sampler; `restarts` as in a cursor."""
     if isinstance(dataset, RowStream):
+        dataset.restart()  # where the trainer has run before
         return CollatedPrompts(dataset, dataset, data.max_prompt_length, pad_token_id)
     make_cursor = Cursor if sampler is None else partial(SamplerCursor, sampler)
     options = {"batch_size": data.gen_batch_size, "seed": data.seed, "shuffle": data.shuffle}

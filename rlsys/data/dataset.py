@@ -252,6 +252,11 @@ class RowStream(PromptDataset):
         self._open(None)
         self._read()
 
+    def restart(self) -> None:
+        """Begin with the first row again, unless none was taken."""
+        if self._block or self._position:
+            self.load_state_dict({**self.state_dict(), "source": None, "block": 0, "position": 0, "epoch": 0})
+
     def next(self) -> BatchRows:
         """The numbers of the next batch's rows, which `self[number]` gives until the next batch."""
         picked: dict[int, Any] = {}

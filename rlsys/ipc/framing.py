@@ -15,8 +15,7 @@ class WireError(ValueError):
 
 def send(link: socket.socket, parts: Sequence[Buffer]) -> None:
     """Send a frame on a blocking socket."""
-    head = NUM_PARTS.pack(len(parts)) + struct.pack(f"!{len(parts)}Q", *map(len, parts))
-    for piece in (head, *parts):
+    for piece in (NUM_PARTS.pack(len(parts)) + struct.pack(f"!{len(parts)}Q", *map(len, parts)), *parts):
         link.sendall(piece)
 
 

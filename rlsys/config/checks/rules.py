@@ -59,8 +59,7 @@ def _holds(cfg: Section, rule: Condition, parent: str) -> bool:
     registered = [known for path, _, known in rules(type(cfg)) if path == key and isinstance(known, Registered)]
     if rule.excluded:
         return value not in rule.excluded
-    holds = value in rule.values if rule.values else bool(value)
-    return holds or any(value not in known.names for known in registered)
+    return (value in rule.values if rule.values else bool(value)) or any(value not in kind.names for kind in registered)
 
 
 def _reason(cfg: Section, rule: ActiveIf, other: str) -> str:

@@ -244,8 +244,7 @@ class ServerReplica:
             if await self._identify() != str(meta.version):
                 raise ServerFault(self.url, stage, "it gets its weights with the next push")
             return
-        is_tied = model_facts(Path(meta.weights_path)).get("tie_word_embeddings")
-        if self.on_cpu and not adapter_of(meta) and is_tied:
+        if self.on_cpu and not adapter_of(meta) and model_facts(Path(meta.weights_path)).get("tie_word_embeddings"):
             raise ServerFault(self.url, stage, TIED_ON_CPU)
         source = "adapters" if adapter_of(meta) else "files"
         if source not in self.capabilities:

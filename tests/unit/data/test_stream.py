@@ -15,6 +15,7 @@ from rlsys.data.rows import PromptRow
 from rlsys.data.supervised import TokenizedText
 from rlsys.utils.errors import ConfigError
 from rlsys.utils.hub import open_rows
+from trainer.prompts import training_prompts
 
 
 def parse(row: Row) -> PromptRow | None:
@@ -47,6 +48,16 @@ def test_texts_are_streamed_as_prompts_are(files: tuple[str, str]) -> None:
 
 def texts(source: RowStream) -> list[int]:
     return [int(str(source[index].raw_prompt)) for index in source.next().rows]
+
+
+def test_a_trainer_that_runs_again_takes_the_first_rows_again(files: tuple[str, str]) -> None:
+    """As `fit` after an interrupt before the first checkpoint; a start reads its first block once."""
+    source = stream(files, shuffle=False)
+    data = DataConfig(train_files=files, streaming=True)
+    for num_overlong in (1, 2):  # the row of 4 is left out when its block is read
+        prompts = training_prompts(data, source, pad_token_id=0, restarts=False)
+        assert [prompts.next().tensors["prompts"][:, -1].tolist() for _ in range(2)] == [[0, 1, 2], [3, 5, 6]]
+        assert source.num_overlong == num_overlong
 
 
 def test_rows_come_in_order_over_and_over_without_those_that_are_too_long(files: tuple[str, str]) -> None:
