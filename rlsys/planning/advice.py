@@ -36,7 +36,8 @@ def memory_line(cfg: PPOConfig, machine: Machine) -> str:
         cache = "" if device == "cpu" or generating.bytes.get(CACHE) else f" + {engine}'s cache"
         figures.append(f"{generating.total / GIB:.1f}{cache} to generate{' (on a rollout device)' if own else ''}")
     figures.append(f"{peak.total / GIB:.1f} at most in the other stages ({peak.name})")
-    kind = "GPU" if device == "cuda" else "CPU process"
+    kind = "GPU" if size or cfg.trainer.device == "cuda" else "GPU, where the cluster has them"
+    kind = kind if device == "cuda" else "CPU process"
     most = max(stage.total for stage in (*plan.train, *plan.rollout))
     over = f": more than its {size / GIB:.1f}, see docs/oom.md" if 0 < size < most else _disk(cfg, machine)
     return f"{parameters / 1e6:.1f}M parameters; GiB on a {kind}: {', '.join(figures)}{over}"

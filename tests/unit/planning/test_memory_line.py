@@ -195,6 +195,12 @@ def test_a_plan_beyond_the_device_says_so(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.parametrize(("device", "kind"), [("auto", "GPU, where the cluster has them"), ("cuda", "GPU")])
+def test_a_cluster_that_may_have_no_gpus_is_not_taken_to_have_them(tmp_path: Path, device: str, kind: str) -> None:
+    """A job that is submitted from a machine without GPUs, which knows no more than trainer.device."""
+    assert f"GiB on a {kind}: " in line(tmp_path, f"trainer.device={device}")
+
+
 def test_the_tables_of_the_guide_need_no_torch() -> None:
     code = (
         "import runpy, sys\n"
