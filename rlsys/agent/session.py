@@ -12,7 +12,7 @@ from hashlib import blake2b
 from typing import Any
 
 from rlsys.agent.episode_log import EpisodeEnd, EpisodeLog
-from rlsys.agent.message_images import image_part, plain_content
+from rlsys.agent.message_images import image_part, plain_content, with_placeholders
 from rlsys.agent.template import ChatTemplate, Tools, call_id, tool_call, with_arguments
 from rlsys.agent.tool_calls import ToolCall, parse_tool_calls
 from rlsys.agent.tool_pool import EpisodeTools, result_text
@@ -185,7 +185,7 @@ class Session:
         if (cached := self._given.get((id(branch), key))) is not None:
             return cached, key
         template, limit = self.settings.template, self.settings.max_prompt_tokens + self.settings.max_response_tokens
-        if sum(len(m["content"]) for m in rest if isinstance(m["content"], str)) > 64 * limit:
+        if len(json.dumps(with_placeholders(rest), ensure_ascii=False, default=str)) > 64 * limit:
             raise self._ended("length" if last else "context")  # others wait while a text is made tokens, 2 s a MB
         if branch is not None and rest:
             ids, images = template.encode(branch, rest, tools)

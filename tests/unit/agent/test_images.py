@@ -23,6 +23,7 @@ from rlsys.agent.session import Score, Session, plain_message
 from rlsys.agent.template import ChatTemplate
 from rlsys.agent.tool_pool import EpisodeTools
 from rlsys.agent.tools import tool_of
+from rlsys.data.chat import encode_text
 from rlsys.data.images import load_image
 from rlsys.data.vision_processor import VisionProcessor
 from rlsys.protocol import IMAGES, DataProto, object_array
@@ -120,6 +121,29 @@ async def test_images_of_later_turns_join_those_before(template: ChatTemplate) -
     await other.draw()
     assert other.trace.spans[0].ids == session.trace.spans[0].ids
     assert engine.images[-1][0].shas != engine.images[0][0].shas
+
+
+async def test_a_text_beside_an_image_that_no_row_can_hold_is_not_made_tokens(
+    template: ChatTemplate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, encoded = engine_of(template), list[int]()
+
+    def noted(tokenizer: Any, text: str, **options: Any) -> list[int]:
+        encoded.append(len(text))
+        return encode_text(tokenizer, text, **options)
+
+    monkeypatch.setattr("rlsys.agent.template.encode_text", noted)
+    huge = user("x" * 5_000_000, picture("red"))
+    for before, end in (([], "context"), ([user("a")], "length")):
+        session = Session(settings_for(engine, template, limits=(1000, 1000)), seed=1)
+        for message in before:
+            session.add(message)
+            await session.draw()
+        session.add(huge)
+        with pytest.raises(EpisodeEnd, match=end):
+            await session.draw()
+        assert session.end == end
+    assert max(encoded) < 1000
 
 
 async def test_a_conversation_with_another_image_is_another_one(template: ChatTemplate) -> None:
