@@ -53,7 +53,8 @@ class AgentConfig(Section):
     max_rows: t.Count = 8
     """Rows to train on of an episode with branches (rewritten histories, parallel conversations), the longest first."""
     max_failed_share: t.Fraction = 0.5
-    """Share of a batch's episodes that may fail with an error or their timeout before the run stops."""
+    """Share of a batch's episodes that may fail with an error or their timeout before the run stops; asynchronous runs
+    also stop by trainer.max_failed_share of prompts whose episodes all failed."""
 
 
 class MultiTurnConfig(Section):

@@ -151,7 +151,8 @@ class TrainerConfig(TrainingConfig):
     max_failed_in_a_row: t.CountOrZero = 8
     """Prompts in a row whose generation may fail before an asynchronous run stops; failed ones are skipped."""
     max_failed_share: t.Fraction = 0.05
-    """Share of all prompts whose generation may fail, once it is more than max_failed_in_a_row of them."""
+    """Share of all prompts whose generation, or all of whose episodes, may fail, once it is more than
+    max_failed_in_a_row of them."""
     sync_freq: t.Count = 1
     """Push weights to the rollout every N steps."""
     allocation_mode: t.Text | None = None

@@ -112,6 +112,11 @@ def test_what_has_no_effect_is_noted(
             f"{R}.name=hf {R}.agent.episode_timeout_s=9",
             "trainer.reproducible = true: its episodes have no time limit, so agent.episode_timeout_s=9.0 has no",
         ),
+        (
+            f"{EPISODES} trainer.backend=local trainer.device=cpu trainer.max_staleness=1 {R}.name=hf "
+            f"{R}.agent.max_failed_share=1.0",
+            "trainer.max_staleness = 1: prompts whose episodes all failed also end the run, by trainer.max_failed",
+        ),
         (f"{M}.lora_rank=4 {M}.lora_adapter_path=org/adapter", f"{M}.lora_rank = 4: the adapter of lora_adapter_path"),
         (f"+{M}.override_config.attention_dropout=0", "the rollout reads config.json alone; edit a copy"),
         (
