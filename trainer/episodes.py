@@ -89,7 +89,9 @@ class EpisodeRollout(GradedRollout):
         rows = with_request_seeds(self._sampled(rows, sampling, step=step, call=call))
         with self.stage("gen"):
             starts = episode_starts(rows, {}, name=f"{call:03d}")
-            futures = self.runner.submit(starts, sampling, num_spare=self._num_spare(len(starts), sampling))
+            cfg, num = self._run_of(sampling), len(starts)  # all are waited for but in training
+            num_spare = num - int(num * (1 - cfg.actor_rollout_ref.rollout.over_sample_rate)) if cfg else 0
+            futures = self.runner.submit(starts, sampling, num_spare=num_spare)
             try:
                 results = [self._result(future) for future in futures]
             finally:
@@ -103,12 +105,6 @@ class EpisodeRollout(GradedRollout):
         """The configuration of training episodes; None for validation or a baseline, whose sampling differs."""
         cfg, ends = self.cfg, sampling.stop_token_ids
         return cfg if isinstance(cfg, PPOConfig) and sampling == training_sampling(cfg, ends) else None
-
-    def _num_spare(self, num_episodes: int, sampling: SamplingParams) -> int:
-        """How many episodes of a step are not waited for; none but of training."""
-        if (cfg := self._run_of(sampling)) is None:
-            return 0
-        return num_episodes - int(num_episodes * (1 - cfg.actor_rollout_ref.rollout.over_sample_rate))
 
     def _result(self, future: Future[EpisodeResult]) -> EpisodeResult:
         with suppress(CancelledError):

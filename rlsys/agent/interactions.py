@@ -9,9 +9,9 @@ from typing import Any
 
 from rlsys.agent.session import EpisodeEnd, Row, Score, Session
 from rlsys.agent.tool_config import ENTRIES, read_entries
+from rlsys.agent.tool_pool import checked
 from rlsys.agent.tool_process import CREATE, RESPOND
 from rlsys.agent.tools import load_target
-from rlsys.rewards.pool.pool import RewardResult
 from rlsys.utils.errors import ConfigError
 
 
@@ -57,7 +57,7 @@ class InteractionWorkflow:
             raise ConfigError(f"extra_info.interaction_kwargs.name={kwargs.get('name')}: choose from {known}")
         assert session.tools is not None
         user = session.tools.add_object(*self._classes[kwargs["name"]])
-        _checked(await user.call(CREATE, kwargs))
+        checked(await user.call(CREATE, kwargs), "the interaction")
         session.add(*row["prompt"])
         scores, answer = [], None
         with suppress(EpisodeEnd):
@@ -66,16 +66,10 @@ class InteractionWorkflow:
                 if answer.tool_calls:
                     await session.call_tools(answer)
                     continue
-                reply = _checked(await user.call(RESPOND, {"messages": session.messages, **kwargs}))
-                scores.append(reply.score)
+                reply = await user.call(RESPOND, {"messages": session.messages, **kwargs})
+                scores.append(checked(reply, "the interaction").score)
                 if reply.extra["ends"]:
                     break
                 session.add(reply.extra["text"])
         graded = await session.grade(answer, turn_scores=scores)
         return Score(graded.reward, graded.turn_rewards, {**graded.extra, "interaction_score": sum(scores)})
-
-
-def _checked(result: RewardResult) -> RewardResult:
-    if result.status != "ok":
-        raise RuntimeError(f"the interaction failed: {result.message}")
-    return result

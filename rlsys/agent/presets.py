@@ -19,7 +19,7 @@ from torch import Tensor
 from rlsys.agent.message_images import image_urls
 from rlsys.agent.session import Answer, EpisodeEnd, Row, Score, Session, SessionSettings
 from rlsys.agent.template import ChatTemplate
-from rlsys.agent.tool_pool import result_text
+from rlsys.agent.tool_pool import checked, result_text
 from rlsys.agent.tool_process import CREATE
 from rlsys.agent.tools import Tool, load_target, target_of, tool_of, tools_of_class
 from rlsys.agent.trace import TraceRow
@@ -202,9 +202,7 @@ async def run_environment(row: Row, session: Session) -> Outcome:
     """
     environment = session.tools.environment if session.tools else None
     assert environment is not None
-    opened = await environment.call(CREATE, row)
-    if opened.status != "ok":
-        raise RuntimeError(f"reset failed: {opened.message}")
+    opened = checked(await environment.call(CREATE, row), "reset")
     *before, last = row["prompt"]
     content, text = last["content"], opened.extra["text"]
     more = text if isinstance(content, str) else [{"type": "text", "text": text}]

@@ -242,20 +242,16 @@ class EpisodeRunner:
         tools = session.tools = EpisodeTools(
             self.pool, offered, environment=workflow.environment, tools_kwargs=row.get("tools_kwargs"), log=start.log
         )
+        start_s = time.monotonic()
         try:
-            return await self._result(workflow, row, session)
+            result = await self._outcome(workflow, row, session)
+            extra = {**result.extra, "tool_reward": session.tool_reward} if session.tool_reward else result.extra
+            result = replace(result, seconds=time.monotonic() - start_s, num_turns=session.trace.num_turns, extra=extra)
+            return replace(result, counts=session.counts, tool_s=session.tool_s, messages=session.messages)
         finally:
             session.is_over = True
             with suppress(Exception):
                 await tools.close()
-
-    async def _result(self, workflow: Workflow, row: Mapping[str, object], session: Session) -> EpisodeResult:
-        """Run the workflow and measure what it did."""
-        start_s = time.monotonic()
-        result = await self._outcome(workflow, row, session)
-        extra = {**result.extra, "tool_reward": session.tool_reward} if session.tool_reward else result.extra
-        result = replace(result, seconds=time.monotonic() - start_s, num_turns=session.trace.num_turns, extra=extra)
-        return replace(result, counts=session.counts, tool_s=session.tool_s, messages=session.messages)
 
     async def _outcome(self, workflow: Workflow, row: Mapping[str, object], session: Session) -> EpisodeResult:
         """What the workflow returned, or why it did not; raises what is no failure of this episode."""

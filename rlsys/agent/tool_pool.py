@@ -21,26 +21,28 @@ PROCESS = str(Path(__file__).with_name("tool_process.py"))
 class ToolPool:
     """`num_workers` processes for functions, as many for async functions and for objects, each of which hosts many.
 
-    They start when they are first needed. A call takes at most `tool_timeout_s`; longer texts are cut.
+    They start when they are first needed, and import what the episodes may call before a call's time begins, at most
+    `tool_timeout_s`; longer texts are cut.
     """
 
     def __init__(self, agent: AgentConfig, turns: MultiTurnConfig) -> None:
         self.num_workers, self._timeout_s = agent.num_workers, agent.tool_timeout_s
         self._cut = {"max_chars": turns.max_tool_response_length, "side": turns.tool_response_truncate_side}
         self._pools: dict[str, RewardPool] = {}
+        self.functions, self.objects = set[str](), set[str]()
         self.object_numbers = count(1)
 
     async def call(self, item: RewardItem, host: str) -> RewardResult:
         """The pool's result of one call in the processes of a host: `functions`, `async` or one of the objects'."""
         if host not in self._pools:
-            grader = Grader(PROCESS, "call_async" if host == "async" else "call", {"cut": self._cut}, warns=False)
-            workers = 1 if host.startswith("objects") else self.num_workers
+            workers, targets = (1, self.objects) if host.startswith("objects") else (self.num_workers, self.functions)
+            grader = Grader(PROCESS, "call_async" if host == "async" else "call", {"cut": self._cut}, targets)
             self._pools[host] = RewardPool(grader, num_workers=workers, timeout_s=self._timeout_s)
         (result,) = await asyncio.wrap_future(self._pools[host].submit([item]))
-        if result.message != late(self._timeout_s):
-            return replace(result, message=result.message.replace("the grader's process", "the tool's process"))
-        name = ".".join(filter(None, (item.data_source.rpartition(":")[2], item.solution)))
-        return replace(result, message=f"{name}: no result within agent.tool_timeout_s={self._timeout_s:g} s")
+        message, name = result.message, ".".join(filter(None, (item.data_source.rpartition(":")[2], item.solution)))
+        if message == late(self._timeout_s):
+            message = f"{name}: no result within agent.tool_timeout_s={self._timeout_s:g} s"
+        return replace(result, message=message.replace("the grader's process", "the tool's process"))
 
     def close(self) -> None:
         """End all processes."""
@@ -118,6 +120,8 @@ class EpisodeTools:
     ) -> None:
         self._pool, self._tools = pool, {tool.name: tool for tool in tools}
         self._kwargs, self._log = tools_kwargs or {}, log or EpisodeLog()
+        pool.functions |= {tool.target for tool in tools if not tool.method}
+        pool.objects |= {tool.target for tool in tools if tool.method}
         self._objects: dict[str, ToolObject] = {}
         self.environment = self.add_object(environment) if environment else None
         self._lock = asyncio.Lock()
@@ -129,6 +133,7 @@ class EpisodeTools:
     def add_object(self, target: str, config: Mapping[str, object] | None = None, *, name: str = "") -> ToolObject:
         """An object of this class, which `create` makes and which is released with the episode."""
         number, name = next(self._pool.object_numbers), name or target
+        self._pool.objects.add(target)
         self._objects[name] = made = ToolObject(self._pool, number, target, config or {}, self._log, name)
         return made
 
@@ -161,3 +166,10 @@ class EpisodeTools:
 def result_text(result: RewardResult) -> str:
     """What the model reads of a call; errors and timeouts are texts too."""
     return result.extra["text"] if result.status == "ok" else f"Error: {result.message[:400]}"
+
+
+def checked(result: RewardResult, what: str) -> RewardResult:
+    """The result of a call that an episode cannot do without. RuntimeError if there is none."""
+    if result.status != "ok":
+        raise RuntimeError(f"{what} failed: {result.message}")
+    return result

@@ -18,8 +18,8 @@ from rlsys.utils.plugins import named_arguments
 
 CREATE, LOST, RESPOND = "create", "lost", "generate_response"
 _OBJECTS: dict[str, Any] = {}
-_loaded = cache(partial(load_target, key="tools"))
-"""Tools as their files were at their first call, also where a file is edited while the job runs."""
+loaded = cache(partial(load_target, key="tools"))
+"""Tools as their files were when the process started, also where a file is edited while the job runs."""
 
 
 def call(
@@ -28,9 +28,9 @@ def call(
     """Call a function, or a method of an object; {"status": "lost"} where this process does not have the object."""
     key = extra_info.get("object", "")
     if not key:
-        return _answer(_loaded(data_source)(**ground_truth), cut)
+        return _answer(loaded(data_source)(**ground_truth), cut)
     if solution_str == CREATE:
-        made = _OBJECTS[key] = _loaded(data_source)(**extra_info["config"])
+        made = _OBJECTS[key] = loaded(data_source)(**extra_info["config"])
         if not extra_info["config"]:
             return _answer(_method(made, "reset", ground_truth), cut)
         _wait((made.start_interaction if hasattr(made, "start_interaction") else made.create)(key, **ground_truth))
@@ -39,9 +39,8 @@ def call(
         return {"score": 0.0, "status": LOST}
     if solution_str == "close":
         owner = _OBJECTS.pop(key)
-        if hasattr(owner, "finalize_interaction"):
-            return _answer(_wait(owner.finalize_interaction(key)), cut)
-        return _answer(_wait(owner.release(key)) if hasattr(owner, "release") else _method(owner, "close", {}), cut)
+        end = getattr(owner, "finalize_interaction", None) or getattr(owner, "release", None)
+        return _answer(_wait(end(key)) if end else _method(owner, "close", {}), cut)
     if solution_str == RESPOND:
         ends, text, score, _ = _wait(_OBJECTS[key].generate_response(key, **ground_truth))
         return {"score": float(score or 0.0), "text": text, "ends": bool(ends)}
@@ -50,11 +49,9 @@ def call(
     return _answer(_method(_OBJECTS[key], solution_str, ground_truth), cut)
 
 
-async def call_async(
-    data_source: str, solution_str: str, ground_truth: JsonObject, extra_info: JsonObject, cut: JsonObject
-) -> dict[str, object]:
+async def call_async(data_source: str, ground_truth: JsonObject, cut: JsonObject, **_: object) -> dict[str, object]:
     """Call an async function; many of them run at once in one process."""
-    return _answer(await _loaded(data_source)(**ground_truth), cut)
+    return _answer(await loaded(data_source)(**ground_truth), cut)
 
 
 def _method(owner: object, name: str, arguments: Mapping[str, object]) -> object:

@@ -91,7 +91,7 @@ class Child:
         self._send(messages.LoadGrader(replace(grader, path=path, kwargs=plain(grader.kwargs)), timeout_s))
         done, _ = await asyncio.wait({self.loaded}, timeout=START_S)
         if not done:
-            self.cause = f"no answer within {START_S:g} s of its start"
+            self.cause = f"its code was not loaded within {START_S:g} s of its start"
             return False
         if problem := self.loaded.result():
             raise ConfigError(f"cannot be loaded: {problem}")
@@ -181,7 +181,7 @@ class Children:
         self._queue: asyncio.Queue[PendingItem] = asyncio.Queue()
         self._slots: list[asyncio.Task[None]] = []
         self._endings: set[asyncio.Task[str]] = set()
-        self._num_items, self._failed_starts, self._warns = 0, 0, grader.warns
+        self._num_items, self._failed_starts, self._warns = 0, 0, grader.targets is None
 
     async def grade(self, items: Sequence[RewardItem | None]) -> list[RewardResult]:
         """Results of `items` in their order; that of None comes when a child has loaded the grader.

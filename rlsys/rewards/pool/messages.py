@@ -4,7 +4,7 @@ A message is a line of JSON with one of the Structs: graders are given and retur
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
@@ -24,15 +24,18 @@ T = TypeVar("T")
 class Grader:
     """A `compute_score` function by local file and name; without a path, the built-in routing by data source.
 
-    Its first answer without a score is a warning, if it `warns`.
+    With `targets`, which its file's `loaded` gets before the first item, it is that of tool processes; of others the
+    first answer without a score is a warning.
     """
 
     path: str | None = None
     name: str = "compute_score"
     kwargs: Mapping[str, object] = field(default_factory=dict)
-    warns: bool = True
+    targets: Collection[str] | None = None
 
     def __str__(self) -> str:
+        if self.targets is not None:
+            return f"the processes of tools, which import {', '.join(sorted(self.targets))},"
         if self.path is None:
             return "the built-in reward functions"
         return f"custom_reward_function.path={self.path}, name={self.name}"

@@ -76,6 +76,9 @@ def load_grader(grader: messages.Grader) -> ComputeScore:
         compute_score("text/number", "1.0", "1")  # imports what takes long, so that no item is charged for it
         return partial(compute_score, **kwargs)
     grade = load_from_file(grader.path, name, key="custom_reward_function.path")
+    for target in sorted(grader.targets or ()):
+        with suppress(Exception):  # its calls raise it again
+            load_from_file(grader.path, "loaded", key=target)(target)
     kwargs = _of_judge(grade, kwargs)
     if not callable(grade) or inspect.isclass(grade):
         raise TypeError(f"{name} is not a function")

@@ -56,6 +56,64 @@ async def test_a_tool_stays_as_it_was_at_its_first_call(tmp_path):
     assert results == ["1", "1", "1"]
 
 
+SLOW = """
+import time
+{}
+
+
+def one() -> int:
+    \"""One.\"""
+    return 1
+
+
+async def two() -> int:
+    \"""Two.\"""
+    return 2
+
+
+class Three:
+    def reset(self):
+        return "three"
+"""
+
+
+def schema(name: str) -> dict:
+    return {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}
+
+
+async def test_a_file_that_imports_longer_than_a_call_may_take_is_imported_before_it(tmp_path):
+    """Every call timed out, and its process was ended before it had the file, for ever."""
+    file = tmp_path / "slow.py"
+    file.write_text(SLOW.format(f"time.sleep({scaled_s(2.0)})"))
+    tools = [Tool("one", schema("one"), f"{file}:one"), Tool("two", schema("two"), f"{file}:two", is_async=True)]
+    with closing(tool_pool(num_workers=1, timeout_s=scaled_s(1.0))) as pool:
+        of_episode = EpisodeTools(pool, tools, environment=f"{file}:Three")
+        texts = [result_text(await of_episode.call(name, {})) for name in ("one", "two")]
+        assert [*texts, result_text(await of_episode.environment.call("create"))] == ["1", "2", "three"]
+
+
+async def test_a_file_that_cannot_be_imported_in_time_ends_the_run_by_its_name(tmp_path, monkeypatch):
+    file = tmp_path / "slow.py"
+    file.write_text(SLOW.format("time.sleep(99)"))
+    monkeypatch.setattr("rlsys.rewards.pool.children.START_S", scaled_s(0.5))
+    with (
+        closing(tool_pool(num_workers=1, timeout_s=scaled_s(9.0))) as pool,
+        pytest.raises(ConfigError, match=r"import .*slow.py:one, cannot be started .*its code was not loaded within"),
+    ):
+        await EpisodeTools(pool, [Tool("one", schema("one"), f"{file}:one")]).call("one", {})
+
+
+async def test_a_file_that_cannot_be_imported_is_a_text_for_the_model(tmp_path):
+    """As one that is half written when its process is replaced: the other tools still work."""
+    file = tmp_path / "half.py"
+    file.write_text("(")
+    tools = [tool_of(user_tools.add), Tool("one", schema("one"), f"{file}:one")]
+    with closing(tool_pool(num_workers=1, timeout_s=scaled_s(9.0))) as pool:
+        of_episode = EpisodeTools(pool, tools)
+        assert result_text(await of_episode.call("add", {"a": 1, "b": 2})) == "3"
+        assert "half.py" in result_text(await of_episode.call("one", {}))
+
+
 async def test_a_function_is_called_with_its_arguments(pool):
     tools = tools_with(pool, user_tools.add)
     result = await tools.call("add", {"a": 2, "b": 3})
@@ -238,6 +296,7 @@ class ObjectPool:
 
     def __init__(self):
         self.alive, self.object_numbers, self.locks = set(), count(1), defaultdict(asyncio.Lock)
+        self.functions, self.objects = set(), set()
 
     async def call(self, item, host):
         async with self.locks[host]:
