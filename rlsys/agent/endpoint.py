@@ -92,8 +92,7 @@ class Endpoint:
                 self._runner = web.AppRunner(app, access_log=None)
                 await self._runner.setup()
                 await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-            host, port = self._runner.addresses[0]
-        return f"{host}:{port}"
+        return f"127.0.0.1:{self._runner.addresses[0][1]}"
 
     @web.middleware
     async def _checked(self, request: web.Request, handler: Handler) -> web.StreamResponse:

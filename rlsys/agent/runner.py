@@ -176,8 +176,7 @@ class EpisodeRunner:
     ) -> None:
         self.settings, self.workflow, self.pool = settings, workflow, pool
         self._tools, self._agents, self._rounds = tuple(tools), dict(agents or {}), rounds
-        self.deadline_s = deadline_s
-        self._slots = asyncio.Semaphore(max_concurrent)
+        self._slots, self.deadline_s = asyncio.Semaphore(max_concurrent), deadline_s
         self._thread = LoopThread("episodes")
 
     def submit(

@@ -26,8 +26,7 @@ def call(
     data_source: str, solution_str: str, ground_truth: JsonObject, extra_info: JsonObject, cut: JsonObject
 ) -> dict[str, object]:
     """Call a function, or a method of an object; {"status": "lost"} where this process does not have the object."""
-    key = extra_info.get("object", "")
-    if not key:
+    if not (key := extra_info.get("object", "")):
         return _answer(loaded(data_source)(**ground_truth), cut)
     if solution_str == CREATE:
         made = _OBJECTS[key] = loaded(data_source)(**extra_info["config"])

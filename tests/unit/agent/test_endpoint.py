@@ -305,6 +305,20 @@ def test_a_program_that_fails_or_hangs_is_an_episode_that_failed(tmp_path):
     assert [thread.daemon for thread in threading.enumerate() if thread.name.startswith("agent")] == [True]
 
 
+def sleeping(seconds: str) -> bool:
+    return ["sleep", seconds] in [process.info["cmdline"] for process in psutil.process_iter(["cmdline"])]
+
+
+@pytest.mark.parametrize(("then", "end"), [("", "no_draw"), ("; exit 3", "error"), ("; sleep 99", "deadline")])
+def test_what_a_program_starts_in_a_session_of_its_own_ends_with_its_episode(tmp_path, then, end):
+    """A program that starts a server for itself left it behind, one for each episode."""
+    seconds, started = f"98764.{os.getpid()}", tmp_path / "started"
+    (tmp_path / "start.sh").write_text(f"touch {started}\nexec sleep {seconds}\n")
+    start = f"setsid sh {tmp_path}/start.sh & while [ ! -e {started} ]; do sleep 0.1; done"
+    assert run_program(command_workflow(start + then), deadline_s=scaled_s(5.0)).end == end
+    assert wait_until(lambda: not sleeping(seconds))
+
+
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 @pytest.mark.parametrize("then", ["", " || true"])
 def test_an_engine_that_fails_is_not_a_program_that_fails(then):
