@@ -20,7 +20,7 @@ from rlsys.utils.daemon_threads import in_daemon_thread
 from rlsys.utils.errors import ConfigError, raised_as
 from rlsys.utils.plugins import named_arguments
 
-TAIL_BYTES = 2000
+TAIL_BYTES, END_S = 2000, 5.0
 
 
 def _workflow(call: Callable[[Row, OpenEpisode], Awaitable[float | None]]) -> Workflow:
@@ -61,6 +61,7 @@ def command_workflow(command: str) -> Workflow:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 await asyncio.to_thread(kill_marked, episode.key)  # those in sessions of their own
+                await asyncio.wait([asyncio.ensure_future(process.wait())], timeout=END_S)
             if code != 0:
                 output.seek(max(0, output.seek(0, os.SEEK_END) - TAIL_BYTES))
                 raise RuntimeError(f"{command} exited with code {code}: {output.read().decode(errors='replace')}")

@@ -319,6 +319,17 @@ def test_what_a_program_starts_in_a_session_of_its_own_ends_with_its_episode(tmp
     assert wait_until(lambda: not sleeping(seconds))
 
 
+def test_programs_that_are_open_when_the_runner_closes_leave_no_warning(caplog):
+    seconds = f"98763.{os.getpid()}"
+    settings = settings_for(RandomEngine(TEMPLATE.tokenizer, lambda _: "ok"), TEMPLATE, grade=grade)
+    runner = EpisodeRunner(settings, command_workflow(f"sleep {seconds} & wait"), tool_pool())
+    runner.submit([EpisodeStart(ROW, seed) for seed in range(4)], SamplingParams(64))
+    assert wait_until(lambda: sleeping(seconds))
+    runner.close()
+    assert wait_until(lambda: not [thread for thread in threading.enumerate() if "waitpid" in thread.name])
+    assert (caplog.messages, sleeping(seconds)) == ([], False)
+
+
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 @pytest.mark.parametrize("then", ["", " || true"])
 def test_an_engine_that_fails_is_not_a_program_that_fails(then):
