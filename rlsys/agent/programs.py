@@ -62,7 +62,7 @@ def command_workflow(command: str) -> Workflow:
                     os.killpg(process.pid, signal.SIGKILL)
                 await asyncio.to_thread(kill_marked, episode.key)  # those in sessions of their own
                 await asyncio.wait([asyncio.ensure_future(process.wait())], timeout=END_S)
-            if code != 0:
+            if code != 0 and not episode.session.end:  # clients raise where a budget is used up
                 output.seek(max(0, output.seek(0, os.SEEK_END) - TAIL_BYTES))
                 raise RuntimeError(f"{command} exited with code {code}: {output.read().decode(errors='replace')}")
 
