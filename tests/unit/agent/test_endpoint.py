@@ -166,6 +166,10 @@ async def test_a_program_that_hangs_up_leaves_no_traceback(episode, caplog):
         ({"messages": [user("a")], "logit_bias": {"5": 100}}, "drawn from the model as it is"),
         ({"messages": [user("a")], "response_format": {"type": "json_object"}}, "response_format other than text"),
         ({"messages": [user("a")], "max_tokens": 0}, "max_tokens at least 1"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "[" * 99_999}}]}]},
+            "RecursionError",
+        ),
         ({"messages": [user("a")], "presence_penalty": 0, "repetition_penalty": 1.1}, "repetition_penalty=1.1"),
     ],
 )
