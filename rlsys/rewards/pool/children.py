@@ -91,7 +91,7 @@ class Child:
         self._send(messages.LoadGrader(replace(grader, path=path, kwargs=plain(grader.kwargs)), timeout_s))
         done, _ = await asyncio.wait({self.loaded}, timeout=START_S)
         if not done:
-            self.cause = f"its code was not loaded within {START_S:g} s of its start"
+            self.cause = f"no answer within {START_S:g} s of its start, in which it imports its code"
             return False
         if problem := self.loaded.result():
             raise ConfigError(f"cannot be loaded: {problem}")

@@ -98,7 +98,7 @@ async def test_a_file_that_cannot_be_imported_in_time_ends_the_run_by_its_name(t
     monkeypatch.setattr("rlsys.rewards.pool.children.START_S", scaled_s(0.5))
     with (
         closing(tool_pool(num_workers=1, timeout_s=scaled_s(9.0))) as pool,
-        pytest.raises(ConfigError, match=r"import .*slow.py:one, cannot be started .*its code was not loaded within"),
+        pytest.raises(ConfigError, match=r"import .*slow.py:one, cannot be started .*no answer within .* imports its"),
     ):
         await EpisodeTools(pool, [Tool("one", schema("one"), f"{file}:one")]).call("one", {})
 
