@@ -14,7 +14,6 @@ from rlsys.agent.endpoint import Endpoint, OpenEpisode
 from rlsys.agent.presets import Workflow
 from rlsys.agent.session import Row, Score, Session
 from rlsys.agent.tools import load_target
-from rlsys.single_controller.guard import MARK, kill_marked
 from rlsys.telemetry.jsonl import plain_json
 from rlsys.utils.daemon_threads import in_daemon_thread
 from rlsys.utils.errors import ConfigError, raised_as
@@ -46,7 +45,7 @@ def command_workflow(command: str) -> Workflow:
     """
 
     async def call(row: Row, episode: OpenEpisode) -> None:
-        env = {**os.environ, "RLSYS_ROW": json.dumps(plain_json(row)), MARK: episode.key}
+        env = {**os.environ, "RLSYS_ROW": json.dumps(plain_json(row))}
         direct = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")  # as curl and Python's clients read them
         env |= dict.fromkeys(("no_proxy", "NO_PROXY"), f"{direct},127.0.0.1" if direct else "127.0.0.1")
         env |= {"OPENAI_BASE_URL": episode.base_url, "ANTHROPIC_BASE_URL": episode.base_url.removesuffix("/v1")}
@@ -60,7 +59,6 @@ def command_workflow(command: str) -> Workflow:
             finally:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
-                await asyncio.to_thread(kill_marked, episode.key)  # those in sessions of their own
                 await asyncio.wait([asyncio.ensure_future(process.wait())], timeout=END_S)
             if code != 0 and not episode.session.end:  # clients raise where a budget is used up
                 output.seek(max(0, output.seek(0, os.SEEK_END) - TAIL_BYTES))

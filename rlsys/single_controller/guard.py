@@ -37,23 +37,13 @@ class Guard:
         self._process.communicate(b"end\n", timeout=60.0)
 
 
-def kill_marked(mark: str, log_dir: str = "", early: frozenset[psutil.Process] = frozenset()) -> None:
-    """Kill the processes that started with this mark, those that they start meanwhile, and those of a cluster."""
-    left = early
-    for _ in range(3):
-        left |= {p for p in psutil.process_iter() if p.pid != os.getpid() and _belongs(p, mark, log_dir)}
-        for process in left:
-            with contextlib.suppress(psutil.Error):
-                process.kill()
-        time.sleep(0.05 if left else 0.0)
-
-
 def _belongs(process: psutil.Process, mark: str, log_dir: str) -> bool:
     """Whether a process is of the cluster, as far as this user may inspect it."""
     with contextlib.suppress(psutil.Error, OSError):
-        is_marked = process.environ().get(MARK) == mark
-        is_titled = bool(log_dir) and "".join(process.cmdline()).startswith("ray::")
-        return is_marked or (is_titled and any(file.path.startswith(log_dir) for file in process.open_files()))
+        if process.environ().get(MARK) == mark:
+            return True
+        is_titled = "".join(process.cmdline()).startswith("ray::")
+        return is_titled and bool(log_dir) and any(file.path.startswith(log_dir) for file in process.open_files())
     return False
 
 
@@ -62,7 +52,8 @@ def main(driver_pid: int, mark: str) -> None:
 
     The driver writes the log directory on a line (an absolute path), and another line or the end of file to ask for it.
     """
-    line, log_dir, early = "/", "", set[psutil.Process]()
+    log_dir, early = "", set[psutil.Process]()
+    line = "/"
     while line.startswith("/"):
         if not log_dir:
             with contextlib.suppress(psutil.Error):
@@ -73,7 +64,12 @@ def main(driver_pid: int, mark: str) -> None:
             log_dir = line if line.startswith("/") else log_dir
         elif os.getppid() != driver_pid:
             break
-    kill_marked(mark, log_dir, frozenset(early))
+    for _ in range(3):
+        left = {p for p in psutil.process_iter() if p.pid != os.getpid() and _belongs(p, mark, log_dir)}
+        for process in left | early:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        time.sleep(0.05)
 
 
 if __name__ == "__main__":

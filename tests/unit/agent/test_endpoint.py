@@ -328,16 +328,6 @@ def sleeping(seconds: str) -> bool:
     return ["sleep", seconds] in [process.info["cmdline"] for process in psutil.process_iter(["cmdline"])]
 
 
-@pytest.mark.parametrize(("then", "end"), [("", "no_draw"), ("; exit 3", "error"), ("; sleep 99", "deadline")])
-def test_what_a_program_starts_in_a_session_of_its_own_ends_with_its_episode(tmp_path, then, end):
-    """A program that starts a server for itself left it behind, one for each episode."""
-    seconds, started = f"98764.{os.getpid()}", tmp_path / "started"
-    (tmp_path / "start.sh").write_text(f"touch {started}\nexec sleep {seconds}\n")
-    start = f"setsid sh {tmp_path}/start.sh & while [ ! -e {started} ]; do sleep 0.1; done"
-    assert run_program(command_workflow(start + then), deadline_s=scaled_s(5.0)).end == end
-    assert wait_until(lambda: not sleeping(seconds))
-
-
 def test_programs_that_are_open_when_the_runner_closes_leave_no_warning(caplog):
     seconds = f"98763.{os.getpid()}"
     settings = settings_for(RandomEngine(TEMPLATE.tokenizer, lambda _: "ok"), TEMPLATE, grade=grade)
