@@ -52,9 +52,10 @@ def saved_config(path: str | Path, *, trust_remote_code: bool = False) -> Any:
 
 
 def saved_generation(path: str | Path) -> GenerationConfig | None:
-    """The generation_config.json of a model directory, if it has one."""
-    has_own = (Path(path) / "generation_config.json").is_file()
-    return GenerationConfig.from_pretrained(path, local_files_only=True) if has_own else None
+    """The generation_config.json of a model directory, if it has one; ConfigError for one that cannot be read."""
+    file = Path(path) / "generation_config.json"
+    with raised_as(ConfigError, f"{file} cannot be read", OSError, ValueError):
+        return GenerationConfig.from_pretrained(path, local_files_only=True) if file.is_file() else None
 
 
 def end_ids(*configs: object) -> tuple[int, ...]:

@@ -14,7 +14,16 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from rlsys.config.schema.model import ModelConfig
 from rlsys.models.flops import ModelFlops, measured_flops
-from rlsys.models.hf import build, check_names, open_model_dir, open_weights, read_config, read_whole, saved_config
+from rlsys.models.hf import (
+    build,
+    check_names,
+    open_model_dir,
+    open_weights,
+    read_config,
+    read_whole,
+    saved_config,
+    saved_generation,
+)
 from rlsys.rollout.hf.engine import load_causal_lm
 from rlsys.utils.errors import CheckpointError, ConfigError
 from tests.contracts.train_engine import MODELS
@@ -242,6 +251,13 @@ def test_a_bad_model_directory_is_reported_by_name(directory: Path, damage: Any,
     with pytest.raises(CheckpointError, match=message) as raised:
         open_whole(directory)
     assert len(str(raised.value).splitlines()) == 1
+
+
+def test_a_generation_config_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    assert saved_generation(tmp_path) is None
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": ')
+    with pytest.raises(ConfigError, match="generation_config.json cannot be read"):
+        saved_generation(tmp_path)
 
 
 def test_weights_of_another_model_are_reported_by_tensor(tmp_path: Path) -> None:
