@@ -256,7 +256,7 @@ def test_a_bad_model_directory_is_reported_by_name(directory: Path, damage: Any,
 def test_a_generation_config_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     assert saved_generation(tmp_path) is None
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": ')
-    with pytest.raises(ConfigError, match="generation_config.json cannot be read"):
+    with pytest.raises(ConfigError, match=r"generation_config\.json cannot be read"):
         saved_generation(tmp_path)
 
 
