@@ -31,5 +31,6 @@ OTHER_GPUS = "to plan for GPUs that are not here add --dry-run --gpu=H100"
 def data_sheet_flops(device_name: str) -> float | None:
     """Dense half-precision FLOP/s of the GPU whose words are all in a device's marketing name, of several the one of
     most words; None for others."""
-    known = [name for name in _SHEETS if set(name.split()) <= set(device_name.upper().replace("-", " ").split())]
+    words = set(device_name.upper().replace("-", " ").split())
+    known = [name for name in _SHEETS if set(name.split()) <= words]
     return _SHEETS[max(known, key=len)]["flops"] if known else None
