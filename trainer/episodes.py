@@ -149,11 +149,9 @@ class OpenEpisodes(OpenAnswers):
         by_name = None
         if limits is not None:
             by_name = {start.name: limits.get(group, 0) for group, starts in self._starts.items() for start in starts}
-        new = [(group, row, start) for group in groups for row, start in enumerate(self._starts[group])]
-        futures = self._rollout.runner.submit([start for _, _, start in new], self._rollout.sampling, by_name)
-        self.running |= {group: {} for group in groups}
-        for (group, row, _), future in zip(new, futures, strict=True):
-            self.running[group][row] = future
+        new = [start for group in groups for start in self._starts[group]]
+        futures = iter(self._rollout.runner.submit(new, self._rollout.sampling, by_name))
+        self.running |= {group: {row: next(futures) for row in range(len(group.rows))} for group in groups}
 
     def advance(self, limits: Mapping[PromptGroup, float]) -> list[PromptGroup]:
         self.submit([group for group in limits if group.graded is None and group not in self.running], limits)

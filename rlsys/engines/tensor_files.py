@@ -110,10 +110,8 @@ class PiecedTensor:
     ) -> None:
         self.name, self.shape, self._open = name, shape, open_file
         self._pieces: dict[object, StoredBox] = {}
-        self.copies: list[tuple[StoredBox, StoredBox]] = []
-        for piece in pieces:
-            if (held := self._pieces.setdefault((piece.start, piece.shape), piece)) is not piece:
-                self.copies.append((held, piece))
+        placed = [(self._pieces.setdefault((piece.start, piece.shape), piece), piece) for piece in pieces]
+        self.copies = [(held, piece) for held, piece in placed if held is not piece]
 
     @cached_property
     def dtype(self) -> str:

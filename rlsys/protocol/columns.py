@@ -90,10 +90,7 @@ def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> Ten
     held, added = tensors_of(tensor_dict1), tensors_of(tensor_dict2)
     for key in held.keys() & added.keys():
         assert tensors_equal(held[key], added[key]), f"tensors '{key}' differ in a union"
-    for key, tensor in added.items():
-        if key not in held:
-            tensor_dict1[key] = tensor
-    return tensor_dict1
+    return tensor_dict1.update({key: tensor for key, tensor in added.items() if key not in held})
 
 
 def union_numpy_dict(tensor_dict1: dict[str, np.ndarray], tensor_dict2: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

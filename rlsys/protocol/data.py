@@ -265,8 +265,7 @@ class DataProto:
             raise ValueError(f"new_keys and old_keys must have the same length, but got {len(new)} and {len(old)}")
         if self.batch is None or (missing := [key for key in old if key not in self.batch.keys()]):  # noqa: SIM118
             raise KeyError(f"no tensors named {old if self.batch is None else missing}")
-        for key, tensor in zip(new, [self.batch.pop(key) for key in old], strict=True):
-            self.batch[key] = tensor
+        self.batch.update(dict(zip(new, [self.batch.pop(key) for key in old], strict=True)))
         return self
 
     def union(self, other: "DataProto") -> "DataProto":

@@ -101,9 +101,7 @@ def _majority(draws: NDArray[np.int64], codes: NDArray[np.int64]) -> NDArray[np.
 
 
 def _named(by_metric: Mapping[tuple[str, str, str], list[float]], core: Mapping[str, str]) -> dict[str, float]:
-    largest: dict[tuple[str, str], int] = defaultdict(int)
-    for source, variable, metric in by_metric:
-        largest[source, variable] = max(largest[source, variable], _size(metric))
+    largest = {key[:2]: _size(key[2]) for key in sorted(by_metric, key=lambda key: _size(key[2]))}  # the last one stays
     named = {}
     for (source, variable, metric), values in by_metric.items():
         headline = variable == core[source] and metric.startswith(("mean", "best", "maj", "pass"))

@@ -134,8 +134,7 @@ class ShardedMuon(torch.optim.Optimizer):
     def __init__(self, matrices: Mapping[nn.Parameter, DTensor], optim: OptimConfig) -> None:
         super().__init__(list(matrices), {"lr": optim.lr})
         self._matrices, self._decay, self._options = dict(matrices), optim.weight_decay, optim.override_optimizer_config
-        for rows in matrices:
-            self.state[rows] = {"momentum_buffer": torch.zeros_like(rows)}
+        self.state.update((rows, {"momentum_buffer": torch.zeros_like(rows)}) for rows in matrices)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:

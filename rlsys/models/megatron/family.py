@@ -158,8 +158,7 @@ class Family:
             hf = f"{own}layers.{number}." if own else f"{self.prefix}layers.{dims['layers'] + number}."
             for rule in self._layer_rules(sparse, dims):
                 shards += _rule_shards(rule, "", hf, index, te=False)
-            for rule in self.mtp:
-                shards += _rule_shards(rule, "", own or hf, index, te=False)
+            shards += [s for rule in self.mtp for s in _rule_shards(rule, "", own or hf, index, te=False)]
             shards += self._experts("", hf, RankPlace(), index, te=False) if sparse else ()
         return whole_shapes(shards)
 

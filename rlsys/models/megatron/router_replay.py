@@ -95,9 +95,7 @@ class RouterReplay:
     def different(self, device: torch.device) -> tuple[float, float]:
         """How many of the given experts the routers would not have chosen, and all that were given; over the ranks
         that share the rows."""
-        counts = torch.zeros(2, device=device)
-        for router in self.layers:
-            counts += router.router_replay.counts.to(device)
+        counts = sum((router.router_replay.counts.to(device) for router in self.layers), torch.zeros(2, device=device))
         for group in _sharing():
             dist.all_reduce(counts, group=group)
         return float(counts[0]), float(counts[1])
