@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import inf
+from math import fsum, inf
 from typing import SupportsFloat
 
 from rlsys.agent.episode_log import EpisodeEnd, EpisodeLog
@@ -244,7 +244,8 @@ class EpisodeRunner:
         start_s = time.monotonic()
         try:
             result = await self._outcome(workflow, row, session)
-            extra = {**result.extra, "tool_reward": session.tool_reward} if session.tool_reward else result.extra
+            total = fsum(session.tool_rewards)  # the same bits in any order, which that of parallel calls is
+            extra = {**result.extra, "tool_reward": total} if total else result.extra
             result = replace(result, seconds=time.monotonic() - start_s, num_turns=session.trace.num_turns, extra=extra)
             return replace(result, counts=session.counts, tool_s=session.tool_s, messages=session.messages)
         finally:

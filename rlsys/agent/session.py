@@ -83,7 +83,7 @@ class Session:
         self.messages: list[Message] = []
         self.tools: EpisodeTools | None = None
         self.counts: Counter[str] = Counter()
-        self.tool_s = self.tool_reward = 0.0
+        self.tool_s, self.tool_rewards = 0.0, list[float]()
         self.end, self.lost_score, self.is_over = "", "", False
         self._drawn: dict[str, Span] = {}
         self._given: dict[tuple[int, str], Span] = {}
@@ -124,7 +124,7 @@ class Session:
             result = await self.tools.call(call.name, call.arguments)
         self.counts.update({"tool_calls": 1, f"tool_{result.status}": 1})
         self.tool_s += result.seconds
-        self.tool_reward += result.score
+        self.tool_rewards.append(result.score)
         return result
 
     async def call_tools(self, answer: Answer) -> None:

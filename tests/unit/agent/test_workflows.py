@@ -28,6 +28,7 @@ from rlsys.config import PPOConfig
 from rlsys.config.schema.rollout import AgentConfig, MultiTurnConfig
 from rlsys.data.chat import encode_text
 from rlsys.protocol import DataProto, object_array
+from rlsys.rewards.pool.pool import RewardResult
 from rlsys.types import Finish, GenerationHyperparameters, ModelRequest, ModelResponse, SamplingParams
 from rlsys.utils.errors import ConfigError, RewardError, RolloutError
 from tests.timing import scaled_s
@@ -675,6 +676,24 @@ def test_parallel_conversations_are_the_same_in_whatever_order_they_ask(pool):
         runner.close()
     assert len(seen[0][0]) == 3
     assert seen[0] == seen[1]
+
+
+def test_rewards_of_parallel_tool_calls_have_the_same_bits_in_whatever_order_they_end(episode):
+    rewards, totals = {"one": 0.1, "two": 0.2, "three": 0.3}, []
+    for order in (list(rewards), list(rewards)[::-1]):
+
+        async def result(name, arguments, order=order):
+            for _ in range(order.index(name)):
+                await asyncio.sleep(0)
+            return RewardResult(rewards[name], {"text": ""}, "ok", 0.0)
+
+        async def calls_at_once(row, session, result=result):
+            session.tools = SimpleNamespace(call=result)
+            await asyncio.gather(*map(session.call, rewards))
+            return 1.0
+
+        totals.append(episode(calls_at_once, lambda _: "ok").extra["tool_reward"])
+    assert totals == [0.6, 0.6]
 
 
 def test_parallel_conversations_reach_the_limit_of_an_epoch_each_on_its_own(pool):
