@@ -92,7 +92,7 @@ class PromptDataset:
 
     def __init__(self, rows: Sequence[PromptRow], *, bad_rows: Sequence[BadRow] = (), num_overlong: int = 0) -> None:
         self._rows, self.bad_rows, self.num_overlong = rows, tuple(bad_rows), num_overlong
-        self.num_truncated = sum(row.is_truncated for row in rows)
+        self.num_bad, self.num_truncated = len(bad_rows), sum(row.is_truncated for row in rows)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -118,7 +118,7 @@ class PromptDataset:
 
     def metrics(self) -> dict[str, float]:
         """Counts of rows used, skipped as bad, and filtered or cut as too long."""
-        counts = {"rows": len(self), "bad_rows": len(self.bad_rows)}
+        counts = {"rows": len(self), "bad_rows": self.num_bad}
         counts |= {"overlong_prompts": self.num_overlong, "truncated_prompts": self.num_truncated}
         return {f"data/{name}": float(count) for name, count in counts.items()}
 
@@ -255,7 +255,7 @@ class RowStream(PromptDataset):
     def restart(self) -> None:
         """Begin with the first row again, unless none was taken."""
         if self._block or self._position:
-            self.load_state_dict({**self.state_dict(), "source": None, "block": 0, "position": 0, "epoch": 0})
+            self.load_state_dict({**self._order(), "source": None, "block": 0, "position": 0, "epoch": 0})
 
     def next(self) -> BatchRows:
         """The numbers of the next batch's rows, which `self[number]` gives until the next batch."""
@@ -296,19 +296,20 @@ class RowStream(PromptDataset):
         kept = {first + at: row for at, row in enumerate(parsed) if row is not None}
         self._numbers = list(kept)
         self._rows = [replace(row, index=at) if isinstance(row, PromptRow) else row for at, row in kept.items()]
-        self.bad_rows += tuple(bad)
+        self.num_bad += len(bad)
         self.num_overlong += len(parsed) - len(self._rows)
         self.num_truncated += sum(isinstance(row, PromptRow) and row.is_truncated for row in self._rows)
 
     def _next_rows(self) -> list[Any]:
-        """The next rows of the sources, a block at most, noting where they begin."""
+        """The next rows of the sources, a block at most, noting where they begin and what was left out before."""
         self._start = self._source.state_dict()
+        self._before = [self.num_bad, self.num_overlong, self.num_truncated]
         return list(islice(self._iterator, self._data.shuffle_buffer_size))
 
     def state_dict(self) -> dict[str, object]:
         """Plain values, with what the order depends on."""
         place = {"source": self._start, "block": self._block, "position": self._position, "epoch": self._epoch}
-        return {**place, **self._order()}
+        return {**place, "counts": self._before, **self._order()}
 
     def _order(self) -> dict[str, object]:
         return {**self._data.model_dump(include={"seed", "shuffle", "shuffle_buffer_size"}), "train_files": self._names}
@@ -321,5 +322,6 @@ class RowStream(PromptDataset):
                 raise ConfigError(f"data.{name} is {value}, but the checkpoint's differs: {back}")
         self._open(state["source"])
         self._block, self._epoch = state["block"] - 1, state["epoch"]
+        self.num_bad, self.num_overlong, self.num_truncated = state.get("counts", (0, 0, 0))
         self._read()
         self._position = state["position"]
