@@ -161,10 +161,10 @@ class PromptGroups:
             if graded is None:
                 rows.tensors[SEEDS] = group.rows.tensors[SEEDS]
             columns = {**rows.non_tensor_batch, NUMBER: np.full(len(rows), group.number)}
-            files[OPEN if graded is None else WAITING].append(DataProto(rows.batch, columns, rows.meta_info))
+            files[OPEN if graded is None else WAITING].append(DataProto(rows.batch, columns, dict(rows.meta_info)))
         for name, parts in files.items():
             if parts:
-                joined(parts).save_to_disk(str(folder / name))
+                _write_parts(folder / name, parts)
         prompts = {"prompts": self._prompts_before, "prompts_now": self._prompts.state_dict()}
         prompts |= {"used": self._num_used, "batches": self._num_batches}
         metrics = {name: list(values) for name, values in self._metrics.items() if not is_time(name)}
@@ -199,8 +199,7 @@ class PromptGroups:
                 self._prompts.load_state_dict(state["prompts_now"])
         self._metrics = {name: list(values) for name, values in state["metrics"].items()}
         self._groups |= {group: PromptGroup(group, rows, [], rows) for group, rows in _parts(folder / WAITING)}
-        for group, rows in _parts(folder / OPEN):
-            self._groups[group] = PromptGroup(group, rows, self._saved_answers(group, rows))
+        self._groups |= {n: PromptGroup(n, rows, self._saved_answers(n, rows)) for n, rows in _parts(folder / OPEN)}
         if missing := sorted(set(self.window.open) ^ set(self._groups)):
             raise CheckpointError(f"{folder}: the open prompts {missing[:5]} are not those of {OPEN} and {WAITING}")
         own = _sampled(self._rows, self._rollout.num_answers) if self._rows is not None else {}
@@ -349,6 +348,14 @@ def _continued(answer: PartialResponse, response: ModelResponse, limit: float = 
     return after
 
 
+def _write_parts(path: Path, parts: Sequence[DataProto]) -> None:
+    """Write groups to a file, each with the columns of its own graders: a column of others would not be its own."""
+    own = [{key: one.non_tensor_batch.pop(key) for key in one.meta_info.pop("reward_extra_keys", ())} for one in parts]
+    whole = joined(parts)
+    whole.meta_info["extra_columns"] = own
+    whole.save_to_disk(str(path))
+
+
 def _parts(path: Path) -> list[tuple[int, DataProto]]:
     """The groups in a file of a checkpoint, which is missing if there were none."""
     if not path.exists():
@@ -357,7 +364,12 @@ def _parts(path: Path) -> list[tuple[int, DataProto]]:
         rows = DataProto.load_from_disk(path)
     numbers = rows.non_tensor_batch.pop(NUMBER)
     starts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(rows)]
-    return [(int(numbers[at]), rows[at:end]) for at, end in pairwise(starts)]
+    extra = rows.meta_info.pop("extra_columns", ())
+    parts = [rows[at:end] for at, end in pairwise(starts)]
+    for part, columns in zip(parts, extra):  # files of earlier versions have none
+        part.non_tensor_batch |= columns
+        part.meta_info = part.meta_info | {"reward_extra_keys": sorted(columns)}
+    return [(int(numbers[at]), part) for at, part in zip(starts, parts)]
 
 
 def _sampled(rows: DataProto, num_answers: int) -> dict[str, object]:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -290,6 +290,34 @@ def test_a_checkpoint_takes_answers_with_and_without_routes_of_experts(tmp_path:
     assert routes[0] is not None
     assert routes[0][:2].tolist() == [[[1, 1]], [[1, 1]]]
     assert routes[1:] == [None] * (len(routes) - 1)
+
+
+class SometimesManager(LengthManager):
+    """Gives a column of numbers for answers to the first prompt only."""
+
+    def grade(self, data: DataProto) -> Graded:
+        is_first = data.non_tensor_batch["uid"].tolist() == ["p0"]
+        return replace(super().grade(data), extra={"rare": np.array([1.5])} if is_first else {})
+
+
+def test_a_checkpoint_keeps_of_each_prompt_the_columns_of_its_own_graders(tmp_path: Path) -> None:
+    """Those that others were given beside it would be in the rollouts of the resumed run only."""
+    window = StalenessWindow(groups_per_step=2, max_staleness=1)
+    saved, loaded = (prompt_groups(window, max_tokens=8, manager=SometimesManager()) for _ in range(2))
+    saved.start()
+    for group in saved.open[:3]:
+        group.answers[0].add(ResponseDelta("", (5,), (0.0,), (0.0,), (0,), Finish.STOP))
+        saved.grade([group])
+        saved.finish(group)
+    loaded.load(json.loads(json.dumps(saved.save(tmp_path))), tmp_path)
+    for before, after in zip(saved.open, loaded.open, strict=True):
+        assert (before.graded is None) == (after.graded is None)
+        if before.graded is not None and after.graded is not None:
+            columns, own = after.graded.non_tensor_batch, before.graded.non_tensor_batch
+            assert {name: column.dtype for name, column in columns.items()} == {n: c.dtype for n, c in own.items()}
+            assert after.graded.meta_info == before.graded.meta_info
+    assert loaded.open[0].graded is not None
+    assert loaded.open[0].graded.non_tensor_batch["rare"].tolist() == [1.5]
 
 
 def test_a_resume_with_more_lookahead_needs_as_much_more_staleness(tmp_path: Path) -> None:
