@@ -132,13 +132,20 @@ def test_what_only_follows_a_changed_setting_is_not_listed(tmp_path: Path, caplo
     assert f"trainer.rollout_data_dir {tmp_path}/out/rollouts -> null" in message
 
 
-@pytest.mark.parametrize("changed", ["the algorithm", "the reward function"])
+@pytest.mark.parametrize("changed", ["the algorithm", "the reward function", "the workflow"])
 def test_a_checkpoint_of_another_experiment_is_only_continued_if_confirmed(tmp_path: Path, changed: str) -> None:
-    saved(started(config_of(tmp_path)), 3)
-    overrides = ["algorithm.adv_estimator=rloo"] if changed == "the algorithm" else []
-    if changed == "the reward function":
+    workflow = tmp_path / "agent.py"
+    workflow.write_text("def run(row, session): ...")
+    overrides = [f"actor_rollout_ref.rollout.workflow={workflow}:run"] if changed == "the workflow" else []
+    saved(started(config_of(tmp_path, *overrides)), 3)
+    line = "code of reward.custom_reward_function.path"
+    if changed == "the algorithm":
+        overrides, line = ["algorithm.adv_estimator=rloo"], "algorithm.adv_estimator grpo -> rloo"
+    elif changed == "the workflow":
+        workflow.write_text("def run(row, session): return 1.0")
+        line = "code of actor_rollout_ref.rollout.workflow"
+    else:
         grader(tmp_path, "return 0.5")
-    line = "algorithm.adv_estimator grpo -> rloo" if overrides else "code of reward.custom_reward_function.path"
     with pytest.raises(ConfigError, match="global_step_3 belongs to another experiment") as raised:
         started(config_of(tmp_path, *overrides))
     assert line in str(raised.value)
