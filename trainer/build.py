@@ -43,7 +43,7 @@ def train(config: PPOConfig) -> str | None:
     store = CheckpointStore(Path(run.default_local_dir), keep=keep, remote=run.default_hdfs_dir)
     if not run.val_only and (message := completed(store, run, start.num_steps)):
         return message
-    with running_backend(run, config.ray_kwargs, num_ranks=start.plan.pools.total_ranks) as backend:
+    with running_backend(run, config.ray_kwargs, num_ranks=start.num_ranks) as backend:
         _build(start, backend).fit()
     return None
 
@@ -59,7 +59,7 @@ def build_trainer(
     with ExitStack() as stack:
         stack.enter_context(run_folder(config))
         start, run = prepare(config), config.trainer
-        backend = backend or start_backend(run, config.ray_kwargs, num_ranks=start.plan.pools.total_ranks)
+        backend = backend or start_backend(run, config.ray_kwargs, num_ranks=start.num_ranks)
         trainer = _build(start, backend, trainer_cls)
         trainer.folder, trainer.given = stack.pop_all(), config
     return trainer
@@ -76,6 +76,13 @@ class PreparedRun:
     train_rows: PromptDataset
     val_rows: PromptDataset | None
     num_steps: int
+
+    @property
+    def num_ranks(self) -> int:
+        """The processes that share the cores. Bits depend on the threads of each, so those of a reproducible run are as
+        many as beside one replica."""
+        pools = self.plan.pools
+        return pools.total_ranks - (pools.rollout_ranks - 1 if self.config.trainer.reproducible else 0)
 
 
 def prepare(config: PPOConfig) -> PreparedRun:

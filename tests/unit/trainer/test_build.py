@@ -30,6 +30,16 @@ def test_a_copy_of_an_engine_is_spread_over_nodes_only_if_it_is_larger_than_one(
     assert pools == {"train": [8], "rollout": nodes}
 
 
+def test_the_threads_of_a_reproducible_run_do_not_depend_on_its_replicas(tmp_path: Path) -> None:
+    """Kernels on the CPU give other bits on another number of threads."""
+    on_ray = ["--config-name=quickstart", "trainer.device=cpu", f"trainer.default_local_dir={tmp_path}"]
+    on_ray += ["trainer.max_staleness=2"]
+    replicas = [f"trainer.rollout_workers={number}" for number in (1, 3)]
+    ahead = [prepare(load_config([*on_ray, number])).num_ranks for number in replicas]
+    repeated = [prepare(load_config([*on_ray, number, "trainer.reproducible=true"])).num_ranks for number in replicas]
+    assert (ahead, repeated) == ([2, 4], [2, 2])
+
+
 def write_rows(path: Path, *rows: dict[str, str]) -> list[str]:
     """Settings of a run on rows without `data_source`, four of each."""
     row = {"prompt": "1+1=", "ground_truth": "2"}
