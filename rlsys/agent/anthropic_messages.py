@@ -13,7 +13,7 @@ STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tok
 def chat_request(body: JsonObject) -> JsonObject:
     """The chat completion that a message asks for. ValueError for content other than text, images and tools."""
     messages: list[JsonObject] = [{"role": "system", "content": body["system"]}] if body.get("system") else []
-    messages += [part for message in body["messages"] for part in _chat_messages(message)]
+    messages += [chat for message in body["messages"] for chat in _chat_messages(message)]
     tools = [
         {"name": tool["name"], "description": tool.get("description", ""), "parameters": tool["input_schema"]}
         for tool in body.get("tools") or []

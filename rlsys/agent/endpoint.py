@@ -142,9 +142,7 @@ class Endpoint:
         """Answer a request of another API by a chat completion."""
         body = await request.json()
         response = api.response(await self._completion(request, api.chat_request(body)), body)
-        if body.get("stream"):
-            return await _stream(request, api.events(response))
-        return web.json_response(response)
+        return await _stream(request, api.events(response)) if body.get("stream") else web.json_response(response)
 
     async def _completion(self, request: web.Request, body: JsonObject) -> JsonObject:
         episode = request["episode"]

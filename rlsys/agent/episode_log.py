@@ -1,13 +1,13 @@
 """The log of an episode: its draws and tool results, by which its workflow runs again without making them again."""
 
 import json
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from os import SEEK_END
 from pathlib import Path
 from typing import TypeVar
 
 from rlsys.telemetry.jsonl import JsonObject, encode_line, plain_json, read_jsonl
+from rlsys.utils.grouping import group_by
 
 R = TypeVar("R")
 
@@ -38,9 +38,7 @@ class EpisodeLog:
         """Begin again, with other rows."""
         self.differs = self.has_ended = self._is_live = False
         self._rows = [dict(row) for row in rows]
-        self._unread: dict[str, deque[dict[str, object]]] = {}
-        for row in self._rows:
-            self._unread.setdefault(_key(row["request"]), deque()).append(row)
+        self._unread = group_by(self._rows, lambda row: _key(row["request"]))
 
     @property
     def has_unread(self) -> bool:
@@ -50,7 +48,7 @@ class EpisodeLog:
     async def result(self, request: JsonObject, make: Callable[[], Awaitable[R]], read: Callable[..., R]) -> R:
         """The recorded result of a request, from its fields by `read`, or the one that is made now."""
         recorded = self._unread.get(_key(request))
-        row = recorded.popleft() if recorded else None
+        row = recorded.pop(0) if recorded else None
         if row is not None and row["result"] is not None:
             return read(**row["result"])
         self.differs |= row is None and self.has_unread and not self._is_live

@@ -157,9 +157,8 @@ def sampled_order(groups: Sequence[int], scores: Sequence[float], *, seed: int) 
     best_first = worst_first[::-1]
     shuffled = random.Random(seed).sample(rows, len(rows))
     extremes = [*best_first[:_EXTREMES], *worst_first[:_EXTREMES]]
-    for order in (shuffled, worst_first, best_first):
-        extremes += {groups[row]: row for row in order}.values()  # the last of each group
-    return list(dict.fromkeys([*extremes, *shuffled]))
+    lasts = [{groups[row]: row for row in order}.values() for order in (shuffled, worst_first, best_first)]
+    return list(dict.fromkeys([*extremes, *(row for last in lasts for row in last), *shuffled]))
 
 
 def token_texts_of(token_ids: Sequence[int], decode: Callable[[list[int]], str]) -> list[str]:

@@ -156,9 +156,8 @@ class Family:
         own, sparse = self.mtp_prefix, bool(self.sparse)
         for number in range(dims.get("mtp_layers", 0)):
             hf = f"{own}layers.{number}." if own else f"{self.prefix}layers.{dims['layers'] + number}."
-            for rule in self._layer_rules(sparse, dims):
-                shards += _rule_shards(rule, "", hf, index, te=False)
-            shards += [s for rule in self.mtp for s in _rule_shards(rule, "", own or hf, index, te=False)]
+            for rules, prefix in ((self._layer_rules(sparse, dims), hf), (self.mtp, own or hf)):
+                shards += [shard for rule in rules for shard in _rule_shards(rule, "", prefix, index, te=False)]
             shards += self._experts("", hf, RankPlace(), index, te=False) if sparse else ()
         return whole_shapes(shards)
 

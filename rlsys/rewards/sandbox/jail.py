@@ -163,7 +163,7 @@ def build_filter(forbidden: list[int], column: int, arch: int, own_pid: int) -> 
     load, equal, above, bits, answer = 0x20, 0x15, 0x35, 0x45, 0x06
     program = [(load, 0, 0, 4), (equal, 1, 0, arch), (answer, 0, 0, KILL), (load, 0, 0, 0)]
     program += [(above, 0, 1, 0x40000000), (answer, 0, 0, KILL)]
-    program += [word for number in forbidden for word in ((equal, 0, 1, number), (answer, 0, 0, ERRNO | EPERM))]
+    program += [line for n in forbidden for line in ((equal, 0, 1, n), (answer, 0, 0, ERRNO | EPERM))]
     program += [(equal, 0, 1, CLONE3[column]), (answer, 0, 0, ERRNO | ENOSYS)]
     new_thread, own_process = (bits, 1, 0, CLONE_THREAD), (equal, 1, 0, own_pid)
     for numbers, test in [(CLONE, new_thread), *((numbers, own_process) for numbers in TO_SELF_ONLY.values())]:
