@@ -2,6 +2,7 @@
 
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -61,7 +62,7 @@ def build_trainer(
         start, run = prepare(config), config.trainer
         backend = backend or start_backend(run, config.ray_kwargs, num_ranks=start.num_ranks)
         trainer = _build(start, backend, trainer_cls)
-        trainer.folder, trainer.given = stack.pop_all(), config
+        trainer.folder, trainer.open_folder = stack.pop_all(), partial(run_folder, config)  # with the names given
     return trainer
 
 
@@ -104,7 +105,8 @@ def prepare(config: PPOConfig) -> PreparedRun:
     train_rows, val_rows = prompt_datasets(config, tokenizer, load_processor(config, tokenizer))
     config = without_episodes(config, agents, train_rows, val_rows)
     sources = train_rows.data_sources + (val_rows.data_sources if val_rows else ())
-    check_data_sources(config, sources, may_score=bool(agents and agents.workflow.may_score))
+    may_score, filters = bool(agents and agents.workflow.may_score), config.algorithm.filter_groups.enable
+    check_data_sources(config.reward, sources, may_score=may_score, filters_groups=filters)
     if len(config.teachers) > 1:
         columns = ({"data_source": row.data_source, "ability": row.ability, **row.fields} for row in train_rows)
         teacher_numbers(config, [row.get(config.distillation.teacher_key) for row in columns])

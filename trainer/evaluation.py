@@ -128,7 +128,7 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
     processor = load_processor(config, tokenizer)
     dataset = load_prompts(config, tokenizer, data.val_files, max_samples=data.val_max_samples, processor=processor)
     config = without_episodes(config, agents, dataset)
-    check_data_sources(config, dataset.data_sources, may_score=bool(agents and agents.workflow.may_score))
+    check_data_sources(config.reward, dataset.data_sources, may_score=bool(agents and agents.workflow.may_score))
     log.info("evaluating %s: %d prompts, %d answers each", model.path, len(dataset), rollout.val_kwargs.n)
     with ExitStack() as stack:
         backend = stack.enter_context(running_backend(run, config.ray_kwargs))

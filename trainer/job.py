@@ -86,7 +86,9 @@ def _check(config: C, arguments: Arguments) -> tuple[list[str], dict[str, str]]:
         from trainer.rewards import check_data_sources, check_reward_function
 
         check_reward_function(config.reward)
-        check_data_sources(config, data_sources, may_score=config.actor_rollout_ref.rollout.may_score)
+        filters = isinstance(config, PPOConfig) and config.algorithm.filter_groups.enable
+        may_score = config.actor_rollout_ref.rollout.may_score
+        check_data_sources(config.reward, data_sources, may_score=may_score, filters_groups=filters)
         if arguments.dry_run and config.actor_rollout_ref.rollout.has_workflow:
             from trainer.episodes import load_agents
 

@@ -47,10 +47,7 @@ def num_checkpoints(run: TrainerConfig, *, has_critic: bool) -> dict[str, int | 
 
 
 class RayPPOTrainer(CheckpointedLoop):
-    """Schedules the worker groups; holds no tensor longer than a step.
-
-    `given` is the configuration before its names became local files, which the folder of the run records and compares.
-    """
+    """Schedules the worker groups; holds no tensor longer than a step."""
 
     def __init__(
         self,
@@ -80,7 +77,7 @@ class RayPPOTrainer(CheckpointedLoop):
         run, self.plan = config.trainer, plan_batches(config)
         reporter = Reporter(run, config.model_dump(mode="json"), num_devices=self.plan.pools.total_ranks)
         super().__init__(run, reporter, keep=num_checkpoints(run, has_critic=self.plan.critic is not None))
-        self.cfg = self.given = config
+        self.cfg, self.open_folder = config, partial(run_folder, config)
         train_sampler = train_sampler or create_rl_sampler(config.data, train_dataset)
         self.inputs = Inputs(tokenizer, train_dataset, val_dataset, train_sampler, device_name or "cpu")
         workers, manager, offloaded = role_worker_mapping, resource_pool_manager, offloaded_parts(config)
@@ -112,7 +109,7 @@ class RayPPOTrainer(CheckpointedLoop):
 
     def init_workers(self) -> None:
         """Start the worker groups, load their models and connect weights, rollouts, rewards and data."""
-        self.begin = self.folder.enter_context(run_folder(self.given))
+        self.begin = self.folder.enter_context(self.open_folder())
         self.global_step, self.weight_version = 0, -1
         with self.stage("start_workers"):
             self._groups = WorkerGroups(**self._start_groups())

@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from contextlib import nullcontext
 
 from rlsys.config.schema.algorithm import GradingConfig, RewardConfig
-from rlsys.config.schema.jobs import GradedJob, PPOConfig
 from rlsys.rewards.pool.pool import Grader, RewardPool
 from rlsys.rewards.registry import check_sources
 from rlsys.utils.errors import ConfigError, raised_as
@@ -37,14 +36,15 @@ def check_reward_function(reward: GradingConfig) -> None:
             pool.start()
 
 
-def check_data_sources(config: GradedJob, sources: Iterable[str], *, may_score: bool = False) -> None:
+def check_data_sources(
+    reward: GradingConfig, sources: Iterable[str], *, may_score: bool = False, filters_groups: bool = False
+) -> None:
     """ConfigError for rows that nothing would grade: no reward function, and no built-in one for their data source.
 
-    The score of a reward model's head is enough unless groups are filtered, which is done before. Episodes of a
+    The score of a reward model's head is enough unless the job `filters_groups`, which is done before. Episodes of a
     workflow that `may_score` them itself are not checked.
     """
-    reward, filters = config.reward, isinstance(config, PPOConfig) and config.algorithm.filter_groups.enable
-    if not (reward.is_own or may_score or (_has_head(reward) and not filters)):
+    if not (reward.is_own or may_score or (_has_head(reward) and not filters_groups)):
         with raised_as(ConfigError, HEAD_ONLY, ConfigError) if _has_head(reward) else nullcontext():
             check_sources(sources, runs_here=reward.sandbox_fusion.url is None)
 

@@ -159,7 +159,7 @@ def test_a_server_that_does_not_answer_is_an_error_by_a_deadline(
 
 def test_a_run_grades_by_the_configured_server_and_counts_what_it_could_not(server: SandboxFusion) -> None:
     job = load_config([f"reward.sandbox_fusion.url={server.url}", "reward.num_workers=1"])
-    check_data_sources(job, ["codecontests"])
+    check_data_sources(job.reward, ["codecontests"])
     config = job.reward
     truth = json.dumps(CASES)
     with reward_pool(config) as pool:
