@@ -2,10 +2,11 @@
 
 import asyncio
 import sys
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from concurrent.futures import CancelledError, Future
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,7 +32,7 @@ from rlsys.config.pools import generates_ahead
 from rlsys.config.schema.rollout import AgentConfig, MultiTurnConfig
 from rlsys.data.chat import Message, answer_ends, with_parts
 from rlsys.data.dataset import PromptDataset, RowStream
-from rlsys.fleet.fleet import RolloutFleet
+from rlsys.fleet.fleet import POLL_S, RolloutFleet
 from rlsys.interfaces import State
 from rlsys.protocol import IMAGES, DataProto
 from rlsys.rewards.manager import build_reward_manager, check_share
@@ -41,7 +42,7 @@ from rlsys.telemetry.jsonl import JsonObject
 from rlsys.telemetry.metrics import StageTimer
 from rlsys.telemetry.trackers import BestEffort
 from rlsys.types import GenerationHyperparameters, SamplingParams
-from rlsys.utils.errors import ConfigError, DataError, RolloutError, result_within
+from rlsys.utils.errors import ConfigError, DataError, DeadlineError, RolloutError
 from trainer.generation import GradedRollout, fleet_generate, meta_of_all_calls, training_sampling, validation_sampling
 from trainer.prompt_groups import EPISODES, OpenAnswers, PromptGroup, PromptGroups, UnansweredError
 from trainer.prompts import load_processor
@@ -76,6 +77,8 @@ class EpisodeRollout(GradedRollout):
 
     runner: EpisodeRunner
     cfg: GradedJob
+    meanwhile: Callable[[], object] = lambda: None
+    """Called while episodes are waited for, in the thread that waits."""
     best_effort: BestEffort = field(default_factory=BestEffort)
 
     @property
@@ -107,9 +110,12 @@ class EpisodeRollout(GradedRollout):
         return cfg if isinstance(cfg, PPOConfig) and sampling == training_sampling(cfg, ends) else None
 
     def _result(self, future: Future[EpisodeResult]) -> EpisodeResult:
-        with suppress(CancelledError):
-            return result_within(future, self.deadline_s, who="the episodes", stage="generate", hint=BLOCKED)
-        return EpisodeResult((), 0.0, "over_sampled")
+        end_s = time.monotonic() + self.deadline_s
+        while not wait([future], POLL_S).done:
+            self.meanwhile()
+            if time.monotonic() > end_s:
+                raise DeadlineError("the episodes", "generate", self.deadline_s, BLOCKED)
+        return EpisodeResult((), 0.0, "over_sampled") if future.cancelled() else future.result()
 
     def collate(self, results: Sequence[EpisodeResult], rows: DataProto) -> DataProto:
         """The episodes of rows as a graded batch; its meta_info has no seed, which differs between calls."""
@@ -282,7 +288,7 @@ def graded_rollout(
         deadline_s=None if is_repeatable else agent.episode_timeout_s,
     )
     stack.callback(runner.close)
-    return EpisodeRollout(**vars(rollout), runner=runner, cfg=cfg)
+    return EpisodeRollout(**vars(rollout), runner=runner, cfg=cfg, meanwhile=fleet.push_if_stranded)
 
 
 @dataclass(frozen=True)
