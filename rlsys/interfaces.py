@@ -147,9 +147,11 @@ class ExperienceSource(Protocol):
 
     def settle(self) -> None:
         """Wait for whatever must end before weights change."""
+        return
 
     def published(self, version: int) -> None:
         """Engines serve this version from now on."""
+        return
 
     def save(self, folder: Path) -> dict[str, object]:
         """Keep what is not yet trained on in the folder of a checkpoint; returns the rest of the state."""
@@ -157,4 +159,5 @@ class ExperienceSource(Protocol):
     def load(self, state: State, folder: Path) -> None:
         """Continue from what `save` returned and kept."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        return

@@ -10,15 +10,18 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from rlsys.fleet.fleet import POLL_S
-from rlsys.interfaces import State
+from rlsys.interfaces import ExperienceSource, State
 from rlsys.protocol import DataProto
 from rlsys.utils.errors import DeadlineError
 from trainer.overlap import OverlapMeter
 from trainer.prompt_groups import OpenAnswers, PromptGroup
 
 
-class AsyncSource:
-    """Generates so far ahead that the trainer does not wait, within `max_staleness`; takes prompts in their order."""
+class AsyncSource(ExperienceSource):
+    """Generates so far ahead that the trainer does not wait, within `max_staleness`; takes prompts in their order.
+
+    Weights may change at any time: the fleet keeps what is in progress.
+    """
 
     def __init__(self, answers: OpenAnswers, *, deadline_s: float) -> None:
         self._answers, self._groups, self._deadline_s = answers, answers.groups, deadline_s
@@ -45,9 +48,6 @@ class AsyncSource:
         with self._change:
             self._window.version, self._last_progress_s = version, time.monotonic()
             self._start()
-
-    def settle(self) -> None:
-        """Weights may change at any time: the fleet keeps what is in progress."""
 
     def save(self, folder: Path) -> dict[str, object]:
         """Keep finished groups and what was drawn so far beside a checkpoint."""

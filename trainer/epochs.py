@@ -16,7 +16,7 @@ from pathlib import Path
 from random import Random
 
 from rlsys.fleet.fleet import RolloutFleet
-from rlsys.interfaces import State
+from rlsys.interfaces import ExperienceSource, State
 from rlsys.protocol import DataProto
 from rlsys.types import ModelRequest, SamplingParams
 from rlsys.utils.daemon_threads import in_daemon_thread
@@ -28,11 +28,12 @@ from trainer.prompt_groups import OpenAnswers, PromptGroup
 NUM_ROWS, NUM_TOKENS, MAX_PROMPT_TOKENS = 16, 8, 16
 
 
-class EpochSource:
+class EpochSource(ExperienceSource):
     """Continues all open answers by a fixed number of tokens between two pushes.
 
     Of episodes each turn is drawn as a whole, in the first epoch in which its episode has fewer tokens than the epoch's
-    limit. The epoch ends when all episodes wait for a draw of the next one, however long their tools take.
+    limit. The epoch ends when all episodes wait for a draw of the next one, however long their tools take. Its thread
+    ends when the fleet is closed, or with the process.
     """
 
     def __init__(
@@ -90,9 +91,6 @@ class EpochSource:
     def load(self, state: State, folder: Path) -> None:
         """Continue from a checkpoint."""
         self._answers.load(state, folder)
-
-    def close(self) -> None:
-        """The thread ends when the fleet is closed, or with the process."""
 
     def _await(self, running: Future[None]) -> None:
         who, hint = "the episodes" if self._answers.by_episodes else "the rollout fleet", self._answers.hint

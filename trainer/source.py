@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Protocol
 
-from rlsys.interfaces import State
+from rlsys.interfaces import ExperienceSource, State
 from rlsys.protocol import DataProto, object_array
 from rlsys.telemetry.log import get_logger
 from rlsys.utils.errors import ConfigError
@@ -49,10 +49,11 @@ class GroupFilter:
 
 
 @dataclass
-class RolloutSource:
+class RolloutSource(ExperienceSource):
     """Makes one training batch a step, in step order, each a function of the data order, seeds and weights only.
 
-    `counted` returns the fleet's counts since its last call, those of pushes and validations included.
+    Between two calls of `next` nothing is generated. `counted` returns the fleet's counts since its last call, those of
+    pushes and validations included.
     """
 
     prompts: Prompts
@@ -85,12 +86,6 @@ class RolloutSource:
         whole.meta_info["source_metrics"] = {**reduced(metrics), **counts, "rollout/num_gen_batches": float(call)}
         return whole
 
-    def published(self, version: int) -> None:
-        """Engines serve this version from now on."""
-
-    def settle(self) -> None:
-        """Nothing is generated between two calls of `next`."""
-
     def save(self, folder: Path) -> dict[str, object]:
         """The state for a checkpoint; nothing has to be kept in its folder."""
         return {"prompts": self.prompts.state_dict(), "step": self.step}
@@ -101,9 +96,6 @@ class RolloutSource:
             raise ConfigError(f"{folder} is of an asynchronous run; set trainer.max_staleness as in the run to resume")
         self.prompts.load_state_dict(state["prompts"])
         self.step = state["step"]
-
-    def close(self) -> None:
-        """There is nothing to close."""
 
 
 def reduced(metrics: Mapping[str, Sequence[float]]) -> dict[str, float]:
@@ -145,6 +137,5 @@ def joined(parts: Sequence[DataProto]) -> DataProto:
 def _fill_routed_experts(parts: Sequence[DataProto]) -> None:
     """Give every part the column `routed_experts` if one has it."""
     routes = [part.tensors["routed_experts"] for part in parts if "routed_experts" in part.tensors]
-    for part in parts if routes else ():
-        if "routed_experts" not in part.tensors:
-            part.tensors["routed_experts"] = routes[0].new_full((len(part), *routes[0].shape[1:]), -1)
+    for part in (part for part in parts if routes and "routed_experts" not in part.tensors):
+        part.tensors["routed_experts"] = routes[0].new_full((len(part), *routes[0].shape[1:]), -1)

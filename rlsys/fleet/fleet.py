@@ -178,9 +178,8 @@ class RolloutFleet:
             new, cancel = self._hand_in(entry), entry.cancelled
             entry.cancelled, entry.is_exchanging = set(), True
             are_fixed = [request.batch.fixed for request in entry.running.values()]
-            wait_s = EXCHANGE_WAIT_S if any(are_fixed) else 0.0
-            if are_fixed and all(are_fixed):  # no other request's tokens are wanted earlier
-                wait_s = BATCH_WAIT_S
+            # where all are of a fixed batch no other request's tokens are wanted earlier
+            wait_s = 0.0 if not any(are_fixed) else BATCH_WAIT_S if all(are_fixed) else EXCHANGE_WAIT_S
         problem, deltas = None, []
         try:
             deltas = entry.replica.exchange(new, cancel=cancel, wait_s=wait_s, deadline_s=self.deadlines.exchange_s)

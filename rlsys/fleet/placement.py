@@ -42,18 +42,15 @@ class Placement:
                 left.append(batch)
                 continue
             chosen.placed += batch.requests
-            for request in batch.requests:
-                if session := self._session(request):
-                    self._replica_of_session[session] = chosen
+            self._replica_of_session |= dict.fromkeys(filter(None, map(self._session, batch.requests)), chosen)
         while len(self._replica_of_session) > MAX_SESSIONS:
             del self._replica_of_session[next(iter(self._replica_of_session))]
         self.waiting = left
 
     def _has_room(self, entry: ReplicaState, batch: RequestBatch) -> bool:
         """Whether a replica may get a batch now; it has one fixed batch at a time."""
-        if entry.state != "ready" or (self._max_in_flight is not None and entry.load >= self._max_in_flight):
-            return False
-        return not batch.fixed or not any(request.batch.fixed for request in entry.held)
+        is_full = self._max_in_flight is not None and entry.load >= self._max_in_flight
+        return entry.state == "ready" and not is_full and not (batch.fixed and any(r.batch.fixed for r in entry.held))
 
     def _choose(self, batch: RequestBatch, candidates: Sequence[ReplicaState]) -> ReplicaState | None:
         """The least loaded candidate; None if the batch should wait for a replica that has no room now.

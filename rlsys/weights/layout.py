@@ -103,8 +103,6 @@ def check_complete(layouts: Sequence[WeightLayout]) -> None:
 def missing_boxes(layouts: Sequence[WeightLayout]) -> list[Box]:
     """Boxes of the layouts' tensors that none of them holds."""
     missing = {name: [whole_box(name, shape)] for layout in layouts for name, shape in layout.full_shapes.items()}
-    for layout in layouts:
-        for shard in layout.shards:
-            if missing[shard.box.tensor]:
-                missing[shard.box.tensor] = subtract_all(missing[shard.box.tensor], shard.box)
+    for box in (shard.box for layout in layouts for shard in layout.shards):
+        missing[box.tensor] = subtract_all(missing[box.tensor], box)
     return [box for boxes in missing.values() for box in boxes if num_elements(box)]

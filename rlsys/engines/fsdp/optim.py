@@ -98,9 +98,8 @@ class ShardedOptimizer(BaseOptimizer):
 
     def set_num_updates(self, count: int) -> None:
         self.num_steps = count
-        for _, state in self._states():
-            if "step" in state:
-                state["step"] = count if isinstance(state["step"], int) else state["step"].fill_(count)
+        for state in (state for _, state in self._states() if "step" in state):
+            state["step"] = count if isinstance(state["step"], int) else state["step"].fill_(count)
 
 
 def adamw(parameters: list[nn.Parameter], optim: OptimConfig) -> torch.optim.Optimizer:
