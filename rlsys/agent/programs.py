@@ -28,8 +28,12 @@ def _workflow(call: Callable[[Row, OpenEpisode], Awaitable[float | None]]) -> Wo
 
     async def run(row: Row, session: Session) -> float | Score:
         episode = await endpoint.open(session)
+        reward = None
         try:
             reward = await call(row, episode)
+        except (Exception, SystemExit):  # clients raise where a budget is used up
+            if not session.end:
+                raise
         finally:
             await endpoint.end(episode)
         reward = episode.reward if reward is None else reward
@@ -60,7 +64,7 @@ def command_workflow(command: str) -> Workflow:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 await asyncio.wait([asyncio.ensure_future(process.wait())], timeout=END_S)
-            if code != 0 and not episode.session.end:  # clients raise where a budget is used up
+            if code != 0:
                 output.seek(max(0, output.seek(0, os.SEEK_END) - TAIL_BYTES))
                 raise RuntimeError(f"{command} exited with code {code}: {output.read().decode(errors='replace')}")
 

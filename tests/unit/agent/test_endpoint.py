@@ -309,16 +309,25 @@ def test_a_program_that_fails_or_hangs_is_an_episode_that_failed(tmp_path):
     assert [thread.daemon for thread in threading.enumerate() if thread.name.startswith("agent")] == [True]
 
 
-def test_a_program_that_fails_as_a_budget_is_used_up_ends_by_that_budget(tmp_path):
+@pytest.mark.parametrize("kind", ["command", "function"])
+def test_a_program_that_fails_as_a_budget_is_used_up_ends_by_that_budget(kind, tmp_path):
     """It was an error: not trained, and a reason for the run to stop by agent.max_failed_share."""
-    (tmp_path / "agent.py").write_text(
+    file = tmp_path / "agent.py"
+    file.write_text(
         "from openai import OpenAI\n"
-        "for _ in range(2):\n"
-        "    OpenAI().chat.completions.create(model='m', messages=[{'role': 'user', 'content': 'a'}])\n"
-        "    OpenAI().chat.completions.create(model='m', messages=[{'role': 'user', 'content': 'a' * 3000}])\n"
+        "def run(**where):\n"
+        "    for content in ('a', 'a' * 3000):\n"
+        "        messages = [{'role': 'user', 'content': content}]\n"
+        "        OpenAI(**where).chat.completions.create(model='m', messages=messages)\n"
+        "def run_here(base_url, api_key):\n"
+        "    run(base_url=base_url, api_key=api_key)\n"
+        "if __name__ == '__main__':\n"
+        "    run()\n"
     )
+    of_function = kind == "function"
+    workflow = function_workflow(f"{file}:run_here") if of_function else command_workflow(f"{sys.executable} {file}")
     settings = settings_for(RandomEngine(TEMPLATE.tokenizer, lambda _: "ok"), TEMPLATE, grade=grade, limits=(99, 99))
-    runner = EpisodeRunner(settings, command_workflow(f"{sys.executable} {tmp_path / 'agent.py'}"), tool_pool())
+    runner = EpisodeRunner(settings, workflow, tool_pool())
     result = runner.submit([EpisodeStart(ROW, 3)], SamplingParams(64))[0].result(scaled_s(30.0))
     runner.close()
     assert (result.end, result.error, result.reward, result.num_turns) == ("context", "", 1.0, 1)
