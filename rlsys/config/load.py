@@ -127,7 +127,7 @@ def _listed(problems: Sequence[str]) -> str:
     if len(unique) > _MAX_LISTED:
         lines.append(f"  ... and {len(unique) - _MAX_LISTED} more")
     unknown = [re.split(r"[ .]", problem)[0] for problem in unique if "no such key" in problem]
-    if len(unknown) > max(_MAX_LISTED / 2, len(unique) / 4):
+    if len(unknown) > max(_MAX_LISTED / 2, len(unique) / 4, 2 * sum("did you mean" in one for one in unique)):
         likely = (trainer for trainer, keys in _KEYS_OF.items() if len({*unknown} & {*keys}) > 2)
         origin = next(likely, "another job or trainer")
         lines.append(f"{len(unknown)} of the names are no keys of this job: it looks like a file of {origin}")

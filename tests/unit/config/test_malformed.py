@@ -992,6 +992,14 @@ def test_a_file_of_another_trainer_is_cut_after_15_problems_and_recognized(
     assert text.count("  - ") == 15
 
 
+def test_misspelt_keys_do_not_make_a_file_that_of_another_job(capsys: pytest.CaptureFixture[str]) -> None:
+    names = ("total_epoch", "save_frq", "tets_freq", "projct_name", "experimnt_name", "nnode", "logge", "devise")
+    Path("typos.yaml").write_text("trainer:\n" + "".join(f"  {name}: 1\n" for name in names))
+    text = message(["--config-name=./typos.yaml"], PPOConfig, capsys)
+    check_words(text, (f"{len(names)} settings are wrong", "trainer.save_frq (typos.yaml): no such key; did you mean"))
+    assert "of the names are no keys" not in text
+
+
 @pytest.mark.parametrize("preset", ["quickstart", "smollm2_ppo"])
 def test_a_file_of_another_job_is_recognized(preset: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = message([f"--config-name={preset}"], EvalConfig, capsys)
