@@ -21,6 +21,8 @@ DERIVED = ("from ", "follows ")
 """How the origins of settings begin that follow from others."""
 ESTIMATOR, CORRECTION = "algorithm.adv_estimator", "algorithm.rollout_correction"
 LOSS, AGGREGATION = f"{_POLICY}.actor.policy_loss.loss_mode", f"{_POLICY}.actor.loss_agg_mode"
+GSPO_MODES = {AGGREGATION: "seq-mean-token-mean", "critic.loss_agg_mode": "token-mean"}
+"""A critic's loss is averaged as with other losses of the policy."""
 MINI_BATCH = "actor_rollout_ref.actor.ppo_mini_batch_size"
 DYNAMIC, GRADER = f"{_POLICY}.actor.use_dynamic_bsz", "reward.reward_model"
 MICRO_BATCHES = {DYNAMIC: f"{_POLICY}.actor.ppo_micro_batch_size_per_gpu"}
@@ -45,7 +47,7 @@ def derived_settings(values: Mapping[str, Any], given: Mapping[str, Given], engi
     if BUDGET not in given and is_count(longest) and longest > budget:
         settings[BUDGET] = Given(longest, "follows data.max_length", BUDGET)
     if LOSS in given and AGGREGATION not in given and given[LOSS].pair == (LOSS, "gspo"):
-        settings[AGGREGATION] = Given("seq-mean-token-mean", f"follows {LOSS}", AGGREGATION)
+        settings |= {key: Given(mode, f"follows {LOSS}", key) for key, mode in GSPO_MODES.items() if key not in given}
     settings |= _expert_tensor(values, settings) | _micro_batches(values, given)
     settings |= _old_answers(values, given) or _quantised_answers(values, given)
     problems += [

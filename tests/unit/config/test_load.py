@@ -223,6 +223,8 @@ def test_gspo_is_averaged_by_sequences_unless_a_mode_is_set() -> None:
     gspo, mode = f"{A}.policy_loss.loss_mode=gspo", f"{A}.loss_agg_mode"
     assert value(load_config([gspo]), mode) == "seq-mean-token-mean"
     assert value(load_config([gspo, f"{mode}=token-mean"]), mode) == "token-mean"
+    of_critic = [load_config([gspo, *own]).critic.loss_agg_mode for own in ([], [f"{mode}=token-sum"])]
+    assert of_critic == ["token-mean", "token-sum"], "a critic's loss is only averaged by sequences where that is set"
     assert value(load_config(["actor.importance_sampling_level=sequence"]), mode) == "token-mean"
 
 
