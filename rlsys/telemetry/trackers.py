@@ -10,8 +10,10 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from contextvars import Context, copy_context
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from importlib import import_module
 from numbers import Real
 from pathlib import Path
@@ -20,14 +22,17 @@ from typing import Any, Protocol, TypeVar
 from rlsys.config.vocabulary import ALWAYS_WRITTEN, TRACKERS
 from rlsys.telemetry.jsonl import JsonlWriter
 from rlsys.telemetry.log import FILE_ONLY, get_logger, redact_tree
+from rlsys.utils.daemon_threads import in_daemon_thread
 from rlsys.utils.data_files import read_table
-from rlsys.utils.errors import ConfigError, raised_as
+from rlsys.utils.errors import ConfigError, DeadlineError, raised_as, result_within
 
 Generation = tuple[str, str, float]
 """(input, output, score) of one sampled response."""
 
 T = TypeVar("T")
 log = get_logger(__name__)
+CALL_S = 120.0
+"""Seconds for a call of a tracker, of which wandb takes up to 90 to give up a start itself."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +152,10 @@ class WandbTracker:
 
 
 class MlflowTracker:
-    """MLflow at `MLFLOW_TRACKING_URI`, else in `{default_local_dir}/mlflow.db` (`mlflow ui` reads it)."""
+    """MLflow at `MLFLOW_TRACKING_URI`, else in `{default_local_dir}/mlflow.db` (`mlflow ui` reads it).
+
+    Its active run is that of a thread, so that calls name theirs.
+    """
 
     _MAX_PARAM_CHARS = 500
 
@@ -159,22 +167,22 @@ class MlflowTracker:
             if mlflow.get_experiment_by_name(run.project) is None:
                 mlflow.create_experiment(run.project, artifact_location=(directory / "mlflow_artifacts").as_uri())
         mlflow.set_experiment(run.project)
-        self._run = mlflow.start_run(run_id=run.remembered_id("mlflow"), run_name=run.experiment)
+        self._id = mlflow.start_run(run_id=run.remembered_id("mlflow"), run_name=run.experiment).info.run_id
         if run.remembered_id("mlflow") is None:
             params = [(_mlflow_name(k), str(v)[: self._MAX_PARAM_CHARS]) for k, v in flat_settings(run.config).items()]
             for start in range(0, len(params), 100):
                 mlflow.log_params(dict(params[start : start + 100]))
-        run.remember_id("mlflow", self._run.info.run_id)
+        run.remember_id("mlflow", self._id)
 
     def log(self, data: Mapping[str, object], step: int) -> None:
-        self._mlflow.log_metrics({_mlflow_name(k): v for k, v in _numbers(data).items()}, step=step)
+        self._mlflow.log_metrics({_mlflow_name(k): v for k, v in _numbers(data).items()}, step, run_id=self._id)
 
     def log_generations(self, rows: Sequence[Generation], step: int) -> None:
         named = [dict(zip(("input", "output", "score"), row)) for row in rows]
-        self._mlflow.log_dict({"step": step, "rows": named}, f"val_generations/{step}.json")
+        self._mlflow.log_dict({"step": step, "rows": named}, f"val_generations/{step}.json", self._id)
 
     def close(self) -> None:
-        self._mlflow.end_run()
+        self._mlflow.MlflowClient().set_terminated(self._id)
 
 
 class TrackioTracker(WandbTracker):
@@ -234,7 +242,6 @@ class BestEffort:
                 self._reported.add(recorder)
                 cause = f"{type(error).__name__}: {error}".partition("\n")[0]
                 log.warning("%s failed, its record is incomplete: %s", recorder, cause)
-            return None
 
 
 class Tracking:
@@ -245,50 +252,62 @@ class Tracking:
     On resume `run.resume_step` is N, the step of the checkpoint, and log step N before its checkpoint is published: the
     file then equals that of an uninterrupted run. `None` starts a new file. A tracker that does not start is a
     ConfigError; one that fails later is logged once, counted in `training/tracker_errors`, and never stops training,
-    as is what else uses `best_effort`.
+    as is what else uses `best_effort`. One that does not answer within CALL_S is counted too, and left out from then
+    on. Each call is made in a thread of its own and in the tracker's context, which has its library's variables.
     """
 
     def __init__(self, run: TrackedRun, *, loggers: Sequence[str], best_effort: BestEffort) -> None:
         self.best_effort = best_effort
         self._run = run = replace(run, config=redact_tree(run.config))
-        self._generations: JsonlWriter | None = None
         self._trackers: dict[str, Tracker] = {}
+        self._contexts: dict[str, Context] = {}
         self._metrics = JsonlWriter(run.directory / "metrics.jsonl", resume_step=run.resume_step)
-        for name in (name for name in dict.fromkeys(loggers) if name not in ALWAYS_WRITTEN):
-            try:
+        with ExitStack() as stack:
+            stack.callback(self.close)
+            for name in (name for name in dict.fromkeys(loggers) if name not in ALWAYS_WRITTEN):
                 with raised_as(ConfigError, f"trainer.logger={name!r} did not start"):
-                    self._trackers[name] = ADAPTERS[name](run)
-            except BaseException:
-                self.close()
-                raise
+                    self._trackers[name] = self._answer(name, "start", ADAPTERS[name], run)
+            stack.pop_all()
 
     def log(self, data: Mapping[str, object], step: int) -> None:
         """Record the metrics of a step; calling twice for a step gives two lines."""
-        record = {"step": step, **data}
-        if self.best_effort.num_errors:
-            record["training/tracker_errors"] = self.best_effort.num_errors
-        self.best_effort("metrics.jsonl", partial(self._metrics.write, record))
-        for name, tracker in self._trackers.items():
-            self.best_effort(f"tracker {name}", partial(tracker.log, data, step))
+        errors = {"training/tracker_errors": num} if (num := self.best_effort.num_errors) else {}
+        self.best_effort("metrics.jsonl", partial(self._metrics.write, {"step": step, **data, **errors}))
+        self._call_all("log", data, step)
 
     def log_generations(self, rows: Sequence[Generation], step: int) -> None:
         """Record sample rows (input, output, score) in `val_generations.jsonl` and in the trackers that have tables."""
         self.best_effort("val_generations.jsonl", partial(self._write_generations, rows, step))
-        for name, tracker in self._trackers.items():
-            self.best_effort(f"tracker {name}", partial(tracker.log_generations, rows, step))
+        self._call_all("log_generations", rows, step)
+
+    def _call_all(self, method: str, *arguments: object) -> None:
+        for name, tracker in [*self._trackers.items()]:
+            call = partial(self._answer, name, method, getattr(tracker, method), *arguments)
+            self.best_effort(f"tracker {name}", call)
+
+    def _answer(self, name: str, stage: str, call: Callable[..., T], *arguments: object) -> T:
+        """What a call of a tracker returns; DeadlineError after CALL_S, and the tracker is left out."""
+        context = self._contexts.setdefault(name, copy_context())
+        answer = in_daemon_thread(partial(context.run, call, *arguments), name=f"tracker-{name}")
+        try:
+            return result_within(answer, CALL_S, who=f"tracker {name}", stage=stage)
+        except DeadlineError as error:
+            log.warning("%s: the run continues without it", error)
+            self._trackers.pop(name, None)
+            raise
+
+    @cached_property
+    def _generations(self) -> JsonlWriter:
+        return JsonlWriter(self._run.directory / "val_generations.jsonl", resume_step=self._run.resume_step)
 
     def _write_generations(self, rows: Sequence[Generation], step: int) -> None:
-        if self._generations is None:
-            path = self._run.directory / "val_generations.jsonl"
-            self._generations = JsonlWriter(path, resume_step=self._run.resume_step)
         for text, output, score in rows:
             self._generations.write({"step": step, "input": text, "output": output, "score": score})
 
     def close(self) -> None:
         """Flush and close everything; safe to call twice."""
-        for name, tracker in self._trackers.items():
-            self.best_effort(f"tracker {name}", tracker.close)
+        self._call_all("close")
         self._trackers = {}
         self._metrics.close()
-        if self._generations is not None:
+        if "_generations" in vars(self):
             self._generations.close()

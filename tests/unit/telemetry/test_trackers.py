@@ -4,9 +4,13 @@ import json
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
+import urllib.request
 from contextlib import closing
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -265,3 +269,68 @@ def test_a_tracker_that_does_not_start_is_a_config_error(tmp_path: Path, monkeyp
     monkeypatch.setattr("rlsys.telemetry.trackers.ADAPTERS", {"console": refuse})
     with pytest.raises(ConfigError, match=r"trainer\.logger='console' did not start: PermissionError: no account"):
         open_tracking(tmp_path, "console")
+
+
+class _Posting(_Failing):
+    """Posts to a server that takes connections and never answers; the first calls need none."""
+
+    def __init__(self, run: object) -> None:
+        self.calls = [lambda: None, self._post]
+
+    def _post(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            urllib.request.urlopen(f"http://127.0.0.1:{server.getsockname()[1]}", data=b"{}")
+
+    def log(self, data: object, step: int) -> None:
+        self.calls.pop(0)()
+
+
+class _Kept(_Failing):
+    """Keeps what it is working on as libraries do, in a variable of its context."""
+
+    steps: ContextVar[list[int]] = ContextVar("steps")
+
+    def __init__(self, run: object) -> None:
+        self.steps.set([])
+
+    def log(self, data: object, step: int) -> None:
+        self.steps.get().append(step)
+
+    def close(self) -> None:
+        assert self.steps.get() == [1, 2, 3]
+
+
+def test_calls_of_a_tracker_share_its_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlsys.telemetry.trackers.ADAPTERS", {"trackio": _Kept})
+    with open_tracking(tmp_path, "trackio") as tracking:
+        for step in (1, 2, 3):
+            tracking.log({"x": 1.0}, step)
+    assert tracking.best_effort.num_errors == 0
+
+
+def test_a_tracker_that_does_not_answer_is_named_counted_and_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("rlsys.telemetry.trackers.ADAPTERS", {"wandb": _Posting})
+    with open_tracking(tmp_path, "wandb") as tracking:
+        tracking.log({"x": 1.0}, 1)
+        monkeypatch.setattr("rlsys.telemetry.trackers.CALL_S", 0.2)
+        tracking.log({"x": 2.0}, 2)
+        tracking.log({"x": 3.0}, 3)
+    assert tracking.best_effort.num_errors == 1
+    late = "tracker wandb did not answer within 0.2 s at stage 'log'"
+    assert caplog.messages == [
+        f"{late}: the run continues without it",
+        f"tracker wandb failed, its record is incomplete: DeadlineError: {late}",
+    ]
+    errors = [record.get("training/tracker_errors") for record in read_jsonl(tmp_path / "metrics.jsonl")]
+    assert errors == [None, None, 1]
+
+
+def test_a_tracker_that_does_not_answer_at_the_start_is_a_config_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlsys.telemetry.trackers.ADAPTERS", {"mlflow": lambda run: threading.Event().wait()})
+    monkeypatch.setattr("rlsys.telemetry.trackers.CALL_S", 0.2)
+    with pytest.raises(ConfigError, match="did not start: DeadlineError: tracker mlflow did not answer within"):
+        open_tracking(tmp_path, "mlflow")
