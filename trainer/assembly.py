@@ -156,10 +156,8 @@ def residency_moves(cfg: PPOConfig, groups: WorkerGroups, device: str, *, coloca
     def offloads(group: EngineGroup, parts: Sequence[str]) -> Moves:
         return Moves([partial(group.move, parts, device)], [partial(group.move, parts, "cpu")])
 
-    moves: dict[Resident, Moves] = {}
-    for role, parts in offloaded_parts(cfg).items():
-        if parts and (group := getattr(groups, role)) is not None:
-            moves[role] = offloads(group, parts)
+    moved = ((role, getattr(groups, role), parts) for role, parts in offloaded_parts(cfg).items() if parts)
+    moves: dict[Resident, Moves] = {role: offloads(group, parts) for role, group, parts in moved if group is not None}
     sync = offloads(groups.actor, ("params",)) if policy.actor.shard.param_offload else Moves()
     if colocated and device.startswith("cuda") and policy.rollout.free_cache_engine:
         assert groups.rollout is not None

@@ -17,7 +17,7 @@ def reward_pool(reward: GradingConfig, *, num_workers: int | None = None, judge:
     num_workers = reward.num_workers if num_workers is None else num_workers
     share = max(1, fusion.max_concurrent // max(1, num_workers))
     sandbox = {"memory_limit_mb": fusion.memory_limit_mb, "sandbox_url": fusion.url, "max_concurrent": share}
-    kwargs: dict[str, object] = {"sandbox": sandbox, **({"unknown_score": 0.0} if _has_head(reward) else {})}
+    kwargs: dict[str, object] = {"sandbox": sandbox, **({"unknown_score": 0.0} if reward.has_head else {})}
     if custom.path is not None:
         kwargs = dict(custom.reward_kwargs)
     if isinstance(reward, RewardConfig) and reward.has_judge:
@@ -44,10 +44,6 @@ def check_data_sources(
     The score of a reward model's head is enough unless the job `filters_groups`, which is done before. Episodes of a
     workflow that `may_score` them itself are not checked.
     """
-    if not (reward.is_own or may_score or (_has_head(reward) and not filters_groups)):
-        with raised_as(ConfigError, HEAD_ONLY, ConfigError) if _has_head(reward) else nullcontext():
+    if not (reward.is_own or may_score or (reward.has_head and not filters_groups)):
+        with raised_as(ConfigError, HEAD_ONLY, ConfigError) if reward.has_head else nullcontext():
             check_sources(sources, runs_here=reward.sandbox_fusion.url is None)
-
-
-def _has_head(reward: GradingConfig) -> bool:
-    return isinstance(reward, RewardConfig) and reward.has_head

@@ -130,10 +130,8 @@ class Trace:
         trained: set[int] = set()
         rows = []
         for leaf in leaves:
-            if turn_rewards is not None:
-                rows.append(_row(leaf.path, trained, by_turn, 1.0))
-            else:
-                rows.append(_row(leaf.path, trained, {id(leaf): reward}, 1.0 / len(leaves)))
+            share = ({id(leaf): reward}, 1.0 / len(leaves)) if turn_rewards is None else (by_turn, 1.0)
+            rows.append(_row(leaf.path, trained, *share))
             trained |= {id(span) for span in leaf.path}
         return rows
 

@@ -84,8 +84,8 @@ def count_rows(file: str) -> int:
 def _read_json_lines(path: Path) -> Iterator[Row | BadRow]:
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
-            text = line.removeprefix(BOM) if number == 1 else line
-            if not text.strip():
+            text = (line.removeprefix(BOM) if number == 1 else line).rstrip()  # else an error at its end is on "line 2"
+            if not text:
                 continue
             place = f"line {number}"
             try:
@@ -120,7 +120,7 @@ def _parse(data: bytes, *, max_bytes: int | None = MAX_ROW_BYTES) -> Any:
     except RecursionError as error:
         raise ValueError("the JSON is nested too deeply") from error
     except json.JSONDecodeError as error:
-        raise ValueError(f"not valid JSON: {error}") from error
+        raise ValueError(f"not valid JSON: {str(error).replace(': line 1 column', ' at column')}") from error
 
 
 def _refuse_constant(name: str) -> None:
@@ -231,10 +231,8 @@ def _table_rows(path: Path, table: "pa.Table", first: int) -> Iterator[Row | Bad
         except UNREADABLE:
             rows = (_one_row(part, i) for i in range(part.num_rows))
         for number, values in enumerate(rows, first + start):
-            if isinstance(values, dict):
-                yield Row(str(path), f"row {number}", values)
-            else:
-                yield BadRow(str(path), f"row {number}", str(values))
+            place = str(path), f"row {number}"
+            yield Row(*place, values) if isinstance(values, dict) else BadRow(*place, str(values))
 
 
 def _check_names(names: list[str]) -> None:

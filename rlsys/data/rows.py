@@ -79,8 +79,9 @@ def guess(values: Mapping[str, Any], usual: Sequence[str]) -> str:
 
 
 def default_source(config: GradedJob) -> str | None:
-    """The data source of rows without one, where a function, manager or workflow of your own scores them all."""
-    return "custom" if config.reward.is_own or config.actor_rollout_ref.rollout.may_score else None
+    """The data source of rows without one, where a function, manager, workflow or reward model scores them all."""
+    reward, rollout = config.reward, config.actor_rollout_ref.rollout
+    return "custom" if reward.is_own or reward.has_head or rollout.may_score else None
 
 
 def read_prompt_row(values: Mapping[str, Any], config: PromptsConfig, *, source: str | None = None) -> PromptRow:

@@ -268,8 +268,7 @@ class _Reader:
             if memory.index >= len(self._views):
                 raise WireError(f"{memory.index} is not the number of a buffer")
             view = self._views[memory.index]
-            if self.copies and view.readonly:
-                view = memoryview(bytearray(view))
+            view = memoryview(bytearray(view)) if self.copies and view.readonly else view
             self._restored[key] = (_tensor if tag == Tag.TENSOR else _array)(memory, view)
         return self._restored[key]
 

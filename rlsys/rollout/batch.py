@@ -119,9 +119,7 @@ def score_sequences(batch: DataProto, score_fn: ScoreFn) -> Tensor:
 def _params_of(meta: dict[str, Any]) -> SamplingParams:
     """How the batch is sampled but for the rows' seeds."""
     eos = meta.get("eos_token_id")
-    if eos is None or meta.get("ignore_eos"):
-        eos = ()
-    eos_ids = (eos,) if isinstance(eos, int) else tuple(eos)
+    eos_ids = () if eos is None or meta.get("ignore_eos") else (eos,) if isinstance(eos, int) else tuple(eos)
     return SamplingParams(
         max_new_tokens=int(meta["response_length"]),
         temperature=float(meta.get("temperature", 1.0)) if meta.get("do_sample", True) else 0.0,

@@ -351,6 +351,11 @@ class GradingConfig(Section):
         has_manager = self.reward_manager.source != "register" or self.reward_manager.name not in REWARD_MANAGERS
         return has_manager or self.custom_reward_function.path is not None
 
+    @property
+    def has_head(self) -> bool:
+        """Whether a reward model scores by a head."""
+        return False
+
 
 class RewardConfig(GradingConfig):
     """Grading by functions and by a reward model."""

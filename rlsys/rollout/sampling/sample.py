@@ -112,8 +112,7 @@ def sample_tokens(
         tokens = torch.where(params.temperature > 0, tokens, allowed.argmax(-1))
     full = probs.gather(1, tokens[:, None]).squeeze(1).log()
     sampled = (full - kept.log()).float()
-    if params.any_greedy:
-        sampled = torch.where(params.temperature > 0, sampled, 0.0)
+    sampled = torch.where(params.temperature > 0, sampled, 0.0) if params.any_greedy else sampled
     return SampledTokens(tokens, full, sampled, torch.isfinite(kept) & (kept > 0))
 
 

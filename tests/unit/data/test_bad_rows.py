@@ -97,6 +97,7 @@ BAD_LINES: dict[str, tuple[Any, str]] = {
     "UTF-16": ('{"prompt": "a"}'.encode("utf-16"), "UTF-16"),
     "not JSON": (b"hello", "not valid JSON"),
     "single quotes": (b"{'prompt': 'a'}", "not valid JSON"),
+    "no bracket at the end": (b'{"prompt": "a"', "not valid JSON: Expecting ',' delimiter at column 15"),
     "two rows on a line": (b'{"prompt": "a"} {"prompt": "b"}', "not valid JSON"),
     "trailing comma": (b'{"prompt": "a",}', "not valid JSON"),
     "unescaped tab": (b'{"prompt": "a\tb"}', "not valid JSON"),

@@ -13,9 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from rlsys.config import PPOConfig
 from rlsys.config.schema.data import CustomClassConfig, PromptsConfig
 from rlsys.data.chat import Truncation, encode_prompt, truncate
 from rlsys.data.dataset import PromptDataset, configured_source
+from rlsys.data.rows import default_source
 from rlsys.utils.errors import ConfigError, DataError
 from tests.start_tokenizer import build_tokenizer
 
@@ -93,6 +95,11 @@ def test_other_columns_can_hold_prompt_and_source(tmp_path: Path) -> None:
     assert (prompts[0].data_source, prompts[0].reward_model) == ("sums", {"style": "rule", "ground_truth": 4})
     assert prompts[0].fields == {"agent_name": "x", "task": "sums"}, "graders and teachers read it by its name"
     assert prompts.data_sources == ("sums",)
+
+
+def test_rows_need_no_data_source_where_a_reward_model_scores_them() -> None:
+    scored = PPOConfig.model_validate({"reward": {"reward_model": {"enable": True}}})
+    assert (default_source(scored), default_source(PPOConfig())) == ("custom", None)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
