@@ -189,10 +189,12 @@ async def _without_exit(score: Awaitable[object]) -> object:
 
 
 def describe(error: BaseException) -> str:
-    """One line: type, text and the innermost line of code."""
+    """One line: type, text and the innermost line of code, not one of this package where that raises on purpose."""
     frames = traceback.extract_tb(error.__traceback__)
+    if frames and (frames[-1].line or "").startswith("raise"):
+        frames = [frame for frame in frames if Path(__file__).parents[2] not in Path(frame.filename).parents]
     where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {str(error)[:1000]}{where}"
+    return f"{type(error).__name__}: {str(error)[:1000].strip()}{where}"
 
 
 def _unscored(error: BaseException) -> RewardResult:

@@ -3,6 +3,7 @@
 import bdb
 import fcntl
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -140,8 +141,11 @@ def test_a_grader_that_fails_is_an_error_and_no_neighbour_pays(faults: RewardPoo
 
 
 def test_the_cause_of_an_error_is_in_its_message(faults: RewardPool) -> None:
-    texts = {fault: among_neighbours(faults, fault)[0].message for fault in ("raise", "segv", "abort", "exit", "nan")}
-    assert "ValueError: no such answer" in texts["raise"]
+    texts = {
+        fault: among_neighbours(faults, fault)[0].message for fault in ("raise", "none", "segv", "abort", "exit", "nan")
+    }
+    assert re.fullmatch(r"ValueError: no such answer \(grader_\d+.py:\d+\)", texts["raise"])
+    assert texts["none"] == "TypeError: the grader returned NoneType instead of a number"  # no line of ours
     assert "SIGSEGV" in texts["segv"]
     assert "SIGABRT" in texts["abort"]
     assert "about to abort" in texts["abort"]
