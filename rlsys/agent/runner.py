@@ -9,7 +9,7 @@ import asyncio
 import copy
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -177,7 +177,7 @@ class EpisodeRunner:
         self.settings, self.workflow, self.pool = settings, workflow, pool
         self._tools, self._agents, self._rounds = tuple(tools), dict(agents or {}), rounds
         self._slots, self.deadline_s = asyncio.Semaphore(max_concurrent), deadline_s
-        self._thread = LoopThread("episodes")
+        self._thread, self._warned = LoopThread("episodes"), deque[str](maxlen=16)
 
     def submit(
         self,
@@ -274,7 +274,9 @@ class EpisodeRunner:
             end, error = "error", describe(failure)
             if limit.expired():
                 end, error = "deadline", f"no result within {self.deadline_s:g} s"
-            log.warning("episode %s failed: %s", session.name, error)
+            if error not in self._warned:  # a thousand episodes of a broken agent are one warning
+                self._warned.append(error)
+                log.warning("episode %s failed: %s", session.name, error)
             return EpisodeResult([], 0.0, end, error=error)
 
 

@@ -1,6 +1,7 @@
 """The tool processes of a job: calls with a deadline in processes that are killed and replaced when they hang."""
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,6 +16,7 @@ from rlsys.config.schema.rollout import AgentConfig, MultiTurnConfig
 from rlsys.rewards.pool.messages import late
 from rlsys.rewards.pool.pool import Grader, RewardItem, RewardPool, RewardResult, failed
 
+log = logging.getLogger(__name__)
 PROCESS = str(Path(__file__).with_name("tool_process.py"))
 
 
@@ -29,7 +31,7 @@ class ToolPool:
         self.num_workers, self._timeout_s = agent.num_workers, agent.tool_timeout_s
         self._cut = {"max_chars": turns.max_tool_response_length, "side": turns.tool_response_truncate_side}
         self._pools: dict[str, RewardPool] = {}
-        self.functions, self.objects = set[str](), set[str]()
+        self.functions, self.objects, self._warned = set[str](), set[str](), set[str]()
         self.object_numbers = count(1)
 
     async def call(self, item: RewardItem, host: str) -> RewardResult:
@@ -42,7 +44,11 @@ class ToolPool:
         message, name = result.message, ".".join(filter(None, (item.data_source.rpartition(":")[2], item.solution)))
         if message == late(self._timeout_s):
             message = f"{name}: no result within agent.tool_timeout_s={self._timeout_s:g} s"
-        return replace(result, message=message.replace("the grader's process", "the tool's process"))
+        message = message.replace("the grader's process", "the tool's process")
+        if result.status != "ok" and name not in self._warned:
+            self._warned.add(name)
+            log.warning("a call of %s failed: %s; agent/tool_%s counts such calls", name, message, result.status)
+        return replace(result, message=message)
 
     def close(self) -> None:
         """End all processes."""

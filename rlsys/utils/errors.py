@@ -75,6 +75,8 @@ def raised_as(kind: type[Exception], message: str, *errors: type[BaseException])
     try:
         yield
     except kinds as error:
+        while isinstance(error, ExceptionGroup):  # "unhandled errors in a TaskGroup" does not say what happened
+            error = error.exceptions[0]
         name = "" if errors else f"{type(error).__name__}: "
         raise kind(f"{message}: {name}{' '.join(str(error).split())}") from error
 

@@ -92,6 +92,8 @@ def test_only_the_selected_tools_of_a_server(tmp_path):
 def test_a_server_that_does_not_start_is_a_config_error(tmp_path):
     with pytest.raises(ConfigError, match=r"MCP server arithmetic of .* does not list its tools"):
         tools_of_yaml(yaml_for(tmp_path, {"command": "/no/such/program"}), key="k")
+    with pytest.raises(ConfigError, match="does not list its tools: MCPError: Connection closed"):
+        tools_of_yaml(yaml_for(tmp_path, {"command": "false"}), key="k")
     (tmp_path / "servers.json").write_text("{}")
     with pytest.raises(ConfigError, match="not a JSON file with mcpServers"):
         tools_of_yaml(str(tmp_path / "tools.yaml"), key="k")

@@ -127,10 +127,12 @@ async def test_a_function_is_called_with_its_arguments(pool):
 )
 async def test_what_a_tool_does_wrong_is_a_text_for_the_model(function, text, caplog):
     with closing(tool_pool(num_workers=1, timeout_s=scaled_s(4.0))) as pool:
-        result = await tools_with(pool, function).call(function.__name__, {})
-    assert result.status == "error"
+        result, again = [await tools_with(pool, function).call(function.__name__, {}) for _ in range(2)]
+    assert (result.status, again.status) == ("error", "error")
     assert text in result_text(result)
-    assert not caplog.messages, "it is no answer that could not be graded"
+    (warning,) = caplog.messages  # of the first call, and it is no answer that could not be graded
+    assert warning.startswith(f"a call of {function.__name__} failed: ")
+    assert text in warning
 
 
 async def test_wrong_arguments_and_unknown_tools_are_texts_for_the_model(pool):

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from concurrent.futures import wait
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -139,7 +140,11 @@ def test_trls_environment_class_runs_unchanged(episode):
 
 @pytest.mark.parametrize(
     ("goal", "reward", "error"),
-    [(5, 0.5, ""), (6, 0.0, "get_reward returned no number: 0.5"), (7, 0.0, "no number: Error: KeyError: 7")],
+    [
+        (5, 0.5, ""),
+        (6, 0.0, "get_reward returned no number: 0.5"),
+        (7, 0.0, "no number: Error: KeyError: 7"),
+    ],
 )
 def test_a_reward_of_an_environment_that_is_no_number_is_an_episode_that_failed(episode, goal, reward, error):
     result = episode(user_tools.Judged, lambda _: "42", row={**ROW, "goal": goal})  # 42 is what the job's grader likes
@@ -330,6 +335,16 @@ async def rewards_turns(row, session):
 def test_an_episode_without_a_result_has_no_rows(episode, workflow, end, num_rows):
     result = episode(workflow, lambda _: "x")
     assert (result.end, len(result.rows)) == (end, num_rows)
+
+
+def test_episodes_that_fail_by_one_cause_are_one_warning_that_names_the_users_line(pool, caplog):
+    """A thousand episodes of a broken agent were a thousand warnings."""
+    settings = settings_for(RandomEngine(TOKENIZER, lambda _: "x"), TEMPLATE, grade=grade)
+    with closing(EpisodeRunner(settings, load_workflow(fails), pool)) as runner:
+        ended = runner.submit([EpisodeStart(ROW, seed) for seed in range(8)], SamplingParams(64))
+        assert {future.result(scaled_s(60.0)).end for future in ended} == {"error"}
+    (warning,) = caplog.messages
+    assert re.fullmatch(r"episode .* failed: KeyError: .* \(test_workflows.py:\d+\)", warning)
 
 
 @pytest.mark.parametrize("in_task", [False, True])
