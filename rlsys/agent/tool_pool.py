@@ -47,7 +47,7 @@ class ToolPool:
         message = message.replace("the grader's process", "the tool's process")
         if result.status != "ok" and name not in self._warned:
             self._warned.add(name)
-            log.warning("a call of %s failed: %s; agent/tool_%s counts such calls", name, message, result.status)
+            log.warning("a call of %s failed: %s", name, message)
         return replace(result, message=message)
 
     def close(self) -> None:
