@@ -17,8 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from rlsys.batching.partition import balanced_partitions
 from rlsys.config.schema.jobs import PPOConfig
 from rlsys.config.vocabulary import ADV_ESTIMATORS
-from rlsys.protocol.rows import compute_response_mask as compute_response_mask
-from rlsys.protocol.rows import position_ids
+from rlsys.protocol.rows import compute_response_mask, position_ids
 from rlsys.rewards.registry import compute_score
 
 AdvantageEstimator = StrEnum("AdvantageEstimator", {name.upper(): name for name in ADV_ESTIMATORS})  # pyrefly: ignore

@@ -24,14 +24,13 @@ from rlsys.models.megatron.family import Head, family_of, find_family, tied
 from rlsys.models.megatron.rules import by_local
 from rlsys.models.quantized import without_quantization
 from rlsys.types import EXPORT_FILE_BYTES, HFConfig, Shapes, Shard
+from rlsys.utils import safetensors_header
 from rlsys.utils.atomic import write_whole, written_dir, written_whole
 from rlsys.utils.errors import CheckpointError, raised_as
 from rlsys.utils.grouping import buckets
 from rlsys.utils.run_folders import HUGGINGFACE
-from rlsys.utils.safetensors_header import DTYPES as SAFETENSORS_DTYPES
-from rlsys.utils.safetensors_header import header
 
-DTYPES = {stored: getattr(torch, name) for name, stored in SAFETENSORS_DTYPES.items()}
+DTYPES = {stored: getattr(torch, name) for name, stored in safetensors_header.DTYPES.items()}
 """Torch's types by safetensors' names of them."""
 TensorSpec = tuple[str, tuple[int, ...]]
 
@@ -64,7 +63,7 @@ def merge(
     pieced: dict[str, PiecedTensor] = {} if is_model else open_checkpoint(checkpoint, hf_config, backend)
     stored: hf.TensorSource = hf.open_model_dir(checkpoint) if is_model else pieced
     if not is_model and not is_split(checkpoint):
-        dtype = dtype or SAFETENSORS_DTYPES.get(str(hf_config.get("dtype") or hf_config.get("torch_dtype")))
+        dtype = dtype or safetensors_header.DTYPES.get(str(hf_config.get("dtype") or hf_config.get("torch_dtype")))
     carried = _carried(hf_config)
     weights = stored
     if carry_from is not None:
@@ -230,7 +229,7 @@ def write_file(path: Path, specs: Mapping[str, TensorSpec], tensors: Iterable[Te
     """Write one file and force it to disk. `tensors` come in the order of `specs`, names to (stored type, shape)."""
     given = iter(tensors)
     with written_whole(path, durable=True) as file:
-        file.write(header((name, spec[0], spec[1], num_bytes(spec)) for name, spec in specs.items()))
+        file.write(safetensors_header.header((name, spec[0], spec[1], num_bytes(spec)) for name, spec in specs.items()))
         for name, (dtype, shape) in specs.items():
             tensor = next(given)
             assert (tensor.dtype, tuple(tensor.shape)) == (torch_dtype(dtype), tuple(shape)), name

@@ -85,8 +85,7 @@ def write_stream(file: BinaryIO, header: bytes, buffers: Sequence[Buffer]) -> No
     """Write a wire form from the start of `file`."""
     parts = [memoryview(part).cast("B") for part in (header, *buffers)]
     front = _HEAD.pack(MAGIC, len(parts)) + b"".join(_ENTRY.pack(part.nbytes, zlib.crc32(part)) for part in parts)
-    for part in (front, _SUM.pack(zlib.crc32(front)), *parts):
-        file.write(part)
+    file.writelines((front, _SUM.pack(zlib.crc32(front)), *parts))
 
 
 def read_stream(file: BinaryIO, file_bytes: int) -> tuple[bytes, list[bytearray]]:

@@ -100,8 +100,7 @@ def equal(answer: str, ground_truth: str) -> bool:
         return bare_answer == bare_truth
     from math_verify import verify
 
-    gold, parsed = _parse(f"\\boxed{{{ground_truth}}}"), _parse(f"\\boxed{{{answer}}}")
-    return verify(gold, parsed, timeout_seconds=None)
+    return verify(_parse(f"\\boxed{{{ground_truth}}}"), _parse(f"\\boxed{{{answer}}}"), timeout_seconds=None)
 
 
 def _parse(text: str) -> list[Any]:

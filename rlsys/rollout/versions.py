@@ -7,8 +7,7 @@ the source of wheels.
 
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as version_of
+from importlib import metadata
 from typing import Generic, TypeVar
 
 from packaging.specifiers import SpecifierSet
@@ -60,8 +59,8 @@ class VersionTable(Generic[F]):
     def installed(self) -> str | None:
         """The version that is installed here."""
         for distribution in self.distributions:
-            with suppress(PackageNotFoundError):
-                return version_of(distribution)
+            with suppress(metadata.PackageNotFoundError):
+                return metadata.version(distribution)
         return None
 
     def installed_features(self) -> F:

@@ -173,7 +173,8 @@ def learned_from_vllm(path: Path, tp: int, dp: int, ep: int, stages: int = 1) ->
     from vllm.model_executor.model_loader.utils import initialize_model
 
     from rlsys.rollout.vllm.engine_args import engine_arguments
-    from rlsys.rollout.vllm.groups import own_shared_memory, rank_within_replica
+    from rlsys.rollout.vllm.groups import own_shared_memory
+    from rlsys.utils.environment import environment
 
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(os.getppid()), "VLLM_CPU_KVCACHE_SPACE": "1"}
     rollout = GenerationConfig(
@@ -186,7 +187,7 @@ def learned_from_vllm(path: Path, tp: int, dp: int, ep: int, stages: int = 1) ->
         pipeline_model_parallel_size=stages,
     )
     arguments = EngineArgs(skip_tokenizer_init=True, **engine_arguments(path, rollout, EngineContext()))
-    with rank_within_replica(dist.get_rank()):
+    with environment({"RANK": str(dist.get_rank())}):
         config = arguments.create_engine_config()
     with set_current_vllm_config(config):
         with own_shared_memory():

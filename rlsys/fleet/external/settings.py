@@ -59,9 +59,8 @@ class RemoteSettings:
 def settings_of(rollout: RolloutConfig, deadlines: GradingDeadlinesConfig, *, max_staleness: int) -> RemoteSettings:
     """The settings of a run, with addresses and token from the environment; ConfigError if no address is set."""
     servers = rollout.servers
-    urls = server_urls(rollout.name.removesuffix("_remote"), servers.urls or ())
     return RemoteSettings(
-        urls,
+        server_urls(rollout.name.removesuffix("_remote"), servers.urls or ()),
         servers,
         token=os.environ.get(servers.token_env, ""),
         start_s=deadlines.start_s,

@@ -131,9 +131,8 @@ class Family:
 
     def model_args(self, hf_config: HFConfig, *, tp_size: int, head: Head = "lm") -> blocks.Settings:
         """Keyword arguments of Megatron's GPTModel besides its configuration, specs and stage."""
-        vocab = self.dims(hf_config)["vocab"]
         return {
-            "vocab_size": ceil(vocab / tp_size) * tp_size,
+            "vocab_size": ceil(self.dims(hf_config)["vocab"] / tp_size) * tp_size,
             "max_sequence_length": hf_config.get("max_position_embeddings", 4096),
             "share_embeddings_and_output_weights": head == "lm" and tied(hf_config),
             "position_embedding_type": "rope",

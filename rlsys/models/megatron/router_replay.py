@@ -81,9 +81,8 @@ class RouterReplay:
         width = self.routes.shape[1]
         places = (here if rows is None else rows.to(here.device)[here // width], here % width)
         for router in routers:
-            layer = router.layer_number - 1
             given = torch.full((len(columns), self.routes.shape[3]), NO_ROUTE, device=columns.device)
-            given[is_real] = self.routes[(*places, layer)].to(given)
+            given[is_real] = self.routes[(*places, router.layer_number - 1)].to(given)
             router.router_replay.given = given
             router.router_replay.to_recompute.append(given)
         yield

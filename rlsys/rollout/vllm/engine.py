@@ -29,9 +29,10 @@ from rlsys.rollout.sampling.hook import SPEC_KEY, UNUSED, SampleSpec
 from rlsys.rollout.vllm.determinism import restored_torch
 from rlsys.rollout.vllm.engine_args import engine_arguments
 from rlsys.rollout.vllm.given_images import image_prompt, take_given_images
-from rlsys.rollout.vllm.groups import end_groups, own_shared_memory, rank_within_replica, share_cache_plans
+from rlsys.rollout.vllm.groups import end_groups, own_shared_memory, share_cache_plans
 from rlsys.rollout.vllm.packed_weights import keep_loadable
 from rlsys.types import WeightLayout
+from rlsys.utils.environment import environment
 
 NUM_DRAIN_STEPS = 2
 
@@ -63,7 +64,8 @@ class VLLMRollout(BaseRolloutEngine):
             names = own_shared_memory() if on_cpu else names
         if has_stages:
             share_cache_plans()
-        with restored_torch(), names, rank_within_replica(self._place):
+        # vLLM takes its data-parallel rank from RANK, which must count from the first rank of the replica
+        with restored_torch(), names, environment({"RANK": str(self._place)}):
             self.engine = self._start(arguments)
         self._stream = None if on_cpu else torch.cuda.current_stream()
         self._sampling = self._rpc("rlsys_start_sampling")
@@ -110,8 +112,8 @@ class VLLMRollout(BaseRolloutEngine):
             while True:
                 new, cancelled, stop = self._next()
                 for one in new:
-                    ids, images = one.request.input_ids, one.request.images
-                    self._add(ids, SampleSpec.of(one), images, max_tokens=one.max_new_tokens)
+                    given = one.request
+                    self._add(given.input_ids, SampleSpec.of(one), given.images, max_tokens=one.max_new_tokens)
                 if cancelled:
                     self._abort(cancelled)
                 if stop:
@@ -167,7 +169,7 @@ class VLLMRollout(BaseRolloutEngine):
         Without statistics, routes and images vLLM's output processor gets only the requests that end, and the tokens
         of the others are kept for it: it would look at each of them at every step.
         """
-        core, processor = self.engine.engine_core, self.engine.output_processor
+        core = self.engine.engine_core
         if self._stream is not None:
             # At a thread's first all-reduce vLLM gives it a stream of its own, in the middle of its first step.
             torch.cuda.set_stream(self._stream)
@@ -177,12 +179,12 @@ class VLLMRollout(BaseRolloutEngine):
             return self.engine.step()
         ended = []
         for output in core.get_output().outputs:
-            state = processor.request_states.get(output.request_id)
+            state = self.engine.output_processor.request_states.get(output.request_id)
             if state is None or output.finish_reason is not None:
                 ended.append(output)
             else:
                 state.detokenizer.token_ids += output.new_token_ids
-        return processor.process_outputs(ended).request_outputs
+        return self.engine.output_processor.process_outputs(ended).request_outputs
 
     def _next(self) -> tuple[list[RunningRequest], list[RunningRequest], bool]:
         """What came in, and whether to stop at this step; ranks that serve together follow the first of them.
@@ -259,10 +261,10 @@ class VLLMRollout(BaseRolloutEngine):
             for output in outputs:
                 if output.request_id in rows:
                     row = rows.pop(output.request_id)
-                    ids, known = sequences[row], output.prompt_logprobs
+                    ids = sequences[row]
                     last = range(len(ids) - lengths[row], len(ids))
-                    if len(known) == len(ids):  # in the last stage
-                        yield row, [known[at][ids[at]].logprob for at in last]
+                    if len(output.prompt_logprobs) == len(ids):  # in the last stage
+                        yield row, [output.prompt_logprobs[at][ids[at]].logprob for at in last]
 
     def weight_layout(self) -> WeightLayout:
         """On CPU every HF tensor whole, in host memory; on a GPU the learned layout of vLLM's own parameters."""

@@ -2,15 +2,13 @@
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch.distributed as dist
-
-from rlsys.utils.environment import environment
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -40,11 +38,6 @@ def _end_world(parallel_state: Any) -> None:
     if parallel_state._WORLD is not None:
         parallel_state._WORLD.destroy()
     parallel_state._WORLD = None
-
-
-def rank_within_replica(rank: int) -> AbstractContextManager[None]:
-    """Within the block RANK counts from the first rank of the replica, as vLLM takes its data-parallel rank from it."""
-    return environment({"RANK": str(rank)})
 
 
 def share_cache_plans() -> None:

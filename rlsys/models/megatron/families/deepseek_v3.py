@@ -27,10 +27,9 @@ def dims(hf_config: HFConfig) -> dict[str, int]:
 
 def settings(hf_config: HFConfig) -> blocks.Settings:
     """Keyword arguments of Megatron's transformer configuration."""
-    own = dims(hf_config)
     return {
         **blocks.attention_settings({**hf_config, "num_key_value_heads": None, "head_dim": hf_config["v_head_dim"]}),
-        **sparse_settings(hf_config, own),
+        **sparse_settings(hf_config, dims(hf_config)),
         "multi_latent_attention": True,
         "qk_layernorm": True,
         "q_lora_rank": hf_config.get("q_lora_rank"),
