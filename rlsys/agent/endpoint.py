@@ -58,8 +58,8 @@ class Endpoint:
     async def open(self, session: Session) -> OpenEpisode:
         """Give an episode its URL; the server starts with the first one."""
         address = await self.start()
-        name, key = secrets.token_urlsafe(9), secrets.token_urlsafe(24)
-        episode = OpenEpisode(session, f"http://{address}/e/{name}/v1", key)
+        name = secrets.token_urlsafe(9)
+        episode = OpenEpisode(session, f"http://{address}/e/{name}/v1", secrets.token_urlsafe(24))
         self._episodes[name] = episode
         return episode
 

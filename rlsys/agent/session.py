@@ -184,16 +184,16 @@ class Session:
         branch = None if last is None or rendered else last
         if (cached := self._given.get((id(branch), key))) is not None:
             return cached, key
-        template, limit = self.settings.template, self.settings.max_prompt_tokens + self.settings.max_response_tokens
+        limit = self.settings.max_prompt_tokens + self.settings.max_response_tokens
         if len(json.dumps(with_placeholders(rest), ensure_ascii=False, default=str)) > 64 * limit:
             raise self._ended("length" if last else "context")  # others wait while a text is made tokens, 2 s a MB
         if branch is not None and rest:
-            ids, images = template.encode(branch, rest, tools)
-            if images and template.has_drawn_placeholders(branch):
+            ids, images = self.settings.template.encode(branch, rest, tools)
+            if images and self.settings.template.has_drawn_placeholders(branch):
                 raise self._ended("image_token")
             span = self.trace.give(ids, branch, images)
         else:
-            ids, images = template.encode(None, conversation, tools)
+            ids, images = self.settings.template.encode(None, conversation, tools)
             before = last.context if last is not None and rendered and not images else ()
             prefix = last if before and ids[: len(before)] == before else None
             self.counts["branches"] += bool(self.trace.spans) and prefix is None

@@ -248,10 +248,10 @@ def dro(
 
     ValueError without `policy_loss.dro_beta`.
     """
-    beta, log_ratio = config.policy_loss.dro_beta, log_prob - old_log_prob
-    if beta is None:
+    log_ratio = log_prob - old_log_prob
+    if config.policy_loss.dro_beta is None:
         raise ValueError("policy_loss.loss_mode=dro needs policy_loss.dro_beta, the weight of the squared log-ratio")
-    per_token = -(log_prob * advantages - 0.5 * beta * log_ratio.square())
+    per_token = -(log_prob * advantages - 0.5 * config.policy_loss.dro_beta * log_ratio.square())
     return PolicyLoss(per_token, response_mask, _metrics(log_ratio, response_mask))
 
 

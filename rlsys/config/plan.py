@@ -110,35 +110,36 @@ def plan_text(cfg: Section, facts: Mapping[str, str] = MappingProxyType({})) -> 
 
 
 def _ppo_lines(cfg: PPOConfig, facts: Mapping[str, str]) -> list[tuple[str, str]]:
-    plan, data, trainer, answers = plan_batches(cfg), cfg.data, cfg.trainer, cfg.actor_rollout_ref.rollout.n
+    plan, rollout = plan_batches(cfg), cfg.actor_rollout_ref.rollout
+    data = cfg.data
     tokens = f"{data.max_prompt_length} + {data.max_response_length} tokens at most"
     generated = f", generated {data.gen_batch_size} prompts at a time" if cfg.algorithm.filter_groups.enable else ""
     by = ""
     if plan.pools.external:
-        is_broadcast = cfg.actor_rollout_ref.rollout.checkpoint_engine.backend == "nccl"
+        is_broadcast = rollout.checkpoint_engine.backend == "nccl"
         by = "; over a process group" if is_broadcast else "; in files, which the servers must see"
     return [
-        ("step", f"{data.train_batch_size} prompts x {answers} = {plan.samples} samples of {tokens}{generated}"),
+        ("step", f"{data.train_batch_size} prompts x {rollout.n} = {plan.samples} samples of {tokens}{generated}"),
         ("actor", _role_words(plan.actor, "actor_rollout_ref.actor")),
         ("critic", _role_words(plan.critic, "critic") if plan.critic else "none"),
         ("reference", "yes, for the KL term" if cfg.use_reference else "none"),
         ("teachers", ", ".join(model.path or "" for model in cfg.teachers.values())),
         ("advantages", f"{cfg.algorithm.adv_estimator}; loss {cfg.actor_rollout_ref.actor.policy_loss.loss_mode}"),
-        ("length", _length_words(trainer, data.train_batch_size)),
-        ("workers", _worker_words(trainer, facts, plan.pools)),
+        ("length", _length_words(cfg.trainer, data.train_batch_size)),
+        ("workers", _worker_words(cfg.trainer, facts, plan.pools)),
         *((name, facts.get(name, "")) for name in ("memory", "sizes", "time", "layouts")),
-        ("weights", _weights_words(trainer.max_staleness, trainer.sync_freq) + by),
+        ("weights", _weights_words(cfg.trainer.max_staleness, cfg.trainer.sync_freq) + by),
     ]
 
 
 def _supervised_lines(cfg: SupervisedConfig, facts: Mapping[str, str]) -> list[tuple[str, str]]:
-    data, trainer, rows = cfg.data, cfg.trainer, cfg.data.train_batch_size
-    dp = trainer.nnodes * trainer.n_gpus_per_node // shared_by(cfg.engine)
-    role = RolePlan(samples=rows, mini_batch_samples=rows, dp_size=dp, epochs=1, size=data.training)
+    rows = cfg.data.train_batch_size
+    dp = cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node // shared_by(cfg.engine)
+    role = RolePlan(samples=rows, mini_batch_samples=rows, dp_size=dp, epochs=1, size=cfg.data.training)
     return [
-        ("step", f"{rows} rows of {data.max_length} tokens at most; {_rank_words(role)}"),
-        ("length", _length_words(trainer, rows)),
-        ("workers", _worker_words(trainer, facts)),
+        ("step", f"{rows} rows of {cfg.data.max_length} tokens at most; {_rank_words(role)}"),
+        ("length", _length_words(cfg.trainer, rows)),
+        ("workers", _worker_words(cfg.trainer, facts)),
     ]
 
 
@@ -162,8 +163,8 @@ def _rank_words(role: RolePlan) -> str:
 
 
 def _length_words(run: TrainingConfig, batch: int) -> str:
-    epochs, steps = f"{_many(run.total_epochs, 'epoch')} of (rows / {batch}) steps", run.total_training_steps
-    return epochs if steps is None else _many(steps, "step")
+    epochs = f"{_many(run.total_epochs, 'epoch')} of (rows / {batch}) steps"
+    return epochs if run.total_training_steps is None else _many(run.total_training_steps, "step")
 
 
 def _worker_words(trainer: RunConfig, facts: Mapping[str, str], pools: Pools | None = None) -> str:

@@ -30,14 +30,14 @@ class Pools:
 
 def resolve_pools(cfg: PPOConfig) -> Pools:
     """The pools of a loaded configuration (loading has already turned trainer.allocation_mode into counts)."""
-    trainer, grader = cfg.trainer, cfg.reward.reward_model
-    train_ranks = trainer.nnodes * trainer.n_gpus_per_node
+    grader = cfg.reward.reward_model
+    train_ranks = cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node
     external = cfg.actor_rollout_ref.rollout.is_external
     own_pool = grader.enable and grader.enable_resource_pool
     return Pools(
         train_ranks=train_ranks,
-        rollout_ranks=0 if external else trainer.rollout_workers or train_ranks,
-        colocated=trainer.rollout_workers == 0 and not external,
+        rollout_ranks=0 if external else cfg.trainer.rollout_workers or train_ranks,
+        colocated=cfg.trainer.rollout_workers == 0 and not external,
         reward_model_ranks=grader.nnodes * grader.n_gpus_per_node if own_pool else 0,
         external=external,
         teacher_ranks=cfg.distillation.nnodes * cfg.distillation.n_gpus_per_node if cfg.distillation.enabled else 0,
@@ -49,14 +49,14 @@ def process_pools(cfg: PPOConfig, node_size: int) -> dict[str, list[int]]:
 
     Each copy of a rollout engine may be on another node; one that is larger than a node is spread over whole nodes.
     """
-    pools, trainer, grader = resolve_pools(cfg), cfg.trainer, cfg.reward.reward_model
-    by_node = {"train": [trainer.n_gpus_per_node] * trainer.nnodes}
+    pools = resolve_pools(cfg)
+    by_node = {"train": [cfg.trainer.n_gpus_per_node] * cfg.trainer.nnodes}
     if not pools.colocated and not pools.external:
         per_copy = cfg.actor_rollout_ref.rollout.replica_size
         copy = [min(node_size, per_copy - at) for at in range(0, per_copy, node_size)]
         by_node["rollout"] = copy * (pools.rollout_ranks // per_copy)
     if pools.reward_model_ranks:
-        by_node["reward_model"] = [grader.n_gpus_per_node] * grader.nnodes
+        by_node["reward_model"] = [cfg.reward.reward_model.n_gpus_per_node] * cfg.reward.reward_model.nnodes
     if pools.teacher_ranks:
         by_node["teacher"] = [cfg.distillation.n_gpus_per_node] * cfg.distillation.nnodes
     return by_node

@@ -58,8 +58,8 @@ def load_texts(
     texts, _ = parse_rows(rows, lambda row: parse_row(row.values, tokenizer, config, is_kto), bad_rows=config.bad_rows)
     if is_kto:
         for row, (other, *_) in zip(texts, [*texts[1:], *texts[:1]], strict=True):  # for KTO's reference point
-            prompt, room = row[0].prompt_ids, config.max_length - len(row[0].prompt_ids)
-            row.append(TokenizedText(prompt, other.response_ids[:room], other.mask[:room]))
+            room = config.max_length - len(row[0].prompt_ids)
+            row.append(TokenizedText(row[0].prompt_ids, other.response_ids[:room], other.mask[:room]))
     return texts
 
 

@@ -38,12 +38,12 @@ def split_rows(
 
 def packs_of(batch: DataProto, parts: Sequence[Sequence[int]], vision: VisionModel | None) -> Iterator[Pack]:
     """The packs of these row numbers, with their images where there is a model that takes some."""
-    rows, images = batch.tensors, images_of(batch)
+    images = images_of(batch)
     for part in parts:
         index = torch.tensor(part) if part else None
-        tokens = empty_rows(torch.device("cpu")) if index is None else token_rows(rows[index])
+        tokens = empty_rows(torch.device("cpu")) if index is None else token_rows(batch.tensors[index])
         if vision is not None:
-            own = [images[row] for row in part if rows["attention_mask"][row].any()] or [()]
+            own = [images[row] for row in part if batch.tensors["attention_mask"][row].any()] or [()]
             packed, positions = pack_images(vision.config, tokens.token_ids, tokens.lengths, own)
             tokens = replace(tokens, images=packed, position_ids=positions)
         yield Pack(index, tokens)

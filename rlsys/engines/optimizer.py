@@ -26,7 +26,7 @@ def num_warmup_steps(optim: OptimConfig, total_steps: int) -> int:
 def lr_at(step: float, optim: OptimConfig, total_steps: int) -> float:
     """Learning rate of the step after `step` steps: a linear warm-up from zero, then constant, cosine or linear to
     `min_lr_ratio`; the same numbers as transformers' and verl's schedules."""
-    warmup, floor = num_warmup_steps(optim, total_steps), optim.min_lr_ratio
+    warmup = num_warmup_steps(optim, total_steps)
     last_step = optim.lr_decay_steps or total_steps
     if step < warmup:
         return optim.lr * step / warmup
@@ -34,7 +34,7 @@ def lr_at(step: float, optim: OptimConfig, total_steps: int) -> float:
         return optim.lr
     progress = min(1.0, (step - warmup) / max(1, last_step - warmup))
     shape = 0.5 * (1 + math.cos(math.pi * progress)) if optim.lr_scheduler_type == "cosine" else 1 - progress
-    return optim.lr * (floor + (1 - floor) * shape)
+    return optim.lr * (optim.min_lr_ratio + (1 - optim.min_lr_ratio) * shape)
 
 
 class BaseOptimizer(ABC):

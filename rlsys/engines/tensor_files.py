@@ -53,8 +53,8 @@ def write_files(directory: Path, name_end: str, boxes: StoredBoxes) -> tuple[lis
     files: dict[str, dict[str, Tensor]] = defaultdict(dict)
     entries = []
     for key, start, tensor in boxes:
-        kind, name = key.partition(".")[0], f"{key}@{','.join(map(str, start))}"
-        file = f"{kind}_{name_end}.safetensors"
+        name = f"{key}@{','.join(map(str, start))}"
+        file = f"{key.partition('.')[0]}_{name_end}.safetensors"
         files[file][name] = tensor.detach().contiguous()
         chunk = {"offset": list(start), "shape": list(tensor.shape), "file": file, "name": name}
         entries.append((key, str(tensor.dtype).removeprefix("torch."), chunk))

@@ -102,7 +102,7 @@ class ElasticFleet(RolloutFleet):
 
     def _start(self, entry: ReplicaState) -> None:
         """Start a replica where the cluster finds a place."""
-        replica, rank = entry.replica, self._ranks[entry.replica.name]
+        rank = self._ranks[entry.replica.name]
         entry.cancelled = set()
         try:
             place = self.places.vacate(rank)
@@ -110,12 +110,12 @@ class ElasticFleet(RolloutFleet):
                 self._fail_if_all_are_down()
                 if self._closed:
                     return
-            self._placed_s[replica.name] = time.monotonic()
-            log.info("starting %s", replica.name)
-            replica.restart(self.deadlines.restart_s)
+            self._placed_s[entry.replica.name] = time.monotonic()
+            log.info("starting %s", entry.replica.name)
+            entry.replica.restart(self.deadlines.restart_s)
             self._bring_weights(entry)
         except Exception as error:
-            log.warning("%s was not started: %s", replica.name, error)
+            log.warning("%s was not started: %s", entry.replica.name, error)
             with self._change:
                 self._change.wait_for(lambda: self._closed, RETRY_S)
 

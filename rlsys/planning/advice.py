@@ -22,7 +22,7 @@ def memory_line(cfg: PPOConfig, machine: Machine) -> str:
     Empty where the model's config.json is not on this machine. An engine that takes a share of the device for its
     cache is counted without it where the device's size is not known.
     """
-    device, size, engine = machine.device, machine.device_bytes, cfg.actor_rollout_ref.rollout.name
+    size, engine = machine.device_bytes, cfg.actor_rollout_ref.rollout.name
     if not machine.actor:
         return ""
     try:
@@ -33,11 +33,11 @@ def memory_line(cfg: PPOConfig, machine: Machine) -> str:
     peak = max((s for s in plan.train if s.name not in ("start", "rollout")), key=lambda stage: stage.total)
     own, figures = {stage.name: stage for stage in plan.rollout}, [f"{stages['start'].total / GIB:.1f} to start"]
     if generating := own.get("rollout") or stages.get("rollout"):
-        cache = "" if device == "cpu" or generating.bytes.get(CACHE) else f" + {engine}'s cache"
+        cache = "" if machine.device == "cpu" or generating.bytes.get(CACHE) else f" + {engine}'s cache"
         figures.append(f"{generating.total / GIB:.1f}{cache} to generate{' (on a rollout device)' if own else ''}")
     figures.append(f"{peak.total / GIB:.1f} at most in the other stages ({peak.name})")
     kind = "GPU" if size or cfg.trainer.device == "cuda" else "GPU, where the cluster has them"
-    kind = kind if device == "cuda" else "CPU process"
+    kind = kind if machine.device == "cuda" else "CPU process"
     most = max(stage.total for stage in (*plan.train, *plan.rollout))
     over = f": more than its {size / GIB:.1f}, see docs/oom.md" if 0 < size < most else _disk(cfg, machine)
     return f"{parameters / 1e6:.1f}M parameters; GiB on a {kind}: {', '.join(figures)}{over}"
@@ -55,14 +55,14 @@ def _disk(cfg: PPOConfig, machine: Machine) -> str:
 
 def facts_of(cfg: PPOConfig, device: Device, device_bytes: int) -> Machine:
     """A device of a job, with what is on this machine of the config.json of its models."""
-    policy, grader = cfg.actor_rollout_ref, cfg.reward.reward_model
+    policy = cfg.actor_rollout_ref
     actor, frozen = model_facts(policy.model.path or START_MODEL), policy.actor.freeze_vision_tower
     return Machine(
         device,
         device_bytes,
         actor=plan_facts({**actor, **policy.model.override_config}, freeze_vision_tower=frozen) if actor else {},
         critic=model_facts(cfg.critic.model.path) if cfg.critic.model.path != policy.model.path else None,
-        reward_model=model_facts(grader.model_path) if cfg.reward.has_head else None,
+        reward_model=model_facts(cfg.reward.reward_model.model_path) if cfg.reward.has_head else None,
     )
 
 

@@ -121,20 +121,20 @@ def _rollout_layouts(cfg: PPOConfig, machine: Machine) -> Iterator[tuple[str, Se
 
 def _training_layouts(cfg: PPOConfig, machine: Machine, cluster: GpuCluster) -> Iterator[tuple[str, Settings]]:
     """FSDP over all ranks or over those of some nodes, and Megatron's sizes, with and without offloading."""
-    plan, facts, layers = plan_batches(cfg), machine.actor, machine.actor["num_hidden_layers"]
+    plan, layers = plan_batches(cfg), machine.actor["num_hidden_layers"]
     ranks, trained = plan.pools.train_ranks, [role for role in (plan.actor, plan.critic) if role is not None]
 
     def divides(shared_by: int) -> bool:
         return not ranks % shared_by and not any(role.mini_batch_samples % (ranks // shared_by) for role in trained)
 
     for share, ulysses in product(sorted({ranks, *(n * cluster.node_size for n in SIZES[:4])}), SIZES[:4]):
-        if share <= ranks and not (ranks % share or facts[HEADS] % ulysses) and divides(ulysses):
+        if share <= ranks and not (ranks % share or machine.actor[HEADS] % ulysses) and divides(ulysses):
             settings = {"strategy": "fsdp", "ulysses_sequence_parallel_size": ulysses}
             sharding = {"fsdp_size": share if share < ranks else -1, "tensor_parallel_size": 1}
             copies = f" x {ranks // share}" if share < ranks else ""
             sequences = f", Ulysses {ulysses}" if ulysses > 1 else ""
             yield from _offloaded(cfg, f"FSDP{share}{copies}{sequences}", settings, sharding)
-    if (family := find_family(facts)) is None:
+    if (family := find_family(machine.actor)) is None:
         return
     role = {"strategy": "megatron", "ulysses_sequence_parallel_size": 1}
     for tp, pp, cp, ep in product(SIZES[:4], SIZES, SIZES[:4], SIZES):
@@ -143,7 +143,7 @@ def _training_layouts(cfg: PPOConfig, machine: Machine, cluster: GpuCluster) -> 
             continue
         layout = ParallelSizes(tp, pp, cp=cp, ep=ep, etp=1, sequence_parallel=True, last_layers=last)
         try:
-            family.check(facts, RankPlace(layout))
+            family.check(machine.actor, RankPlace(layout))
         except ConfigError:
             continue
         if divides(tp * pp * cp):

@@ -95,9 +95,9 @@ class PlanInputs:
     @cached_property
     def image_tokens(self) -> int:
         """Those of a prompt at most: all that it has, or as many images as it may have, of the largest size."""
-        policy, of = self.cfg.actor_rollout_ref, fp.encoder_of(self.machine.actor)
+        of = fp.encoder_of(self.machine.actor)
         largest = self.cfg.data.mm_processor_kwargs.get("max_pixels", of.pixels * LARGEST_IMAGE) // max(of.pixels, 1)
-        prompt, limit = self.lengths.mean_prompt, policy.rollout.limit_images
+        prompt, limit = self.lengths.mean_prompt, self.cfg.actor_rollout_ref.rollout.limit_images
         return min(prompt, prompt if limit is None else limit * largest) if of.pixels else 0
 
 
@@ -188,12 +188,12 @@ def _training_stages(job: PlanInputs, roles: list[DeviceRole], engine: ro.Bytes)
 
 def _float8_bytes(role: ro.Role, job: PlanInputs) -> int:
     """Of the matrices of a trainer rank; all scales are on every rank."""
-    d, whole = role.model, role.model.in_dense + role.model.in_experts
+    whole = role.model.in_dense + role.model.in_experts
     if isinstance(role, ro.FsdpRole):
         held = whole // role.ranks
     else:
         here = role.held_here
-        held = d.in_dense * here.num_layers // (d.num_layers * role.sizes.tp) + here.experts
+        held = role.model.in_dense * here.num_layers // (role.model.num_layers * role.sizes.tp) + here.experts
     return held + fp.scale_bytes(whole, job.machine.actor, job.cfg.actor_rollout_ref.rollout)
 
 
@@ -318,8 +318,8 @@ def largest_pass(lengths: Lengths, num_rows: int, size: MicroBatches, sharing: i
     if size.max_tokens is not None:
         rows = -(-num_rows // -(-num_rows // max(1, size.max_tokens * sharing // row)))
     micro = max(1, min(num_rows, rows or num_rows))
-    responses, count = micro * lengths.mean_response // sharing, -(-num_rows // micro)
-    return ro.Pass(micro * row // sharing, responses, count, micro * images)
+    responses = micro * lengths.mean_response // sharing
+    return ro.Pass(micro * row // sharing, responses, -(-num_rows // micro), micro * images)
 
 
 def _pass(job: PlanInputs, num_rows: int, size: MicroBatches, sharing: int) -> ro.Pass:

@@ -86,13 +86,13 @@ class FsdpRole:
 
     def moments_bytes(self) -> int:
         """Of all ranks; 8-bit moments have two scales for every 256 elements, Muon one moment in the layers."""
-        count, optim = self._num_trained, self.optim
-        if optim.override_optimizer_config.optimizer_cpu_offload:
+        count = self._num_trained
+        if self.optim.override_optimizer_config.optimizer_cpu_offload:
             return 0
-        if optim.optimizer == "AdamW8bit":
+        if self.optim.optimizer == "AdamW8bit":
             return 2 * count + 2 * fp.WIDE * count // 256
         outer = 0 if self._adapters else self.model.outer
-        return self.master * (count + outer if optim.optimizer == "Muon" else 2 * count)
+        return self.master * (count + outer if self.optim.optimizer == "Muon" else 2 * count)
 
     @property
     def _num_trained(self) -> int:
@@ -100,10 +100,9 @@ class FsdpRole:
 
     def scoring(self, size: Pass) -> Bytes:
         """A forward pass at its highest, in a layer or in the head."""
-        d, c = self._split, self.how.c
-        images, encoding = fp.image_bytes(d, size.images, c=c, trained=False)
-        inside = images + max(encoding, fp.layer_passing_bytes(d, size.tokens, c=c, backward=False))
-        head = images + fp.head_hidden_bytes(d, size.tokens, size.responses, c=c, backward=False)
+        images, encoding = fp.image_bytes(self._split, size.images, c=self.how.c, trained=False)
+        inside = images + max(encoding, fp.layer_passing_bytes(self._split, size.tokens, c=self.how.c, backward=False))
+        head = images + fp.head_hidden_bytes(self._split, size.tokens, size.responses, c=self.how.c, backward=False)
         return _higher(
             {GATHERED: self._gathered(self._prefetched), ACTIVATIONS: inside},
             {GATHERED: self._gathered(0), ACTIVATIONS: head, LOGITS: _logits(self, size, backward=False)},
@@ -196,16 +195,16 @@ class MegatronRole:
 
     def held(self) -> Bytes:
         """Between calls: gradients stay, in float32."""
-        here, c = self.adapters or self.held_here, self.how.c
+        here = self.adapters or self.held_here
         frozen = 0 if self.pp_rank else self.model.encoder.frozen
         own = (here.dense - frozen) // self.dp + here.experts // self.expert_dp
-        parameters = c * (self.held_here.parameters + (self.adapters.parameters if self.adapters else 0))
+        parameters = self.how.c * (self.held_here.parameters + (self.adapters.parameters if self.adapters else 0))
         if not self.trained:
             return {PARAMETERS: parameters}
         return {
             PARAMETERS: parameters,
             GRADIENTS: fp.WIDE * (here.parameters - frozen),
-            MASTERS: fp.WIDE * own if c < fp.WIDE else 0,
+            MASTERS: fp.WIDE * own if self.how.c < fp.WIDE else 0,
             OPTIMIZER: self.moments * fp.WIDE * own,
         }
 
@@ -275,9 +274,9 @@ def _logits(role: Role, size: Pass, *, backward: bool) -> int:
     """Bytes of logits at their highest; a value head has none."""
     if role.head != "lm":
         return 0
-    how, tp = role.how, role.tp if isinstance(role, FsdpRole) else role.sizes.tp
+    tp = role.tp if isinstance(role, FsdpRole) else role.sizes.tp
     trained = not role.lora_rank if isinstance(role, FsdpRole) else role.adapters is None
-    sizes = {"c": how.c, "device": how.device, "backward": backward, "entropy": how.entropy}
+    sizes = {"c": role.how.c, "device": role.how.device, "backward": backward, "entropy": role.how.entropy}
     return fp.logits_bytes(role.model, size.responses, trained=trained, tp=tp, **sizes)
 
 

@@ -44,11 +44,11 @@ def compiled_roles(cfg: PPOConfig, machine: Machine) -> dict[str, bool]:
     """Whether a job compiles the layers of a role on FSDP, by key: where that is known to work, packs of text in half
     precision, on whole layers without experts or adapters. The reference follows the actor, and is then the actor's
     model."""
-    policy, critic = cfg.actor_rollout_ref, cfg.critic
+    policy = cfg.actor_rollout_ref
     actor, alone = policy.actor, policy.reference_model is policy.model and not cfg.teachers
     works = dict[str, bool]()
     policies = [(COMPILED[0], actor, actor.fsdp_config, policy.model, machine.actor)] if alone else []
-    values = [(COMPILED[1], critic, critic.fsdp, critic.model, machine.critic or machine.actor)]
+    values = [(COMPILED[1], cfg.critic, cfg.critic.fsdp, cfg.critic.model, machine.critic or machine.actor)]
     roles = [*policies, *values] if cfg.use_critic else policies
     may_compile = machine.device == "cuda" and not cfg.trainer.reproducible
     for key, role, shard, model, facts in roles if may_compile else ():
@@ -122,18 +122,18 @@ class _Sizes:
     def choose_share(self) -> None:
         """The cache of all sequences at full length, if it fits beside what trains; all that is free where nothing
         does."""
-        cfg, machine, rollout = self.cfg, self.machine, self.cfg.actor_rollout_ref.rollout
+        machine, rollout = self.machine, self.cfg.actor_rollout_ref.rollout
         if SHARE in self.given or machine.device != "cuda" or not rollout_backend(rollout.name).cache_share_of:
             return
         d, c, rows = fp.decoder_of(machine.actor), width_of(rollout.dtype, "cuda"), rollout.max_num_seqs
-        columns = cfg.data.max_prompt_length + cfg.data.max_response_length
+        columns = self.cfg.data.max_prompt_length + self.cfg.data.max_response_length
         weights = fp.served_bytes(machine.actor, rollout, c=c)
         cache = rows * columns * fp.served_cache(d, rollout)
         encoding = fp.image_bytes(d, min(LARGEST_IMAGE, rollout.max_model_len or columns), c=c, trained=False)
         needed = weights + c * cache + fp.drawing_bytes(d, rows, c=c) + sum(encoding) + ENGINE_EXTRA
         most = 90 - 5 * bisect(range(90, 5, -5), False, key=lambda x: self.fits({SHARE: x / 100}, "start", "rollout"))
         enough = (one for one in range(LEAST_PERCENT, most, 5) if self.cache_bytes(one) >= needed - weights)
-        percent = next(enough, most) if plan_batches(cfg).pools.colocated else most
+        percent = next(enough, most) if plan_batches(self.cfg).pools.colocated else most
         if not self.cache_bytes(percent):
             is_too_large = weights > machine.room_bytes
             keys = f"a larger {ROLLOUT}.tensor_model_parallel_size, or {SHARE}" if is_too_large else SHARE
@@ -189,7 +189,7 @@ def choose_sizes(
     sizes.choose_engine(engines if machine.device == "cuda" else ())
     if machine.device == "cuda" and not (machine.actor and machine.device_bytes):
         return sizes.values, ", ".join(sizes.words)
-    policy, critic, grader, plan = cfg.actor_rollout_ref, cfg.critic, cfg.reward.reward_model, plan_batches(cfg)
+    policy, critic, plan = cfg.actor_rollout_ref, cfg.critic, plan_batches(cfg)
     longest, scored = cfg.data.max_prompt_length + cfg.data.max_response_length, f"log_prob_{_TOKENS}"
     least, of_critic = -(-longest // sequence_ranks(policy.actor)), -(-longest // sequence_ranks(critic))
     for key in (key for key, works in compiled_roles(cfg, machine).items() if works and key not in given):
@@ -203,9 +203,9 @@ def choose_sizes(
     sizes.choose_scoring(f"{ROLLOUT}.{scored}", policy.rollout.scoring, ACTOR_BUDGET, "old_log_prob", least)
     if cfg.use_reference:
         sizes.choose_scoring(f"{_POLICY}.ref.{scored}", policy.ref.scoring, ACTOR_BUDGET, "ref", least)
-    if grader.enable:
+    if cfg.reward.reward_model.enable:
         key = f"reward.reward_model.forward_{_TOKENS}"
-        sizes.choose_scoring(key, grader.scoring, key, "reward_model", longest)
+        sizes.choose_scoring(key, cfg.reward.reward_model.scoring, key, "reward_model", longest)
     sizes.check_sequences()
     room = f" ({machine.room_bytes / GIB:.1f} of {machine.device_bytes / GIB:.1f} GiB to plan with)"
     return sizes.values, f"{', '.join(sizes.words)}{room if sizes.words else ''}"

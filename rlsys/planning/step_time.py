@@ -90,9 +90,9 @@ def plan_step(
     Adapters are taken to cost what full training does, and graders to be quick.
     """
     job = PlanInputs(cfg, machine, lengths or Lengths.longest(cfg))
-    roles, pools = device_roles(job), job.plan.pools
-    beside = sum(sum(one.waiting().values()) for one in roles) if pools.colocated else 0
-    rollout = () if pools.external else (rollout_phase(job, cluster, sigma, beside),)
+    roles = device_roles(job)
+    beside = sum(sum(one.waiting().values()) for one in roles) if job.plan.pools.colocated else 0
+    rollout = () if job.plan.pools.external else (rollout_phase(job, cluster, sigma, beside),)
     return (*rollout, *training_phases(job, roles, cluster))
 
 
@@ -222,12 +222,12 @@ def rollout_phase(job: PlanInputs, cluster: GpuCluster, sigma: float, beside: in
 
 def _cache_rows(job: PlanInputs, d: fp.Decoder, cluster: GpuCluster, beside: int) -> float:
     """Answers of mean length that the cache of a serving engine has room for."""
-    rollout, lengths = job.cfg.actor_rollout_ref.rollout, job.lengths
+    rollout = job.cfg.actor_rollout_ref.rollout
     c = width_of(rollout.dtype, "cuda")
     if rollout_backend(rollout.name).cache_share_of is None:
         return inf
     room = fp.engine_bytes(rollout, cluster.gpu.memory_bytes, beside) - fp.served_bytes(job.machine.actor, rollout, c=c)
-    return room / (c * fp.served_cache(d, rollout) * (lengths.mean_prompt + lengths.mean_response))
+    return room / (c * fp.served_cache(d, rollout) * (job.lengths.mean_prompt + job.lengths.mean_response))
 
 
 def _decode_s(job: PlanInputs, d: fp.Decoder, cluster: GpuCluster, running: float, context: float) -> float:

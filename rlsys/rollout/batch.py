@@ -57,10 +57,10 @@ def to_requests(batch: DataProto) -> list[ModelRequest]:
     prompts, attention = prompts_of(batch)
     lengths = attention.sum(1).tolist()
     params, seeds = _params_of(batch.meta_info), tensors_of(batch.batch)[SEEDS].tolist()
-    rows, images = prompts.tolist(), images_of(batch)
+    images = images_of(batch)
     return [
         ModelRequest(tuple(row[len(row) - length :]), replace(params, seed=seed), f"{number}", images=images[number])
-        for number, (row, length, seed) in enumerate(zip(rows, lengths, seeds, strict=True))
+        for number, (row, length, seed) in enumerate(zip(prompts.tolist(), lengths, seeds, strict=True))
     ]
 
 

@@ -243,8 +243,8 @@ def _first_cause(failed: Sequence[tuple[Pending, Failure]]) -> BaseException:
     backend = pending.backend
     also = [f"rank {other.rank}: {f.cause.partition(chr(10))[0]}" for other, f in ordered[1:5]]
     cause = "\n".join(filter(None, [failure.cause, failure.trace, f"also failed: {'; '.join(also)}" if also else ""]))
-    host, tail = backend.host(pending.rank), backend.log_tail(pending.rank)
-    where = FailedWorker(pending.role, pending.rank, host, pending.stage, cause, tail)
+    tail = backend.log_tail(pending.rank)
+    where = FailedWorker(pending.role, pending.rank, backend.host(pending.rank), pending.stage, cause, tail)
     if isinstance(failure.exception, RERAISED_ERRORS):
         failure.exception.add_note(f"raised by {where.role} rank {where.rank} on {where.host} at stage '{where.stage}'")
         return failure.exception

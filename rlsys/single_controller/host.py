@@ -97,8 +97,8 @@ def answer(run: Callable[[], object]) -> tuple[Header, object]:
 
 def failure_of(error: BaseException) -> Failure:
     """An exception in a form that another process can read."""
-    cause, trace = f"{type(error).__name__}: {error}", _trace(error)[-4000:]
-    return Failure(cause, trace, exception=error if _is_picklable(error) else None)
+    cause = f"{type(error).__name__}: {error}"
+    return Failure(cause, _trace(error)[-4000:], exception=error if _is_picklable(error) else None)
 
 
 def _trace(error: BaseException) -> str:

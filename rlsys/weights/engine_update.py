@@ -32,8 +32,8 @@ class EngineUpdate:
         device = device_of(own)
         for name in self.layout.loader:
             if name not in self._staged:
-                shape, dtype = self.layout.full_shapes[name], dtype_of(self.layout.dtypes[name])
-                self._staged[name] = torch.empty(shape, dtype=dtype, device=device)
+                dtype = dtype_of(self.layout.dtypes[name])
+                self._staged[name] = torch.empty(self.layout.full_shapes[name], dtype=dtype, device=device)
         return {**own, **{STAGED + name: tensor for name, tensor in self._staged.items()}}
 
     def finish(self, version: int) -> None:

@@ -57,12 +57,12 @@ def _input_tokenizer(cfg: PPOConfig) -> Iterator[str]:
 
 
 def _judge(cfg: PPOConfig) -> Iterator[str]:
-    pools, grader = resolve_pools(cfg), cfg.reward.reward_model
+    pools = resolve_pools(cfg)
     if not pools.reward_model_ranks and not pools.colocated:
         why = "the training processes are busy while answers are graded; it needs processes of its own"
         yield wrong(cfg, "reward.reward_model.enable_resource_pool", why, True)
-    ranks, size = pools.reward_model_ranks or pools.train_ranks, grader.rollout.tensor_model_parallel_size
-    if ranks % size:
+    ranks = pools.reward_model_ranks or pools.train_ranks
+    if ranks % cfg.reward.reward_model.rollout.tensor_model_parallel_size:
         yield wrong(cfg, "reward.reward_model.rollout.tensor_model_parallel_size", f"does not divide {ranks} processes")
 
 

@@ -30,9 +30,9 @@ def check_megatron(cfg: PPOConfig | SupervisedConfig) -> Iterator[str]:
         if cfg.use_reference:
             yield from _sizes(cfg, f"{REF}.megatron", policy.ref.megatron, ranks)
         if cfg.distillation.enabled:
-            teachers, own = cfg.teacher_policy, resolve_pools(cfg).teacher_ranks or ranks
-            key = f"{REF}.megatron" if teachers is policy else "distillation.teacher_models.*.inference"
-            yield from _sizes(cfg, key, teachers.ref.megatron, own)
+            own = resolve_pools(cfg).teacher_ranks or ranks
+            key = f"{REF}.megatron" if cfg.teacher_policy is policy else "distillation.teacher_models.*.inference"
+            yield from _sizes(cfg, key, cfg.teacher_policy.ref.megatron, own)
     if policy.actor.router_replay.mode != "disabled" and is_dense(decoder_sizes(model_facts(policy.model.path))):
         yield wrong(cfg, f"{ACTOR}.router_replay.mode", "the model has no experts, so there are no routes", "disabled")
     if cfg.use_critic and cfg.critic.strategy == "megatron":

@@ -48,8 +48,8 @@ def _parallel_sizes(cfg: GradedJob, name: str) -> Iterator[str]:
     rollout, backend = cfg.actor_rollout_ref.rollout, engines.rollout_backend(name)
     model_type = model_facts(cfg.actor_rollout_ref.model.path).get("model_type", DP_ATTENTION[0])
     for cut in ("tensor_model", "expert", "data", "pipeline_model"):
-        key, size = f"{KEY}.{cut}_parallel_size", getattr(rollout, f"{cut}_parallel_size")
-        if size == 1:
+        key = f"{KEY}.{cut}_parallel_size"
+        if getattr(rollout, f"{cut}_parallel_size") == 1:
             continue
         if backend.is_external:
             yield note(cfg, key, "external servers keep the parallel sizes they were started with")
@@ -100,14 +100,14 @@ def _cuts(*counts: int, groups: int = 1) -> list[str]:
 def _replicas(cfg: GradedJob, name: str, ranks: int) -> Iterator[str]:
     """Whether the rollout processes hold whole copies of the model."""
     rollout, whole = cfg.actor_rollout_ref.rollout, f"{KEY}.expert_parallel_size"
-    size, tp, experts = rollout.replica_size, rollout.tensor_model_parallel_size, rollout.expert_parallel_size
+    size, tp = rollout.replica_size, rollout.tensor_model_parallel_size
     sharing = size // rollout.pipeline_model_parallel_size
     why = f"{name} divides whole experts among the {sharing} processes of a copy"
-    if experts > 1 and cfg.trainer.device == "cpu":
+    if rollout.expert_parallel_size > 1 and cfg.trainer.device == "cpu":
         yield wrong(cfg, whole, f"the kernels of {name} for CPUs have no experts in other processes", 1)
-    elif experts > 1 and name == "vllm" and sharing != experts:
+    elif rollout.expert_parallel_size > 1 and name == "vllm" and sharing != rollout.expert_parallel_size:
         yield note(cfg, whole, f"{why}, whatever the number")
-    elif sharing % experts:
+    elif sharing % rollout.expert_parallel_size:
         yield wrong(cfg, whole, f"{why}; set a divisor of {sharing}, or a larger {KEY}.tensor_model_parallel_size")
     if ranks % size:
         cuts = {"tensor_model": ranks, "pipeline_model": ranks // tp, "data": ranks // rollout.attention_size}

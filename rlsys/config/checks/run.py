@@ -44,17 +44,17 @@ def check_run(cfg: PPOConfig | SupervisedConfig, *, is_here: bool) -> Iterator[s
 
 def _profiled(cfg: PPOConfig | SupervisedConfig, steps: Sequence[int]) -> Iterator[str]:
     """Whether the run has the steps and the ranks that are profiled."""
-    last, ranks = cfg.trainer.total_training_steps, cfg.global_profiler.ranks
+    last = cfg.trainer.total_training_steps
     most = max(cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node, getattr(cfg.trainer, "rollout_workers", 0))
     if last and max(steps) > last:
         yield note(cfg, "global_profiler.steps", f"the run ends with step {last}; later ones are not profiled")
-    if ranks is not None and min(ranks, default=most) >= most:
+    if cfg.global_profiler.ranks is not None and min(cfg.global_profiler.ranks, default=most) >= most:
         yield note(cfg, "global_profiler.ranks", f"no process is profiled: ranks are below {most}; null is all")
 
 
 def check_ppo_run(cfg: PPOConfig) -> Iterator[str]:
     """Pools and staleness, checkpoints of both roles, and validation."""
-    trainer, policy, data = cfg.trainer, cfg.actor_rollout_ref, cfg.data
+    policy = cfg.actor_rollout_ref
     yield from check_rollout(cfg, resolve_pools(cfg).rollout_ranks)
     for check in (check_ppo_rollout, _pools, _staleness, _weights):
         yield from check(cfg)
@@ -64,9 +64,9 @@ def check_ppo_run(cfg: PPOConfig) -> Iterator[str]:
         yield note(cfg, "actor_rollout_ref.actor.checkpoint.save_contents", why)
     if cfg.use_critic:
         yield from check_training(cfg, "critic.", cfg.critic)
-    validates = trainer.val_only or trainer.test_freq not in (-1, 0)
-    if data.val_files is None and data.train_files is not None and validates:
-        report, key = (wrong, "trainer.val_only") if trainer.val_only else (note, "trainer.test_freq")
+    validates = cfg.trainer.val_only or cfg.trainer.test_freq not in (-1, 0)
+    if cfg.data.val_files is None and cfg.data.train_files is not None and validates:
+        report, key = (wrong, "trainer.val_only") if cfg.trainer.val_only else (note, "trainer.test_freq")
         yield report(cfg, key, "there are no validation rows; set data.val_files=<file>")
 
 
@@ -104,24 +104,25 @@ def _staleness(cfg: PPOConfig) -> Iterator[str]:
 
 def _reproducible(cfg: PPOConfig) -> Iterator[str]:
     """Whether a run with the schedule of trainer.epochs can give the same bits again, and keeps its replicas busy."""
-    key, rollout, trainer = "trainer.reproducible", cfg.actor_rollout_ref.rollout, cfg.trainer
-    rows = (trainer.max_staleness - trainer.lookahead) * cfg.data.train_batch_size * rollout.n
+    rollout = cfg.actor_rollout_ref.rollout
+    rows = (cfg.trainer.max_staleness - cfg.trainer.lookahead) * cfg.data.train_batch_size * rollout.n
     replicas = resolve_pools(cfg).rollout_ranks // rollout.replica_size
     if replicas > 1 and rollout.max_replica_seqs * (replicas - 1) >= rows:
         why = f"fixed batches of this size leave some of {replicas} replicas without work"
         fewer = rows // replicas // rollout.data_parallel_size
         yield note(cfg, f"{ROLLOUT}.max_num_seqs", f"{why}; set {max(1, fewer)}")
     if not rollout.is_external and rollout.name != "hf" and not rollout.full_determinism:
-        yield wrong(cfg, key, f"it needs batch-invariant engines; set {ROLLOUT}.full_determinism=true")
+        why = f"it needs batch-invariant engines; set {ROLLOUT}.full_determinism=true"
+        yield wrong(cfg, "trainer.reproducible", why)
 
 
 def _weights(cfg: PPOConfig) -> Iterator[str]:
     """Whether weights can be pushed this way; SGLang's are in a separate process."""
     pools, rollout = resolve_pools(cfg), cfg.actor_rollout_ref.rollout
-    executor, in_child = rollout.checkpoint_engine.backend, rollout_backend(rollout.name).weights_in == "child"
-    if executor == "local" and (not pools.colocated or in_child):
+    in_child = rollout_backend(rollout.name).weights_in == "child"
+    if rollout.checkpoint_engine.backend == "local" and (not pools.colocated or in_child):
         yield wrong(cfg, ENGINE, "the rollout's weights are in a separate process", "auto")
-    elif executor == "nccl" and pools.colocated:
+    elif rollout.checkpoint_engine.backend == "nccl" and pools.colocated:
         yield wrong(cfg, ENGINE, f"a process cannot send to itself with NCCL; set {ENGINE}=auto, or {WORKERS}=1")
 
 
@@ -132,14 +133,14 @@ def check_training(
 
     `prefix` begins the names of the role's keys.
     """
-    key, saved, loaded = f"{prefix}checkpoint", role.checkpoint.save_contents, role.checkpoint.load_contents
-    for name, parts in (("save_contents", saved), ("load_contents", loaded)):
+    saved = role.checkpoint.save_contents
+    for name, parts in (("save_contents", saved), ("load_contents", role.checkpoint.load_contents)):
         if doubled := [part for part in parts if parts.count(part) > 1]:
-            yield wrong(cfg, f"{key}.{name}", f"'{doubled[0]}' is listed twice; list it once")
-    missing, mode = [part for part in loaded if part not in saved], cfg.trainer.resume_mode
-    if missing and mode == "auto":
-        why = f"{', '.join(missing)} would not be in {key}.save_contents={list(saved)}; set the same parts"
-        yield wrong(cfg, f"{key}.load_contents", why)
-    if mode != "disable" and not missing and {"model", "optimizer", "extra"} - set(saved):
+            yield wrong(cfg, f"{prefix}checkpoint.{name}", f"'{doubled[0]}' is listed twice; list it once")
+    missing = [part for part in role.checkpoint.load_contents if part not in saved]
+    if missing and cfg.trainer.resume_mode == "auto":
+        why = f"{', '.join(missing)} would not be in {prefix}checkpoint.save_contents={list(saved)}; set the same parts"
+        yield wrong(cfg, f"{prefix}checkpoint.load_contents", why)
+    if cfg.trainer.resume_mode != "disable" and not missing and {"model", "optimizer", "extra"} - set(saved):
         why = "a resumed run will differ from an uninterrupted one; for equal runs save model, optimizer and extra"
-        yield note(cfg, f"{key}.save_contents", why)
+        yield note(cfg, f"{prefix}checkpoint.save_contents", why)

@@ -15,8 +15,8 @@ POLICY = "actor_rollout_ref"
 
 def check_vision(cfg: GradedJob) -> Iterator[str]:
     """Engines and roles beside a vision-language model, and settings of images beside a model of text."""
-    path, engine = cfg.actor_rollout_ref.model.path, cfg.actor_rollout_ref.rollout.name
-    facts = model_facts(path)
+    engine = cfg.actor_rollout_ref.rollout.name
+    facts = model_facts(cfg.actor_rollout_ref.model.path)
     if not facts or facts.get("model_type") not in (*GRIDS, *TILES):
         if facts and isinstance(cfg, PPOConfig) and cfg.actor_rollout_ref.actor.freeze_vision_tower:
             yield wrong(cfg, f"{POLICY}.actor.freeze_vision_tower", "images of this model are not taken", "false")

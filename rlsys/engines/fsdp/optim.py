@@ -137,11 +137,11 @@ class ShardedMuon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        lr, momentum = self.param_groups[0]["lr"], self._options.momentum
+        lr = self.param_groups[0]["lr"]
         for rows, parameter in self._matrices.items():
             if rows.grad is not None:
-                mean = self.state[rows]["momentum_buffer"].lerp_(rows.grad, 1 - momentum)
-                direction = rows.grad.lerp(mean, momentum) if self._options.nesterov else mean
+                mean = self.state[rows]["momentum_buffer"].lerp_(rows.grad, 1 - self._options.momentum)
+                direction = rows.grad.lerp(mean, self._options.momentum) if self._options.nesterov else mean
                 rows.mul_(1 - lr * self._decay).add_(self._change(direction, parameter, lr))
 
     def _change(self, direction: Tensor, parameter: DTensor, lr: float) -> Tensor:

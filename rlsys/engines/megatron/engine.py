@@ -56,7 +56,7 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
         *,
         megatron: MegatronShardConfig = MegatronConfig(),  # noqa: B008
     ) -> None:
-        sizes, optim, head = ParallelSizes.from_config(megatron), options.optim, options.head
+        sizes = ParallelSizes.from_config(megatron)
         ranks = make_ranks(options.device, sizes)
         super().__init__(model, ranks, options)
         config = self.config
@@ -64,39 +64,39 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
         family.check(hf_config, ranks.place)
         self.tower: ImageTower | None = None
         if has_images(config):
-            whole = build(config, head=head, packed=False, trust_remote_code=model.trust_remote_code)
+            whole = build(config, head=options.head, packed=False, trust_remote_code=model.trust_remote_code)
             self.tower = ImageTower(whole, family, len(family.layers_of(hf_config, replace(ranks.place, pp_rank=0))[0]))
             family = self.tower.family
         seed = megatron.seed if isinstance(megatron, MegatronTrainConfig) else 0
-        settings = lora.lora_settings(model, seed=seed) if optim is not None else None
+        settings = lora.lora_settings(model, seed=seed) if options.optim is not None else None
         if settings is not None and self.tower is not None:
             raise ConfigError("Megatron adapts models of text only: set lora_rank=0, or strategy=fsdp")
-        kind = "value" if head == "scalar" else "lm"
+        kind = "value" if options.head == "scalar" else "lm"
         with current(sizes):
             self.chunks: Sequence[TokenGPT] = build_chunks(
                 family,
                 hf_config,
                 megatron,
                 dtype=getattr(torch, dtype_name(megatron.dtype, options.device)),
-                recompute=optim is not None and model.enable_gradient_checkpointing,
-                fuse_gradients=optim is not None and settings is None,
+                recompute=options.optim is not None and model.enable_gradient_checkpointing,
+                fuse_gradients=options.optim is not None and settings is None,
                 head=kind,
                 device=ranks.device,
                 tower=self.tower,
             )
             self.held = ModelShards(family, hf_config, kind, ranks, self.chunks, settings, options.freeze_vision_tower)
             add_adapters(self.chunks, self.held.factors)
-            base = open_weights(model, config, head=head, seed=seed)
+            base = open_weights(model, config, head=options.head, seed=seed)
             check_names(self.held.base_shapes, base, aliases=[*family.carried(hf_config), *family.aliases(hf_config)])
             _ = self.held.dtypes  # gathered here, where all ranks are
-            self.held.mark_parameters(trained=optim is not None)
+            self.held.mark_parameters(trained=options.optim is not None)
             weights: TensorSource = base
             if (plan := self.held.adapters) is not None:
                 weights = {**base, **lora.adapter_weights(plan.settings, plan.shapes)}
             self.held.fill(weights)
-            if optim is not None:
+            if options.optim is not None:
                 self.optimizer = MegatronAdamW(
-                    self.chunks, optim, grad_clip=options.grad_clip, total_steps=options.total_steps
+                    self.chunks, options.optim, grad_clip=options.grad_clip, total_steps=options.total_steps
                 )
                 self._state().fill("master", weights)
         self._recorder: RouterReplay | None = None

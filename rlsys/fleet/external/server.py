@@ -166,9 +166,9 @@ class ServerReplica:
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probabilities at temperature 1 of every token but the first."""
-        backend, settings = self.engine.backend, self.engine.settings
-        call = backend.score(token_ids, model=settings.servers.model or "", adapter=self.engine.adapter)
-        return backend.read_scores(await self._ask(call, "score", settings.request_s))
+        engine = self.engine
+        call = engine.backend.score(token_ids, model=engine.settings.servers.model or "", adapter=engine.adapter)
+        return engine.backend.read_scores(await self._ask(call, "score", engine.settings.request_s))
 
     # ---- health and weights ------------------------------------------------------------------------------------
 

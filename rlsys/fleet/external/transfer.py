@@ -88,7 +88,7 @@ class BroadcastTransfer(ServerTransfer):
 
     async def _send(self, servers: Sequence[ServerReplica], version: int) -> Sequence[ServerReplica]:
         """Send a version to these servers; returns those that have received all of it."""
-        stage, backend = f"update_weights to version {version}", self.engine.backend
+        stage = f"update_weights to version {version}"
         reached = {server.url: server for server in servers}
         is_whole, self._is_whole, self._num_bytes = self._is_whole, False, 0
         lost: tuple[str, ...] = ()
@@ -100,9 +100,9 @@ class BroadcastTransfer(ServerTransfer):
             for url, cause in bucket.lost.items():
                 reached.pop(url).give_up(f"{url} at stage '{stage}': {cause}")
             self._num_bytes += bucket.num_bytes
-            calls = {url: backend.receive(bucket, self._groups[url]) for url in reached}
+            calls = {url: self.engine.backend.receive(bucket, self._groups[url]) for url in reached}
             lost = await _each(reached, lambda server: server.send(stage, calls[server.url]))  # noqa: B023
-        await _each(reached, lambda server: server.send(stage, *backend.end_update(str(version))))
+        await _each(reached, lambda server: server.send(stage, *self.engine.backend.end_update(str(version))))
         self._is_whole = len(reached) == len(servers)
         return [*reached.values()]
 

@@ -204,10 +204,10 @@ def packed_arguments(rows: TokenRows, device: torch.device) -> dict[str, Any]:
     packing = PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest
     )
-    images, ids = rows.images, rows.token_ids
-    if images is not None and len(images.places):
-        numbers = feature_numbers(images, rows.num_tokens)
-        packing = ImagePacking(**vars(packing), tensors=images.tensors, numbers=numbers)
+    ids = rows.token_ids
+    if rows.images is not None and len(rows.images.places):
+        numbers = feature_numbers(rows.images, rows.num_tokens)
+        packing = ImagePacking(**vars(packing), tensors=rows.images.tensors, numbers=numbers)
     if group.size() > 1:
         packing.cu_seqlens_q_padded = packing.cu_seqlens_kv_padded = ends
         packing.pad_between_seqs = False  # pyrefly: ignore  # or Transformer Engine compares both bounds in each layer

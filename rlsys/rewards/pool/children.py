@@ -188,9 +188,9 @@ class Children:
 
         ConfigError where none can load it.
         """
-        loop, first = asyncio.get_running_loop(), self._num_items
+        loop = asyncio.get_running_loop()
+        pending = [PendingItem(at, item, loop.create_future()) for at, item in enumerate(items, self._num_items)]
         self._num_items += len(items)
-        pending = [PendingItem(first + i, item, loop.create_future()) for i, item in enumerate(items)]
         for item in pending:
             item.result.add_done_callback(self._warn)
             self._queue.put_nowait(item)

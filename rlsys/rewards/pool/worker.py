@@ -69,26 +69,26 @@ def load_grader(grader: messages.Grader) -> ComputeScore:
 
     TypeError for what is not a function or cannot be called with verl's arguments and `kwargs`.
     """
-    name, kwargs = grader.name, grader.kwargs
+    kwargs = grader.kwargs
     if grader.path is None:
         from rlsys.rewards.registry import compute_score
 
         compute_score("text/number", "1.0", "1")  # imports what takes long, so that no item is charged for it
         return partial(compute_score, **kwargs)
-    grade = load_from_file(grader.path, name, key="custom_reward_function.path")
+    grade = load_from_file(grader.path, grader.name, key="custom_reward_function.path")
     for target in sorted(grader.targets or ()):
         with suppress(Exception):  # its calls raise it again
             load_from_file(grader.path, "loaded", key=target)(target)
     kwargs = _of_judge(grade, kwargs)
     if not callable(grade) or inspect.isclass(grade):
-        raise TypeError(f"{name} is not a function")
+        raise TypeError(f"{grader.name} is not a function")
     if "data_sources" in inspect.signature(grade).parameters:
         return partial(_one_row, grade, **kwargs)
     try:
         inspect.signature(grade).bind(data_source="", solution_str="", ground_truth=None, extra_info=None, **kwargs)
     except TypeError as error:
         given = ", ".join(("data_source", "solution_str", "ground_truth", "extra_info", *kwargs))
-        raise TypeError(f"{name}{inspect.signature(grade)} is called with {given}: {error}") from None
+        raise TypeError(f"{grader.name}{inspect.signature(grade)} is called with {given}: {error}") from None
     return partial(grade, **kwargs)
 
 

@@ -81,8 +81,8 @@ class RunningRows:
         return moves
 
     def set_mask(self, num_columns: int, dtype: torch.dtype) -> None:
-        last, columns = slice(num_columns - 1, num_columns), slice(0, num_columns)
-        self.mask = causal_mask(self.tensors["starts"], last, columns, dtype)
+        columns = slice(0, num_columns)
+        self.mask = causal_mask(self.tensors["starts"], slice(num_columns - 1, num_columns), columns, dtype)
 
     def sample(self, logits: Tensor, which: slice) -> list[int]:
         """Sample a token for each of these rows from logits (N, V); returns the rows that end with it."""
