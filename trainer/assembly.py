@@ -109,14 +109,14 @@ def assemble(
         reward_model, reward_rows = cfg.reward.reward_model, None
         if reward_model.input_tokenizer is not None:
             reward_rows = partial(collate_answers, tokenizer=inputs.tokenizer, own=load_tokenizer(reward_model.model))
-        train_rows, val_rows = inputs.train_dataset, inputs.val_dataset
+        val_rows = inputs.val_dataset
         longest = cfg.data.max_prompt_length
         return TrainerParts(
             source=source,
             steps=Steps(cfg, plan, groups, residency, reporter, KLController(cfg.algorithm.kl_ctrl), reward_rows),
             weights=weights,
             validation=None if val_rows is None else Validation(cfg, val_rows, graded, on_validation, cfg.data.seed),
-            parity=ParityProbe(rollout.parity, train_rows, graded, longest, score, groups.actor, residency),
+            parity=ParityProbe(rollout.parity, inputs.train_dataset, graded, longest, score, groups.actor, residency),
             advisor=None if pools.colocated else StalenessAdvisor(cfg, fleet),
             close=stack.pop_all().close,
         )
@@ -124,7 +124,7 @@ def assemble(
 
 def training_source(cfg: PPOConfig, inputs: Inputs, graded: GradedRollout, fleet: RolloutFleet) -> ExperienceSource:
     """Where training batches come from, as trainer.max_staleness and trainer.reproducible ask."""
-    run, deadlines, per_step = cfg.trainer, cfg.trainer.deadlines, cfg.data.train_batch_size
+    run, per_step = cfg.trainer, cfg.data.train_batch_size
     prompts = inputs.sampler
     if prompts is None or isinstance(prompts, Sampler):
         pad, restarts = graded.pad_token_id, run.resume_changed
@@ -140,9 +140,11 @@ def training_source(cfg: PPOConfig, inputs: Inputs, graded: GradedRollout, fleet
         groups_per_step=per_step, max_staleness=run.max_staleness, lookahead=run.lookahead, num_steps=steps
     )
     groups = PromptGroups(window, prompts, graded, group_filter=group_filter, failures=run)
-    deadline_s, answers = deadlines.generate_s + deadlines.reward_s, OpenAnswers(groups, fleet)
+    answers = OpenAnswers(groups, fleet)
+    deadline_s = run.deadlines.generate_s + run.deadlines.reward_s
     if isinstance(graded, EpisodeRollout):
-        deadline_s, answers = graded.deadline_s, OpenEpisodes(groups, fleet, graded)
+        answers = OpenEpisodes(groups, fleet, graded)
+        deadline_s = graded.deadline_s
     if run.reproducible:
         probe = partial(check_repeatable, fleet, len(inputs.tokenizer))
         return EpochSource(answers, max_tokens=cfg.data.max_response_length, deadline_s=deadline_s, probe=probe)
@@ -189,12 +191,12 @@ def offloaded_parts(cfg: PPOConfig) -> dict[Role, tuple[str, ...]]:
 
 def serve_judge(cfg: PPOConfig, group: RolloutGroup, stack: ExitStack) -> str:
     """HOST:PORT on loopback of a chat completions server over a generative reward model's engines; `stack` ends it."""
-    reward_model, rollout = cfg.reward.reward_model, cfg.reward.reward_model.rollout
-    restartable = reward_model.enable_resource_pool
+    rollout = cfg.reward.reward_model.rollout
+    restartable = cfg.reward.reward_model.enable_resource_pool
     num_rows = cfg.data.train_batch_size * cfg.actor_rollout_ref.rollout.n
     fleet = group_fleet(group, rollout.generation, cfg.trainer.deadlines, num_rows=num_rows, restartable=restartable)
     stack.callback(fleet.close)
-    template = ChatTemplate(load_tokenizer(reward_model.model))
+    template = ChatTemplate(load_tokenizer(cfg.reward.reward_model.model))
     sampling = SamplingParams(max_new_tokens=rollout.response_length)
     settings = SessionSettings(fleet.sample, template, sampling, rollout.prompt_length, rollout.response_length)
     thread, endpoint = LoopThread("judge"), Endpoint(partial(Session, settings))

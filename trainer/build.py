@@ -89,9 +89,9 @@ class PreparedRun:
 def prepare(config: PPOConfig) -> PreparedRun:
     """Start assets, external libraries, tokenizer, agents and rows; ConfigError for servers without an address."""
     config = with_local_files(with_start_assets(config))
-    plan, run, policy = plan_batches(config), config.trainer, config.actor_rollout_ref
+    plan, policy = plan_batches(config), config.actor_rollout_ref
     if plan.pools.external:
-        settings_of(policy.rollout, run.deadlines, max_staleness=run.max_staleness)
+        settings_of(policy.rollout, config.trainer.deadlines, max_staleness=config.trainer.max_staleness)
     critic_model = {"critic.model": config.critic.model} if plan.critic is not None else {}
     libraries = import_external_libs({"actor_rollout_ref.model": policy.model, **critic_model})
     with raised_as(ConfigError, "actor_rollout_ref.model.external_lib", ValueError):
@@ -155,14 +155,14 @@ def _build(run: PreparedRun, backend: WorkerBackend, trainer_cls: type[RayPPOTra
 
 def check_vocabularies(config: PPOConfig, tokenizer: Tokenizer) -> None:
     """ConfigError for a reference, a teacher or a reward model that reads the policy's token ids as other tokens."""
-    policy, reward_model = config.actor_rollout_ref, config.reward.reward_model
+    policy = config.actor_rollout_ref
     if config.use_reference and (reference := policy.reference_model) is not policy.model:
         _check_vocabulary("actor_rollout_ref.ref.model.path", reference, tokenizer, "set one that shares it")
     for teacher in config.teachers.values():
         _check_vocabulary("distillation.teacher_models", teacher, tokenizer, "set teachers that share it")
-    if config.reward.has_head and reward_model.input_tokenizer is None:
+    if config.reward.has_head and config.reward.reward_model.input_tokenizer is None:
         fix = f"set reward.reward_model.input_tokenizer={policy.model.tokenizer_path or policy.model.path}"
-        _check_vocabulary("reward.reward_model.model_path", reward_model.model, tokenizer, fix)
+        _check_vocabulary("reward.reward_model.model_path", config.reward.reward_model.model, tokenizer, fix)
 
 
 def _check_vocabulary(key: str, model: ServedModelConfig, tokenizer: Tokenizer, fix: str) -> None:

@@ -104,8 +104,8 @@ class BackgroundDumps:
         """Begin to write the rows of a step, once those of the step before are written."""
         self.settle()
         if self.run.rollout_data_dir is not None and not self._stuck:
-            folder, max_mb = Path(self.run.rollout_data_dir), self.run.rollout_data_max_mb
-            call = partial(dump, batch, step, folder, self.tokenizer, max_mb=max_mb)
+            folder = Path(self.run.rollout_data_dir)
+            call = partial(dump, batch, step, folder, self.tokenizer, max_mb=self.run.rollout_data_max_mb)
             self._pending = in_daemon_thread(call, name="dumps")
 
     def settle(self) -> None:

@@ -93,8 +93,8 @@ class EpochSource(ExperienceSource):
         self._answers.load(state, folder)
 
     def _await(self, running: Future[None]) -> None:
-        who, hint = "the episodes" if self._answers.by_episodes else "the rollout fleet", self._answers.hint
-        result_within(running, self._deadline_s, who=who, stage="generate an epoch", hint=hint)
+        who = "the episodes" if self._answers.by_episodes else "the rollout fleet"
+        result_within(running, self._deadline_s, who=who, stage="generate an epoch", hint=self._answers.hint)
 
     def _advance(self, limits: Mapping[PromptGroup, float]) -> None:
         """Continue the groups' answers up to a number of tokens each, and grade the groups that are complete then."""
@@ -107,13 +107,13 @@ class EpochSource(ExperienceSource):
 
 def check_repeatable(fleet: RolloutFleet, vocab_size: int) -> None:
     """Complete one fixed batch twice on every replica; ConfigError unless tokens and log-probs are the same bits."""
-    random, num_rows = Random(0), min(NUM_ROWS, fleet.chunk_rows or 1)
+    random = Random(0)
     rows = [
         ModelRequest(
             tuple(random.randrange(vocab_size) for _ in range(random.randint(1, MAX_PROMPT_TOKENS))),
             SamplingParams(NUM_TOKENS, ignore_eos=True, seed=row),
         )
-        for row in range(num_rows)
+        for row in range(min(NUM_ROWS, fleet.chunk_rows or 1))
     ]
     num_copies = 2 * int(fleet.metrics()["rollout/replicas_ready"])
     copies = [fleet.submit(rows, together=True) for _ in range(num_copies)]

@@ -52,9 +52,13 @@ class Validation:
 
     def run(self, step: int) -> dict[str, float]:
         """`val-core/*` and `val-aux/*` by verl's names."""
-        num_answers, ends = self.cfg.actor_rollout_ref.rollout.val_kwargs.n, self.rollout.sampling.stop_token_ids
-        own = {"sampling": validation_sampling(self.cfg, ends), "num_answers": num_answers, "greedy_baseline": False}
-        rollout = replace(self.rollout, **own, stage=lambda stage: self.rollout.stage(f"testing_{stage}"))
+        rollout = replace(
+            self.rollout,
+            sampling=validation_sampling(self.cfg, self.rollout.sampling.stop_token_ids),
+            num_answers=self.cfg.actor_rollout_ref.rollout.val_kwargs.n,
+            greedy_baseline=False,
+            stage=lambda stage: self.rollout.stage(f"testing_{stage}"),
+        )
         graded = [rollout.make(prompts, step=step, call=call)[0] for call, prompts in enumerate(self.batches())]
         whole = first_rows(graded[0] if len(graded) == 1 else joined(graded))
         self.on_validation(whole, step)

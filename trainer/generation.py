@@ -97,8 +97,8 @@ def new_counts(now: Mapping[str, float], before: Mapping[str, float]) -> dict[st
 
 def print_answers(batch: DataProto, tokenizer: Tokenizer) -> None:
     """Print the text and the token ids of each answer."""
-    responses, mask = batch.tensors["responses"], batch.tensors["response_mask"].bool()
-    for row, (ids, kept) in enumerate(zip(responses, mask, strict=True)):
+    mask = batch.tensors["response_mask"].bool()
+    for row, (ids, kept) in enumerate(zip(batch.tensors["responses"], mask, strict=True)):
         answer = ids[kept].tolist()
         print(f"--- answer {row}: {tokenizer.decode(answer)}\n{answer}", flush=True)
 

@@ -252,9 +252,9 @@ def exit_on_sigterm() -> Iterator[None]:
 
 def exit_without_gcs(address: str) -> None:
     """Print how to resume, and exit at once: calls of Ray wait for its GCS until Ray ends the process."""
-    outcome, command = Outcome(), redact(shlex.join(sys.orig_argv))
+    outcome = Outcome()
     why = f"Ray's GCS at {address} is lost: see gcs_server.out on the head node and start the cluster again"
-    outcome.report(f"{why}; resume with: {command}", 1, sys.stderr)
+    outcome.report(f"{why}; resume with: {redact(shlex.join(sys.orig_argv))}", 1, sys.stderr)
     get_logger(FILE_ONLY).info(outcome.text)
     os._exit(outcome.exit_code)
 

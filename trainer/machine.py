@@ -113,8 +113,8 @@ def _check_cluster(config: JobConfig) -> None:
     """ConfigError unless the Ray cluster of the configured address answers and has room for the processes."""
     from rlsys.single_controller import ray as on_ray
 
-    run, address = config.trainer, config.ray_kwargs.ray_init.address
-    with closing(on_ray.connect({"address": address}, deadline_s=run.deadlines.start_s)):
+    run = config.trainer
+    with closing(on_ray.connect({"address": config.ray_kwargs.ray_init.address}, deadline_s=run.deadlines.start_s)):
         use_gpu = run.device == "cuda" or (run.device == "auto" and any(n.num_gpus for n in on_ray.cluster_nodes()))
         pools, least = {"train": [run.n_gpus_per_node] * run.nnodes}, dict[str, int]()
         if isinstance(config, PPOConfig):

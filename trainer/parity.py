@@ -90,12 +90,12 @@ class ParityProbe:
         return ParityReport(version, scored, sampled, "\n".join([*problems, CAUSES]) if problems else "")
 
     def _prompts(self) -> DataProto:
-        sampling, pad = self.graded.sampling, self.graded.pad_token_id
+        sampling = self.graded.sampling
         length = min(self.settings.max_tokens, sampling.max_new_tokens)
         probing = replace(sampling, max_new_tokens=length, seed=sampling.seed + SEED)
         rows = [self.dataset[index] for index in range(min(self.settings.rows, len(self.dataset)))]
-        batch = collate_prompts(rows, prompt_length=self.prompt_length, pad_token_id=pad)
-        meta = sampling_meta(probing, pad_token_id=pad, step=0)
+        batch = collate_prompts(rows, prompt_length=self.prompt_length, pad_token_id=self.graded.pad_token_id)
+        meta = sampling_meta(probing, pad_token_id=self.graded.pad_token_id, step=0)
         batch.meta_info |= meta | {"temperature": sampling.temperature or 1.0}
         return batch
 

@@ -127,12 +127,13 @@ class PromptGroups:
         reason = "unanswered" if isinstance(error, UnansweredError) else "failed"
         self._skip(group, reason)
         self._in_a_row[reason] += 1
-        failed, issued, limits = self.window.skipped["failed"], self.window.issued, self._failures
-        in_a_row, num = limits.max_failed_in_a_row, self._in_a_row[reason]
-        most_in_a_row = in_a_row if reason == "failed" else max(in_a_row, self.window.groups_per_step)
-        if num > most_in_a_row or failed > max(in_a_row, limits.max_failed_share * issued):
-            lost = f"{num} prompts in a row and {failed} of {issued} in all"
-            most = f"trainer.max_failed_in_a_row={in_a_row} or trainer.max_failed_share={limits.max_failed_share:g}"
+        in_a_row = self._in_a_row[reason]
+        failed = self.window.skipped["failed"]
+        limit, share = self._failures.max_failed_in_a_row, self._failures.max_failed_share
+        most_in_a_row = limit if reason == "failed" else max(limit, self.window.groups_per_step)
+        if in_a_row > most_in_a_row or failed > max(limit, share * self.window.issued):
+            lost = f"{in_a_row} prompts in a row and {failed} of {self.window.issued} in all"
+            most = f"trainer.max_failed_in_a_row={limit} or trainer.max_failed_share={share:g}"
             why = f"generation failed for {lost}, more than {most} allows; the last error: {error}"
             raise RolloutError(why) from error
 
@@ -173,8 +174,8 @@ class PromptGroups:
     def load(self, state: State, folder: Path) -> None:
         """Restore what `save` wrote, or the state of a synchronous run; ConfigError if they do not fit."""
         self._prompts.load_state_dict(state["prompts"])
-        used, here = state.get("used"), self._prompts.state_dict()
-        if here.get("epoch") != state["prompts"].get("epoch"):
+        used = state.get("used")
+        if self._prompts.state_dict().get("epoch") != state["prompts"].get("epoch"):
             # the rows have changed: begin after the epochs of all open prompts
             used = 0
             self._prompts.load_state_dict(state.get("prompts_now", state["prompts"]))
@@ -235,15 +236,16 @@ class PromptGroups:
 
     def _saved_answers(self, number: int, rows: DataProto) -> list[PartialResponse]:
         """The answers so far in the rows of a checkpoint."""
-        tensors, lengths = rows.tensors, rows.tensors["response_mask"].sum(1).tolist()
+        lengths = rows.tensors["response_mask"].sum(1).tolist()
         names = ("responses", "rollout_log_probs", "rollout_sampled_log_probs", "weight_versions")
         answers = []
         for row, request in enumerate(self._requests(number, rows)):
-            tokens, full, sampled, versions = (tensors[name][row, : lengths[row]].tolist() for name in names)
+            tokens, full, sampled, versions = (rows.tensors[name][row, : lengths[row]].tolist() for name in names)
             finish = Finish(rows.non_tensor_batch["finish_reason"][row])
             ended = None if finish is Finish.ABORT else finish
-            routes = tensors.get("routed_experts", None)
-            routes = None if routes is None or ended is None else routes[row][rows.tensors["attention_mask"][row] == 1]
+            routes = None
+            if ended is not None and "routed_experts" in rows.tensors:
+                routes = rows.tensors["routed_experts"][row][rows.tensors["attention_mask"][row] == 1]
             answers.append(PartialResponse(request, tokens, full, sampled, versions, ended, routes))
         return answers
 

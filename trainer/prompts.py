@@ -58,10 +58,10 @@ def training_prompts(
 
 def num_steps(cfg: PPOConfig, dataset: PromptDataset) -> int:
     """Steps of the whole run; ConfigError if there are fewer rows than in a batch."""
-    run, size = cfg.trainer, cfg.data.gen_batch_size
+    size = cfg.data.gen_batch_size
     if not cfg.data.streaming:
         check_enough_rows(len(dataset), size)
-    return total_steps(len(dataset), size, run.total_epochs, run.total_training_steps)
+    return total_steps(len(dataset), size, cfg.trainer.total_epochs, cfg.trainer.total_training_steps)
 
 
 def prompt_datasets(
@@ -120,7 +120,7 @@ def _check_agents(config: GradedJob, rows: PromptDataset) -> None:
 
 def load_processor(config: GradedJob, tokenizer: Tokenizer) -> VisionProcessor | None:
     """The image processor of the policy, None for a model of text; ConfigError for one that cannot be used."""
-    policy, settings = config.actor_rollout_ref, config.data.mm_processor_kwargs
-    path, limit = policy.model.path, policy.rollout.limit_images
+    path = config.actor_rollout_ref.model.path
+    limit = config.actor_rollout_ref.rollout.limit_images
     assert path is not None
-    return VisionProcessor.from_path(path, tokenizer, settings=settings, limit_images=limit)
+    return VisionProcessor.from_path(path, tokenizer, settings=config.data.mm_processor_kwargs, limit_images=limit)

@@ -183,11 +183,11 @@ class Reporter:
 
     def _finish_timeline(self, step: int, tokens_per_s: float) -> None:
         """Write the step's stages with their step and tokens, the speed, and an arrow to each worker's call."""
-        tracer, (prompt, response) = self._stages.tracer, self._tokens
+        prompt, response = self._tokens
         tokens = dict.fromkeys(compute.ALL_TOKEN_STAGES, prompt + response) | {"gen": response}
-        add_arguments(self._events, tracer.pid, step, tokens)
-        tracer.counter("tokens/s per device", {"tokens/s": tokens_per_s})
-        events = [*self._events, *arrows(self._events, tracer.pid)]
+        add_arguments(self._events, self._stages.tracer.pid, step, tokens)
+        self._stages.tracer.counter("tokens/s per device", {"tokens/s": tokens_per_s})
+        events = [*self._events, *arrows(self._events, self._stages.tracer.pid)]
         self._events = []
         if self._timeline is not None:
             self.best_effort("timeline.json", partial(self._timeline.add, events))

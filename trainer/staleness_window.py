@@ -50,11 +50,11 @@ class StalenessWindow:
     @property
     def room(self) -> int:
         """How many more groups may start under the served version."""
-        per_step, due = self.groups_per_step, (self.version + 1) * self.groups_per_step
-        limit = due + self.most_ahead * per_step
-        limit = min(limit, max(due, self.trained) + int(max(1.0, self.lead) * per_step))
+        due = (self.version + 1) * self.groups_per_step
+        limit = due + self.most_ahead * self.groups_per_step
+        limit = min(limit, max(due, self.trained) + int(max(1.0, self.lead) * self.groups_per_step))
         if self.num_steps is not None:
-            limit = min(limit, self.num_steps * per_step)
+            limit = min(limit, self.num_steps * self.groups_per_step)
         return max(0, limit - self.trained - len(self.open))
 
     def adapt_lead(self, waited_steps: float) -> None:

@@ -152,6 +152,6 @@ def rewards_to_advantages(batch: DataProto, cfg: PPOConfig, kl: KLController) ->
     batch, kl_metrics = stages.shaped_rewards(batch, algorithm, kl, num_repeat=rollout_n)
     batch, correction_metrics = stages.apply_rollout_correction(batch, algorithm.rollout_correction)
     metrics |= kl_metrics | correction_metrics
-    seed, step = actor.data_loader_seed, int(batch.meta_info.get("global_steps", 0))
-    batch = stages.compute_advantage(batch, algorithm, num_repeat=rollout_n, seed=seed + step)
-    return stages.add_selected_tokens(batch, actor, seed=seed), metrics
+    step = int(batch.meta_info.get("global_steps", 0))
+    batch = stages.compute_advantage(batch, algorithm, num_repeat=rollout_n, seed=actor.data_loader_seed + step)
+    return stages.add_selected_tokens(batch, actor, seed=actor.data_loader_seed), metrics

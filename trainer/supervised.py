@@ -42,7 +42,7 @@ class SupervisedTrainer(CheckpointedLoop):
 
     def __init__(self, config: Config) -> None:
         config = with_local_files(config)
-        run, data = config.trainer, config.data
+        run = config.trainer
         num_ranks = run.nnodes * run.n_gpus_per_node
         reporter = Reporter(run, config.model_dump(mode="json"), num_devices=num_ranks)
         super().__init__(run, reporter, keep={"model": run.max_ckpt_to_keep})
@@ -52,12 +52,12 @@ class SupervisedTrainer(CheckpointedLoop):
         check_models(config)
         self.tokenizer = load_tokenizer(config.model)
         self.train_rows, self.val_rows = load_rows(config, self.tokenizer)
-        rows, num_rows, size = self.train_rows, len(self.train_rows), data.train_batch_size
-        if isinstance(rows, RowStream):
-            self.cursor: Cursor | RowStream = rows
+        num_rows, size = len(self.train_rows), config.data.train_batch_size
+        if isinstance(self.train_rows, RowStream):
+            self.cursor: Cursor | RowStream = self.train_rows
         else:
-            options = {"batch_size": size, "seed": data.seed, "shuffle": data.shuffle}
-            self.cursor = Cursor(num_rows, **options, dataset=fingerprint(rows), restarts=run.resume_changed)
+            options = {"batch_size": size, "seed": config.data.seed, "shuffle": config.data.shuffle}
+            self.cursor = Cursor(num_rows, **options, dataset=fingerprint(self.train_rows), restarts=run.resume_changed)
         self.steps_per_epoch = num_rows // size
         self.total_steps = total_steps(num_rows, size, run.total_epochs, run.total_training_steps)
         self.dp_size = num_ranks // shared_by(config.engine)
@@ -101,14 +101,14 @@ class SupervisedTrainer(CheckpointedLoop):
 
     def evaluate(self) -> dict[str, float]:
         """Exact means over all validation rows."""
-        rows, size = self.val_rows, self.cfg.data.train_batch_size
+        rows = self.val_rows
         if rows is None:
             return {}
         texts_per_row = 1 if isinstance(self.cfg, SFTConfig) else 2
         sums: list[RankSums] = []
         with self.stage("testing"):
-            for start in range(0, len(rows), size):
-                batch = self.collate(rows[start : start + size])
+            for start in range(0, len(rows), self.cfg.data.train_batch_size):
+                batch = self.collate(rows[start : start + self.cfg.data.train_batch_size])
                 sums += self.workers.eval_batch(pad_with_empty_rows(batch, self.dp_size * texts_per_row))
         metrics = mean_over_ranks(sums)
         self.reporter.add(metrics)

@@ -70,9 +70,9 @@ def connect_weights(groups: WorkerGroups, cfg: PPOConfig, *, colocated: bool) ->
     """The manager that reshards the actor's weights into the rollout, connected."""
     assert groups.rollout is not None, "external servers take weights from files"
     policy = cfg.actor_rollout_ref
-    engine, alone = policy.rollout.checkpoint_engine, groups.actor.world_size == 1
-    in_process = rollout_backend(policy.rollout.name).weights_in == "process"
-    local = engine.backend == "local" or (engine.backend == "auto" and colocated and alone and in_process)
+    engine = policy.rollout.checkpoint_engine
+    in_process = colocated and rollout_backend(policy.rollout.name).weights_in == "process"
+    local = engine.backend == "local" or (engine.backend == "auto" and in_process and groups.actor.world_size == 1)
     disk = engine.backend == "disk"
     manager = ShardingManager(
         groups.actor,

@@ -117,15 +117,15 @@ def _models(config: PPOConfig | SupervisedConfig) -> Iterator[tuple[str, ModelCo
     if isinstance(config, SupervisedConfig):
         yield "engine", config.model, config.engine.shard, "scalar" if isinstance(config, RMConfig) else "lm"
         return
-    policy, critic = config.actor_rollout_ref, config.critic
+    policy = config.actor_rollout_ref
     section = "megatron" if policy.actor.strategy == "megatron" else "fsdp_config"
     yield f"actor_rollout_ref.actor.{section}", policy.model, policy.actor.shard, "lm"
     frozen = [(policy.reference_model, policy)] if config.use_reference else []
     for model, settings in [*frozen, *((teacher, config.teacher_policy) for teacher in config.teachers.values())]:
         yield f"actor_rollout_ref.ref.{section}", model, settings.ref_shard, "lm"
     if config.use_critic:
-        section = "megatron" if critic.strategy == "megatron" else "fsdp"
-        yield f"critic.{section}", critic.model, critic.shard, "scalar"
+        section = "megatron" if config.critic.strategy == "megatron" else "fsdp"
+        yield f"critic.{section}", config.critic.model, config.critic.shard, "scalar"
 
 
 def _trained(
@@ -164,8 +164,8 @@ def build_reward_engine(cfg: RewardModelConfig, run: EngineRun) -> "Engine":
 
 def build_supervised_engine(cfg: SFTConfig | RMConfig | DPOConfig, run: EngineRun, *, frozen: bool = False) -> "Engine":
     """The engine of supervised training: a language model, or a reward model; `frozen` it only computes."""
-    head, sp_size = "scalar" if isinstance(cfg, RMConfig) else "lm", cfg.engine.ulysses_sequence_parallel_size
+    head = "scalar" if isinstance(cfg, RMConfig) else "lm"
     options: dict[str, object] = {"head": head, "training": cfg.data.training, "checkpoint": cfg.checkpoint}
     if not frozen:
         options |= {"optim": cfg.optim, "grad_clip": cfg.optim.clip_grad, "total_steps": run.actor_steps}
-    return _engine(cfg.model, cfg.engine.shard, run, sp_size=sp_size, **options)
+    return _engine(cfg.model, cfg.engine.shard, run, sp_size=cfg.engine.ulysses_sequence_parallel_size, **options)

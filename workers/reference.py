@@ -60,12 +60,14 @@ class TeacherWorker(EngineWorker):
         topk = min(self.topk, *(engine.config.get_text_config().vocab_size for engine in self.engines))
         names: tuple[Output, ...] = ("topk_log_probs", "topk_ids") if topk else ("log_probs",)
         shape = (*data.tensors["responses"].shape, topk) if topk else data.tensors["responses"].shape
-        scored = [torch.zeros(shape) for _ in names]
+        scored = {name: torch.zeros(shape) for name in names}
         for number, engine in enumerate(self.engines):
             rows = (data.tensors["teacher"] == number).nonzero()[:, 0]
             temperature = data.meta_info["temperature"]
             outputs = engine.forward(data.select_idxs(rows), names, temperature=temperature, topk=topk)
-            for values, name in zip(scored, names, strict=True):
+            for name, values in scored.items():
                 values[rows] = outputs[name].cpu()
-        columns = dict(zip(("teacher_log_probs", "teacher_ids"), scored, strict=False))
-        return DataProto.from_dict({name: x.int() if name == "teacher_ids" else x for name, x in columns.items()})
+        columns = {"teacher_log_probs": scored[names[0]]}
+        if topk:
+            columns["teacher_ids"] = scored["topk_ids"].int()
+        return DataProto.from_dict(columns)
