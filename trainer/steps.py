@@ -75,9 +75,8 @@ class Steps:
         """Log-probabilities under the frozen policy, where a KL term needs them."""
         if not self.cfg.use_reference:
             return batch
-        group = self.groups.ref or self.groups.actor
         with self.residency.hold(Role.Actor if self.groups.ref is None else Role.RefPolicy, "ref"):
-            return batch.union(group.compute_ref_log_prob(_only(batch, ROWS)))
+            return batch.union((self.groups.ref or self.groups.actor).compute_ref_log_prob(_only(batch, ROWS)))
 
     def teacher_log_probs(self, batch: DataProto) -> DataProto:
         """Log-probabilities under each row's teacher, in a distillation; DataError for a row without one."""

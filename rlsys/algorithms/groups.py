@@ -90,9 +90,7 @@ def _row_sums(table: Tensor, ids: Tensor) -> Tensor:
 
 def _mean(table: Tensor, counted: Tensor, ids: Tensor, leave_one_out: bool) -> Tensor:
     total, count = _row_sums(table, ids), _row_sums(counted, ids)
-    if leave_one_out:
-        return (total - table) / (count - 1).clamp(min=1)
-    return total / count.clamp(min=1)
+    return (total - table) / (count - 1).clamp(min=1) if leave_one_out else total / count.clamp(min=1)
 
 
 def _deviation(centred: Tensor, counted: Tensor, ids: Tensor, unbiased: bool) -> Tensor:

@@ -197,8 +197,7 @@ def _read_parquet(path: Path) -> Iterator[Row | BadRow]:
         try:
             table = file.read_row_group(group)
         except (pa.ArrowException, OSError) as error:
-            place = f"rows {first} to {first + num_rows - 1}"
-            yield BadRow(str(path), place, f"the row group cannot be read: {error}")
+            yield BadRow(str(path), f"rows {first} to {first + num_rows - 1}", f"the row group cannot be read: {error}")
         else:
             yield from _table_rows(path, table, first)
         first += num_rows

@@ -97,9 +97,8 @@ def download_rows(name: str) -> str:
     """A split of a dataset as a folder that `datasets` saved, in its cache; ConfigError that says why there is none."""
     with _dataset_errors(name) as datasets:
         rows, (repo, _, _, split) = _load(datasets, name, streaming=False), _ROWS.fullmatch(name).groups()  # type: ignore[union-attr]
-        cache = Path(datasets.config.HF_DATASETS_CACHE)
         origin = blake2b(str(rows.cache_files).encode(), digest_size=8).hexdigest()
-        folder = cache / "rlsys" / f"{repo.replace('/', '___')}-{split}-{origin}"
+        folder = Path(datasets.config.HF_DATASETS_CACHE, "rlsys", f"{repo.replace('/', '___')}-{split}-{origin}")
         if not folder.is_dir():
             with written_dir(folder) as staging:
                 rows.save_to_disk(staging)

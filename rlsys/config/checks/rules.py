@@ -45,9 +45,7 @@ def unused_settings(cfg: Section, given: Collection[str]) -> Iterator[Note]:
             besides = {f"{key}.{name}" for name in rule.besides}
             unused = [path for path in given if f"{path}.".startswith(f"{key}.") and path not in besides]
             reasons.setdefault(rule.why or _reason(cfg, rule, absolute(rule.key, parent)), []).extend(unused)
-    for why, keys in reasons.items():
-        if keys:
-            yield ignored(keys, why)
+    yield from (ignored(keys, why) for why, keys in reasons.items() if keys)
 
 
 def _holds(cfg: Section, rule: Condition, parent: str) -> bool:

@@ -107,9 +107,8 @@ def limit_resources(limits: dict[str, int]) -> None:
 
 def drop_capabilities() -> bool:
     """Empty all capability sets; with no_new_privs set, executing a program does not give them back."""
-    header = struct.pack("=Ii", 0x20080522, 0)
     number = {"x86_64": 126, "aarch64": 91}.get(platform.machine())  # of the system call capset
-    return number is not None and libc.syscall(number, header, bytes(24)) == 0
+    return number is not None and libc.syscall(number, struct.pack("=Ii", 0x20080522, 0), bytes(24)) == 0
 
 
 def restrict_files(readable: list[str], folder: str) -> bool:

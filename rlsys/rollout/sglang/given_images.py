@@ -68,11 +68,10 @@ def request_images(ids: Sequence[int], config: Any, images: Sequence[ImageInputs
         item.hash = int.from_bytes(hashlib.sha256(f"{salt}/{name}".encode()).digest()[:7], "big")
         item.set("image_grid_thw", torch.tensor([[1, *grid.tolist()[1:]]] * int(grid[0])))
         items.append(item)
-    shift = positions.max() + 1 - len(ids)
     return MultimodalProcessorOutput(
         mm_items=items,
         input_ids=list(ids),
         im_token_id=config.image_token_id,
         mrope_positions=positions,
-        mrope_position_delta=shift.view(1, 1),
+        mrope_position_delta=(positions.max() + 1 - len(ids)).view(1, 1),
     )
