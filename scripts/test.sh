@@ -104,6 +104,7 @@ else
   while read -r file; do
     [[ " ${gpu[*]} " == *" $file "* ]] || rest+=" $file"
   done < <(grep -rl --include='test_*.py' 'mark\.gpu' tests)
+  export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}  # as in jobs: threads of many processes wait for each other
   orders=(all all) at_once=16
   if [ "$(nvidia-smi -L | wc -l)" -ge 2 ]; then
     orders=('0,1' '1,0') at_once=28  # tests that need one GPU take the first that they see

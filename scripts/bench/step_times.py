@@ -105,6 +105,13 @@ RUNS = (
     Measured("compiled FSDP, vLLM", "1.5B H200", FORCED, COMPILED_JOB, (4.54, 1.35, 4.02, 0.038, 10.23, 0.18)),
     Measured("the same, another host", "1.5B H200", FORCED, COMPILED_JOB, (3.36, 1.37, 4.01, 0.109, 9.16)),
     Measured(
+        "sizes chosen, vLLM, 8 steps",
+        "1.5B H200",
+        FORCED,
+        job(64, 8, VLLM, COMPILED, f"{ROLLOUT}.num_scheduler_steps=8", tokens=36864, kept=True),
+        (1.74, 1.29, 3.76, 0.018, 6.99, 0.26),
+    ),
+    Measured(
         "sizes chosen, SGLang",
         "1.5B H200",
         FORCED,
