@@ -111,9 +111,8 @@ class Progress:
     @contextmanager
     def stage(self, name: str) -> Generator[None]:
         """Show that a stage is running; usable from any thread, and as a listener of StageTimer."""
-        counts = self._counts.get(name, lambda: (0, 0))
         with self._lock:
-            self._running[name] = self._clock(), counts()
+            self._running[name] = self._clock(), self._counts.get(name, lambda: (0, 0))()
         try:
             yield
         finally:

@@ -182,7 +182,8 @@ class MlflowTracker:
         self._mlflow.log_dict({"step": step, "rows": named}, f"val_generations/{step}.json", self._id)
 
     def close(self) -> None:
-        self._mlflow.MlflowClient().set_terminated(self._id)
+        self._mlflow.start_run(self._id, log_system_metrics=False)  # in this thread, which has none to end
+        self._mlflow.end_run()
 
 
 class TrackioTracker(WandbTracker):
@@ -253,7 +254,8 @@ class Tracking:
     file then equals that of an uninterrupted run. `None` starts a new file. A tracker that does not start is a
     ConfigError; one that fails later is logged once, counted in `training/tracker_errors`, and never stops training,
     as is what else uses `best_effort`. One that does not answer within CALL_S is counted too, and left out from then
-    on. Each call is made in a thread of its own and in the tracker's context, which has its library's variables.
+    on. Each call is made in a thread of its own, and but for the console's in the tracker's context, which has its
+    library's variables.
     """
 
     def __init__(self, run: TrackedRun, *, loggers: Sequence[str], best_effort: BestEffort) -> None:
@@ -287,13 +289,14 @@ class Tracking:
 
     def _answer(self, name: str, stage: str, call: Callable[..., T], *arguments: object) -> T:
         """What a call of a tracker returns; DeadlineError after CALL_S, and the tracker is left out."""
-        context = self._contexts.setdefault(name, copy_context())
+        # a notebook shows what is printed in the cell of the caller's context
+        context = copy_context() if name == "console" else self._contexts.setdefault(name, copy_context())
         answer = in_daemon_thread(partial(context.run, call, *arguments), name=f"tracker-{name}")
         try:
             return result_within(answer, CALL_S, who=f"tracker {name}", stage=stage)
         except DeadlineError as error:
-            log.warning("%s: the run continues without it", error)
-            self._trackers.pop(name, None)
+            if self._trackers.pop(name, None) is not None:  # without one that does not start no run does
+                log.warning("%s: the run continues without it", error)
             raise
 
     @cached_property

@@ -197,13 +197,16 @@ def test_wandb_resumes_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_mlflow_resumes_the_same_run_and_hides_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING", "true")
     with open_tracking(tmp_path, "mlflow", actor={"lr": 0.5}, api_key="hidden") as tracking:
         tracking.log({"val-core/gsm8k/acc/mean@1": 1.0}, 1)
     with open_tracking(tmp_path, "mlflow", resume_step=1) as tracking:
         tracking.log({"x": 2.0}, 2)
-        assert tracking.best_effort.num_errors == 0
+    assert tracking.best_effort.num_errors == 0
+    assert "SystemMetricsMonitor" not in [thread.name for thread in threading.enumerate()], "it ends with the run"
     (run,) = mlflow.search_runs(experiment_names=["proj"], output_format="list")
-    assert run.data.metrics == {"val-core/gsm8k/acc/mean_at_1": 1.0, "x": 2.0}
+    own = {name: value for name, value in run.data.metrics.items() if not name.startswith("system/")}
+    assert (run.info.status, own) == ("FINISHED", {"val-core/gsm8k/acc/mean_at_1": 1.0, "x": 2.0})
     assert run.data.params == {"actor.lr": "0.5", "api_key": "[redacted]"}
 
 
@@ -308,6 +311,18 @@ def test_calls_of_a_tracker_share_its_context(tmp_path: Path, monkeypatch: pytes
     assert tracking.best_effort.num_errors == 0
 
 
+def test_the_console_prints_in_the_context_of_its_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A notebook knows by its context in which cell a line is shown: those of later cells were shown in none."""
+    cell, shown = ContextVar[int]("cell"), list[int]()
+    monkeypatch.setattr("builtins.print", lambda *_, **options: shown.append(cell.get()))
+    cell.set(1)
+    with open_tracking(tmp_path, "console") as tracking:
+        for number in (2, 3):
+            cell.set(number)
+            tracking.log({"x": 1.0}, number)
+    assert shown == [2, 3]
+
+
 def test_a_tracker_that_does_not_answer_is_named_counted_and_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -328,9 +343,10 @@ def test_a_tracker_that_does_not_answer_is_named_counted_and_left_out(
 
 
 def test_a_tracker_that_does_not_answer_at_the_start_is_a_config_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("rlsys.telemetry.trackers.ADAPTERS", {"mlflow": lambda run: threading.Event().wait()})
     monkeypatch.setattr("rlsys.telemetry.trackers.CALL_S", 0.2)
     with pytest.raises(ConfigError, match="did not start: DeadlineError: tracker mlflow did not answer within"):
         open_tracking(tmp_path, "mlflow")
+    assert not caplog.messages, "the run does not continue without it"
