@@ -139,7 +139,8 @@ def _code(config: JobConfig) -> dict[str, str]:
     """Checksums of the Python files that settings name, also as `file.py:name`."""
     settings = flat_settings(config.model_dump(mode="json"))
     files = {key: Path(value.rpartition(".py")[0] + ".py") for key, value in settings.items() if isinstance(value, str)}
-    return {f"code of {key}": sha256(f.read_bytes()).hexdigest()[:12] for key, f in files.items() if f.is_file()}
+    # Path.is_file raises for a text that is longer than a name may be
+    return {f"code of {key}": sha256(f.read_bytes()).hexdigest()[:12] for key, f in files.items() if os.path.isfile(f)}
 
 
 @contextmanager

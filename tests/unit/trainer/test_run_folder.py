@@ -132,6 +132,14 @@ def test_what_only_follows_a_changed_setting_is_not_listed(tmp_path: Path, caplo
     assert f"trainer.rollout_data_dir {tmp_path}/out/rollouts -> null" in message
 
 
+def test_a_long_text_that_names_a_python_file_is_a_setting_like_others(tmp_path: Path) -> None:
+    """Names as long as that of a file before its `.py` cannot be looked up."""
+    template = "{{ messages[0].content }} " + "Write the program into the file " * 9 + "answer.py first."
+    config = config_of(tmp_path, f"actor_rollout_ref.model.custom_chat_template={json.dumps(template)}")
+    (row,) = map(json.loads, (started(config) / "starts.jsonl").read_text().splitlines())
+    assert list(row["code"]) == ["code of reward.custom_reward_function.path"]
+
+
 @pytest.mark.parametrize("changed", ["the algorithm", "the reward function", "the workflow"])
 def test_a_checkpoint_of_another_experiment_is_only_continued_if_confirmed(tmp_path: Path, changed: str) -> None:
     workflow = tmp_path / "agent.py"
