@@ -82,8 +82,8 @@ class PreparedRun:
     def num_ranks(self) -> int:
         """The processes that share the cores. Bits depend on the threads of each, so those of a reproducible run are as
         many as beside one replica."""
-        pools = self.plan.pools
-        return pools.total_ranks - (pools.rollout_ranks - 1 if self.config.trainer.reproducible else 0)
+        pools, one = self.plan.pools, self.config.actor_rollout_ref.rollout.replica_size
+        return pools.total_ranks - (pools.rollout_ranks - one if self.config.trainer.reproducible else 0)
 
 
 def prepare(config: PPOConfig) -> PreparedRun:

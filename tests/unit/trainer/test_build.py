@@ -38,6 +38,10 @@ def test_the_threads_of_a_reproducible_run_do_not_depend_on_its_replicas(tmp_pat
     ahead = [prepare(load_config([*on_ray, number])).num_ranks for number in replicas]
     repeated = [prepare(load_config([*on_ray, number, "trainer.reproducible=true"])).num_ranks for number in replicas]
     assert (ahead, repeated) == ([2, 4], [2, 2])
+    on_ray += ["rollout.name=sglang", "rollout.tensor_model_parallel_size=2", "rollout.full_determinism=true"]
+    two_each = [f"trainer.rollout_workers={number}" for number in (2, 6)]
+    repeated = [prepare(load_config([*on_ray, number, "trainer.reproducible=true"])).num_ranks for number in two_each]
+    assert repeated == [3, 3], "as many as beside one replica, of two processes"
 
 
 def write_rows(path: Path, *rows: dict[str, str]) -> list[str]:
