@@ -67,8 +67,7 @@ def check_machine(config: JobConfig, *, dry_run: bool, here: bool = True) -> lis
     settings = flat_settings(config.model_dump())
     keys: tuple[str, ...] = ()
     if dry_run:
-        teachers = [key for key in settings if key.startswith("distillation.") and key.endswith(".model_path")]
-        keys = (*MODELS, *teachers)
+        keys = (*MODELS, *(key for key in settings if key.startswith("distillation.") and key.endswith(".model_path")))
     elif isinstance(config, PPOConfig) and not config.reward.has_judge:
         keys = (GRADER,)
     for key in keys:

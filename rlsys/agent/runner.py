@@ -244,7 +244,7 @@ class EpisodeRunner:
         start_s = time.monotonic()
         try:
             result = await self._outcome(workflow, row, session)
-            total = fsum(session.tool_rewards)  # the same bits in any order, which that of parallel calls is
+            total = fsum(session.tool_rewards)  # the same bits in whatever order parallel calls end
             extra = {**result.extra, "tool_reward": total} if total else result.extra
             result = replace(result, seconds=time.monotonic() - start_s, num_turns=session.trace.num_turns, extra=extra)
             return replace(result, counts=session.counts, tool_s=session.tool_s, messages=session.messages)

@@ -275,7 +275,8 @@ class BaseRolloutEngine(ABC):
         starts = [len(request.delivered) for request in running]
         samples = self._take_samples([request.number for request in running], starts)
         for request, new in zip(running, by_request(*samples), strict=True):
-            sampled, end = until_end(new, request) if stops else (until_end(new, request)[0][:-1], None)
+            drawn, end = until_end(new, request)
+            sampled, end = (drawn, end) if stops else (drawn[:-1], None)
             if len(sampled):
                 deltas.append(delta := self._delta(request, sampled, end))
                 request.delivered += delta.tokens
