@@ -49,7 +49,7 @@ def _replay(episode: JsonObject, folder: Path) -> int:
     cfg = with_local_files(with_start_assets(load_config([f"--config-name={folder / CONFIG}"], PPOConfig)))
     tokenizer = load_tokenizer(cfg.actor_rollout_ref.model, cfg.actor_rollout_ref.rollout.padding)
     start = EpisodeStart(episode["row"], episode["seed"], episode["name"], EpisodeLog(episode["log"], is_closed=True))
-    no_engine: Any = SimpleNamespace(sample=None, generate=None)
+    no_engine: Any = SimpleNamespace(sample=None, generate=None, push_if_stranded=None)
     with ExitStack() as stack:
         rollout = graded_rollout(cfg, no_engine, tokenizer, stack, StageTimer())
         if not isinstance(rollout, EpisodeRollout):
