@@ -153,7 +153,8 @@ def test_weights_may_be_pushed_less_often_than_every_step() -> None:
 
 
 def test_idle_shares_show_which_side_waits() -> None:
-    """Each side stands still for four times as long as everything before has taken."""
+    """Each side stands still for four times as long as everything before has taken, and longer than threads wait for a
+    core."""
     started = threading.Event()
     window, start_s = StalenessWindow(groups_per_step=2, max_staleness=1), time.monotonic()
     with running(window, lambda n: 60) as run, ThreadPoolExecutor() as trainer:
@@ -161,11 +162,11 @@ def test_idle_shares_show_which_side_waits() -> None:
         run.publish(0)
         step = trainer.submit(lambda: started.set() or run.step())
         assert started.wait(scaled_s(10))
-        time.sleep(4 * (time.monotonic() - start_s))
+        time.sleep(scaled_s(0.5) + 4 * (time.monotonic() - start_s))
         run.replica.limit = 60
         waits = step.result(scaled_s(10)).meta_info["source_metrics"]
         assert wait_until(lambda: not run.fleet.unfinished())
-        time.sleep(4 * (time.monotonic() - start_s))
+        time.sleep(scaled_s(0.5) + 4 * (time.monotonic() - start_s))
         trains = run.step().meta_info["source_metrics"]
     assert waits["perf/trainer_idle"] > 0.6 > 0.4 > waits["perf/rollout_idle"]
     assert trains["perf/rollout_idle"] > 0.6 > 0.4 > trains["perf/trainer_idle"]
