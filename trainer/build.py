@@ -82,8 +82,9 @@ class PreparedRun:
     def num_ranks(self) -> int:
         """The processes that share the cores. Bits depend on the threads of each, so those of a reproducible run are as
         many as beside one replica."""
-        pools, one = self.plan.pools, self.config.actor_rollout_ref.rollout.replica_size
-        return pools.total_ranks - (pools.rollout_ranks - one if self.config.trainer.reproducible else 0)
+        pools = self.plan.pools
+        one = min(pools.rollout_ranks, self.config.actor_rollout_ref.rollout.replica_size)
+        return (replace(pools, rollout_ranks=one) if self.config.trainer.reproducible else pools).total_ranks
 
 
 def prepare(config: PPOConfig) -> PreparedRun:

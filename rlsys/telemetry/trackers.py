@@ -282,10 +282,9 @@ class Tracking:
         self.best_effort("val_generations.jsonl", partial(self._write_generations, rows, step))
         self._call_all("log_generations", rows, step)
 
-    def _call_all(self, method: str, *arguments: object) -> None:
+    def _call_all(self, method: str, *args: object) -> None:
         for name, tracker in [*self._trackers.items()]:
-            call = partial(self._answer, name, method, getattr(tracker, method), *arguments)
-            self.best_effort(f"tracker {name}", call)
+            self.best_effort(f"tracker {name}", partial(self._answer, name, method, getattr(tracker, method), *args))
 
     def _answer(self, name: str, stage: str, call: Callable[..., T], *arguments: object) -> T:
         """What a call of a tracker returns; DeadlineError after CALL_S, and the tracker is left out."""

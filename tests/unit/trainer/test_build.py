@@ -44,6 +44,13 @@ def test_the_threads_of_a_reproducible_run_do_not_depend_on_its_replicas(tmp_pat
     assert repeated == [3, 3], "as many as beside one replica, of two processes"
 
 
+def test_a_reproducible_run_without_processes_that_only_generate_counts_all_that_train(tmp_path: Path) -> None:
+    on_ray = ["--config-name=quickstart", "trainer.device=cpu", f"trainer.default_local_dir={tmp_path}"]
+    on_ray += ["trainer.n_gpus_per_node=4"]
+    runs = [prepare(load_config([*on_ray, f"trainer.reproducible={given}"])) for given in ("false", "true")]
+    assert [run.num_ranks for run in runs] == [4, 4]
+
+
 def write_rows(path: Path, *rows: dict[str, str]) -> list[str]:
     """Settings of a run on rows without `data_source`, four of each."""
     row = {"prompt": "1+1=", "ground_truth": "2"}
